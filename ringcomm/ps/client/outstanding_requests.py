@@ -124,7 +124,6 @@ class Outstanding:
                 if not is_dead and request.kind in _GO_ON and not _awaits_step(request):
                     continue
                 del self.requests[sequence]
-                self._pulled_ns.pop(sequence, None)
                 self.credit.count(request, -1)
                 if request.kind in _NEWS and not _awaits_step(request):
                     said.append(request)
