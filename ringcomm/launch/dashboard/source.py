@@ -22,7 +22,7 @@ from ringcomm.launch.watch.other_hosts import RunFolders
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
 from ringcomm.launch.watch.verdicts import Verdicts
 
-_SEARCH_S: Final = 1.0
+_SEARCH_S: Final = 2.0
 _LOG_BYTES: Final = 1 << 16
 _EVENTS: Final = 30
 _COMMAND_S: Final = 20.0
