@@ -54,7 +54,7 @@ FAULT = [
         "leaving-waits-for-the-dead",
         "fault",
         "engine/progress/deadlines.py",
-        "if peers.are_all_gone or peers.fatal or now",
+        "if peers.are_all_gone or peers.is_fatal or now",
         "if peers.are_all_gone or now",
         "a rank that is done waits for survivors of a death, which may go on for hours",
         ("unit/test_dead_and_late_ranks.py::test_a_death_ends_the_wait_of_a_rank_that_leaves",),

@@ -125,8 +125,8 @@ self.steps = int(state.meta["steps"])
         "ps-reads-beside-own-pushes",
         "ps",
         "ps/client/client.py",
-        "return order.epoch if order.is_empty and not self._engine.watch.peers.fatal else -1",
-        "return order.epoch if not self._engine.watch.peers.fatal else -1",
+        "if not order.is_empty:\n            return -1\n        peers",
+        "peers",
         "a pull misses the push before it",
         (
             "unit/test_ps_promises.py",

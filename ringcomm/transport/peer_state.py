@@ -143,9 +143,9 @@ class PeerTable:
         return self._gone
 
     @property
-    def fatal(self) -> dict[int, str]:
-        """The dead ranks without which the job does not go on, and how they died."""
-        return {rank: how for rank, how in self.dead.items() if rank not in self.survivable}
+    def is_fatal(self) -> bool:
+        """True once a rank has died without which the job does not go on."""
+        return bool(self.dead) and not self.survivable.issuperset(self.dead)
 
     @property
     def are_all_gone(self) -> bool:

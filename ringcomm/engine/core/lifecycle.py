@@ -70,7 +70,7 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
         progress.run_until(Farewell(watch, engine.settings).is_over)
     if engine.job_size > DIRECT and (state.is_broken or not watch.peers.are_all_gone):
         _rest(engine, how)
-    is_clean = not state.is_broken and not watch.peers.fatal
+    is_clean = not state.is_broken and not watch.peers.is_fatal
     if not (keeps_wire and state.has_waited_in_vain):
         close(engine, is_clean=is_clean and not watch.peers.dead)
     return is_clean

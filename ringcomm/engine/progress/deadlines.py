@@ -115,7 +115,7 @@ class Farewell:
     def is_over(self) -> bool:
         """Return True once all have left, a death ends the job, or limit_s is over; warn once."""
         peers, now = self._watch.peers, time.monotonic()
-        if peers.are_all_gone or peers.fatal or now >= self._start + self._limit_s:
+        if peers.are_all_gone or peers.is_fatal or now >= self._start + self._limit_s:
             return True
         if now >= self._warn_at:
             self._warn_at = math.inf

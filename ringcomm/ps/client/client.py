@@ -86,7 +86,10 @@ class Client:
         if self._send_queue.n_waiting and self._send_queue.has(partition):
             return -1
         order = self._orders[partition]
-        return order.epoch if order.is_empty and not self._engine.watch.peers.fatal else -1
+        if not order.is_empty:
+            return -1
+        peers = self._engine.watch.peers
+        return -1 if peers.dead and peers.is_fatal else order.epoch
 
     def timestamp(self) -> int:
         """Return the number of a new request."""
