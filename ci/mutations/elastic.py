@@ -9,6 +9,7 @@ _TESTS = ("unit/test_membership.py",)
 _STRANGERS = (
     "test_spares_that_do_not_know_each_other_do_not_go_on_when_all_others_have_left_and_ended"
 )
+_RAISES = "test_a_rank_that_raises_ends_no_earlier_than_those_that_save_their_work"
 _ENDS = "test_a_rank_that_is_alone_with_those_that_hang_ends_the_job_and_so_do_all_others"
 _AT_THE_END = "test_half_of_the_ranks_go_on_if_the_first_hangs_even_at_the_end"
 _HANGS = ("unit/test_ranks_that_hang.py",)
@@ -429,10 +430,19 @@ ELASTIC = [
         "survivors-end-the-job-for-each-other",
         "fault",
         "engine/api/init_rank_size.py",
-        "if failure.blames is not None and world.survives_deaths:",
+        "if failure.blames is not None or not world.survives_deaths:",
         "if failure.blames is not None and not world.survives_deaths:",
         "mpirun ends the ranks that still save their work, as soon as half of all have exited",
         ("fault/test_failing_jobs.py::test_a_caught_peer_failure_lets_the_survivor_save_its_work",),
+    ),
+    Mutation(
+        "who-fails-first-ends-before-the-others",
+        "fault",
+        "engine/api/init_rank_size.py",
+        "if failure.blames is not None or not world.survives_deaths:",
+        "if failure.blames is not None:",
+        "mpirun ends the ranks that still save their work, as soon as the one that raised exits",
+        (f"fault/test_failing_jobs.py::{_RAISES}",),
     ),
     Mutation(
         "who-gives-up-ends-before-the-others",

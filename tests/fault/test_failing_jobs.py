@@ -232,6 +232,25 @@ def test_a_caught_peer_failure_lets_the_survivor_save_its_work(tmp_path):
         assert [(tmp_path / f"saved.{r}").read_text() for r in (0, 2, 3)] == ["1"] * 3
 
 
+def test_a_rank_that_raises_ends_no_earlier_than_those_that_save_their_work(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        raise ValueError("diverged")
+    try:
+        rc.allreduce(X)
+    except rc.PeerFailedError:
+        time.sleep(0.5 * (1 + rc.rank()))  # within RINGCOMM_GRACE_S
+        open(f"saved.{rc.rank()}", "w").close()
+        raise
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code != 0
+    assert {each.name for each in tmp_path.glob("saved.*")} == {"saved.0", "saved.2"}
+    assert "rank 1" in report_of(job.output)
+    assert "ValueError: diverged" in report_of(job.output)
+
+
 @needs_ulfm
 def test_under_ulfm_survivors_go_on_without_the_dead(tmp_path):
     body = """
@@ -608,10 +627,10 @@ def test_two_jobs_side_by_side_do_not_meet(tmp_path):
 def test_a_killed_rank_leaves_a_timeline_that_can_be_read(tmp_path):
     body = """
     rc.init()
-    if rc.rank() == 1:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    while True:
+    for step in range(1_000_000):
         rc.allreduce(X, name="w")
+        if rc.rank() == 1 and step == 20:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
     """
     environ = {"RINGCOMM_TIMELINE": str(tmp_path / "trace")}
     job = run_script(2, script(body), cwd=tmp_path, env=environ)

@@ -365,7 +365,7 @@ def _leave_job(world: World) -> Failure | None:
         stop(world.engine)
         world.transport.page.set_state(State.LEAVING)
         world.words.wait_for_report()
-        if failure.blames is not None and world.survives_deaths:
+        if failure.blames is not None or not world.survives_deaths:
             await_at_end(world, world.transport.view.members, world.engine.settings.grace_s)
         is_clean = world.engine.job_size == 1
     _note_end(world, is_clean=is_clean)
