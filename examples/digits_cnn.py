@@ -12,7 +12,9 @@ last epoch, on any number of ranks.
 """
 
 import argparse
+import gzip
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -88,14 +90,19 @@ def digits():
 
 
 def mnist(folder):
-    """Return MNIST as digits() does; every rank reads the files."""
+    """Return MNIST as digits() does, from its files, plain or .gz; every rank reads them."""
 
-    def tensors(images, labels):
-        scaled = torch.from_numpy(images).unsqueeze(1).float() / 255
-        return scaled, torch.from_numpy(labels).long()
+    def read(file, header_nbytes):
+        path = Path(folder) / file
+        packed = path.with_name(f"{file}.gz")
+        content = path.read_bytes() if path.exists() else gzip.decompress(packed.read_bytes())
+        return torch.frombuffer(bytearray(content[header_nbytes:]), dtype=torch.uint8)
 
-    train, test = rc.data.mnist(folder)
-    return tensors(*train), tensors(*test)
+    def tensors(part):
+        images = read(f"{part}-images-idx3-ubyte", 16).view(-1, 1, 28, 28)
+        return images.float() / 255, read(f"{part}-labels-idx1-ubyte", 8).long()
+
+    return tensors("train"), tensors("t10k")
 
 
 def cnn(pixels: int) -> nn.Module:

@@ -8,9 +8,8 @@
 Needs no torch. A ShardedSampler works with torch's DataLoader, too.
 """
 
-from ringcomm.data.idx import mnist, read_idx
 from ringcomm.data.loader import Loader
 from ringcomm.data.sampler import Batches, ShardedSampler
 from ringcomm.data.work_queue import WorkQueue
 
-__all__ = ["Batches", "Loader", "ShardedSampler", "WorkQueue", "mnist", "read_idx"]
+__all__ = ["Batches", "Loader", "ShardedSampler", "WorkQueue"]

@@ -167,8 +167,6 @@ DATA = {
     "Loader": lambda: {"data": np.arange(10), "batch_size": 2, "sampler": sampler()},
     "ShardedSampler": lambda: {"data": 10, "rank": 0, "size": 2},
     "WorkQueue": lambda: {"n": 10, "size": 5, "name": "work", "seed": 1},
-    "mnist": lambda: {"folder": "here"},
-    "read_idx": lambda: {"path": "here"},
 }
 METHODS = {"batches": {"batch_size": 2}, "load_state_dict": {}, "set_epoch": {}, "state_dict": {}}
 

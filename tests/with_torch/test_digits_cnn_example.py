@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from harness import run_job
-from mnist_files import write_mnist
+from mnist_files import write_zipped_mnist
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_cnn.py"
 
@@ -19,7 +19,7 @@ def run(n, tmp_path, *arguments):
 @pytest.mark.at_length
 def test_it_trains_on_files_of_mnist_and_goes_on_after_the_last_epoch(tmp_path):
     (tmp_path / "mnist").mkdir()
-    write_mnist(tmp_path / "mnist", is_zipped=True, n=10)
+    write_zipped_mnist(tmp_path / "mnist", n=10)
     first = run(2, tmp_path, "--epochs", "2")
     assert [line[:9] for line in first] == ["epoch  1/", "epoch  2/"]
     then = run(1, tmp_path, "--epochs", "3")
@@ -39,5 +39,5 @@ def test_a_plain_script_trains_on_the_parameter_server(mode, tmp_path):
 def test_a_folder_without_the_files_says_which_it_misses(tmp_path):
     job = run_job(1, EXAMPLE, "--data-dir", tmp_path, cwd=tmp_path, timeout_s=120)
     assert job.code == 1
-    assert "FileNotFoundError: neither" in job.output
-    assert "train-images-idx3-ubyte.gz exists" in job.output
+    assert "FileNotFoundError" in job.output
+    assert "train-images-idx3-ubyte.gz" in job.output
