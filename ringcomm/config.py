@@ -37,7 +37,6 @@ class Settings:
         stall_warning_s: seconds after which a wait is reported, once; 0 = never.
         grace_s: seconds that the other ranks of a node have to end after one rank has failed.
         fusion_mib: maximal size of a bucket of gradients, in MiB.
-        autotune: 1 = try several bucket sizes in the first steps, keep the best; 0 = fusion_mib.
         timeline: prefix of each rank's Chrome trace, `<timeline>.<rank>.json`; "" = no trace.
         algorithm: "ring" for all collectives, or "allreduce:ring,allgather:direct" for some; "auto"
             uses measurements or estimates.
@@ -64,7 +63,6 @@ class Settings:
     stall_warning_s: float = 30.0
     grace_s: float = 3.0
     fusion_mib: float = 25.0
-    autotune: float = 0.0
     timeline: str = ""
     algorithm: str = "auto"
     gpu_transport: str = "auto"
@@ -110,7 +108,6 @@ class Settings:
             f"{_PREFIX}ALGORITHM={self.algorithm}",
             f"{_PREFIX}GPU_TRANSPORT={self.gpu_transport}",
             f"{_PREFIX}FUSION_MIB={self.fusion_mib:g}",
-            f"{_PREFIX}AUTOTUNE={self.autotune:g}",
             f"{_PREFIX}ELASTIC={self.elastic:g}",
             f"{_PREFIX}ELASTIC_LOSSES={self.elastic_losses:g}",
             f"{_PREFIX}ELASTIC_HANG_S={self.elastic_hang_s:g}",
@@ -286,8 +283,6 @@ def horovod_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             changes[field] = _number(variable, environ[variable]) * factor
     if is_on(environ.get("HOROVOD_STALL_CHECK_DISABLE", "")):
         changes["stall_warning_s"] = 0.0
-    if is_on(environ.get("HOROVOD_AUTOTUNE", "")):
-        changes["autotune"] = 1.0
     timeline = environ.get("HOROVOD_TIMELINE", "")
     if timeline and timeline != "DYNAMIC":  # DYNAMIC: the program may start a timeline later
         changes["timeline"] = timeline.removesuffix(".json")

@@ -18,7 +18,6 @@ from ringcomm.errors import ConfigError
         ({"HOROVOD_TIMELINE": "/tmp/t.json"}, {"timeline": "/tmp/t"}),
         ({"HOROVOD_TIMELINE": "DYNAMIC"}, {"timeline": ""}),
         ({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CACHE_CAPACITY": "0"}, {}),
-        ({"HOROVOD_AUTOTUNE": "1"}, {"autotune": 1.0}),
         ({"HOROVOD_FUSION_THRESHOLD": "0", "RINGCOMM_FUSION_MIB": "3"}, {"fusion_mib": 3.0}),
         ({"HOROVOD_TIMELINE": "a", "RINGCOMM_TIMELINE": "b"}, {"timeline": "b"}),
     ],

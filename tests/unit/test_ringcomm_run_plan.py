@@ -282,11 +282,10 @@ SITUATIONS = {
         {"RINGCOMM_TIMELINE": "/runs/1/timeline"},
     ),
     "horovodrun's variables": (
-        "-np 8 --fusion-threshold-mb 32 --no-stall-check --autotune --timeline-filename t.json "
-        "--mpi --disable-cache train.py",
+        "-np 8 --fusion-threshold-mb 32 --no-stall-check --timeline-filename t.json --mpi "
+        "--disable-cache train.py",
         {}, f"{MPIRUN} {FREE} -np 8",
-        {"RINGCOMM_FUSION_MIB": "32", "RINGCOMM_STALL_WARNING_S": "0", "RINGCOMM_AUTOTUNE": "1",
-         "RINGCOMM_TIMELINE": "t"},
+        {"RINGCOMM_FUSION_MIB": "32", "RINGCOMM_STALL_WARNING_S": "0", "RINGCOMM_TIMELINE": "t"},
     ),
 }  # fmt: skip
 

@@ -13,7 +13,6 @@ import ringcomm.torch as hvd
 from ringcomm.config import Settings
 from ringcomm.torch.optim import equalize_weights
 from ringcomm.torch.optim.equalize_weights import fingerprint
-from ringcomm.torch.optim.fusion_tuner import CANDIDATES_MIB, STEPS_EACH
 
 STEPS = 2
 
@@ -198,7 +197,7 @@ def test_a_graph_that_is_kept_can_be_used_again(caplog):
 
 def test_rank_0_may_join_before_its_first_step(caplog):
     """The others go on as if they were alone, with the weights of the first of them."""
-    steps = len(CANDIDATES_MIB) * STEPS_EACH + 1
+    steps = 5
 
     def job(models, first):
         for model in models[first:]:
@@ -214,13 +213,11 @@ def test_rank_0_may_join_before_its_first_step(caplog):
                     optimizer.zero_grad()
                     (models[rank](x) - y).pow(2).mean().backward()
                     optimizer.step()
-                tuners.append(optimizer._reducer.plan._tuner)
             hvd.join()
             return [p.detach().clone() for p in models[rank][2:].parameters()]
 
-        return run_ranks(2 + first, body, settings=Settings(timeout_s=60, autotune=1.0))[first:]
+        return run_ranks(2 + first, body, settings=Settings(timeout_s=60))[first:]
 
-    tuners = []
     for model in (models := unlike(3)):
         model[0].load_state_dict(models[1][0].state_dict())
     models[2][0].bias.data[3] += 1e-15
@@ -228,8 +225,6 @@ def test_rank_0_may_join_before_its_first_step(caplog):
     caplog.clear()
     for theirs, alone in zip(job(models, 1), expected, strict=True):
         assert all(map(torch.equal, theirs, alone))
-    assert all(tuner.is_over for tuner in tuners)
-    assert tuners[2].mib == tuners[3].mib
     others, told = sorted(warnings_in(caplog), key=len)
     assert "the weights of rank 1" in told
     assert "2 frozen parameters that it does not hold" in others

@@ -13,7 +13,6 @@ AS_VARIABLES: Final = {
 }
 # Flags without a value.
 AS_SWITCHES: Final = {
-    "--autotune": ("RINGCOMM_AUTOTUNE", "1"),
     "--no-stall-check": ("RINGCOMM_STALL_WARNING_S", "0"),
 }
 # Flags that ask for what is so anyway.
@@ -46,12 +45,13 @@ REFUSED: Final = {
     "--hierarchical-allgather": (0, "--env RINGCOMM_ALGORITHM=allgather:hierarchical"),
     "--no-hierarchical-allgather": (0, "--env RINGCOMM_ALGORITHM=allgather:ring, or leave it out"),
     "--torus-allreduce": (0, "--env RINGCOMM_ALGORITHM=allreduce:hierarchical"),
-    "--no-autotune": (0, "autotune is off unless you pass --autotune; leave it out"),
-    "--autotune-log-file": (1, "RINGCOMM_AUTOTUNE writes no file; leave it out"),
-    "--autotune-warmup-samples": (1, "RINGCOMM_AUTOTUNE takes 36 steps in all; leave it out"),
-    "--autotune-steps-per-sample": (1, "RINGCOMM_AUTOTUNE takes 36 steps in all; leave it out"),
-    "--autotune-bayes-opt-max-samples": (1, "RINGCOMM_AUTOTUNE takes 36 steps; leave it out"),
-    "--autotune-gaussian-process-noise": (1, "RINGCOMM_AUTOTUNE has no such model; leave it out"),
+    "--autotune": (0, "--env RINGCOMM_FUSION_MIB=N sets the bucket size; leave it out"),
+    "--no-autotune": (0, "nothing is tuned while training runs; leave it out"),
+    "--autotune-log-file": (1, "nothing is tuned while training runs; leave it out"),
+    "--autotune-warmup-samples": (1, "nothing is tuned while training runs; leave it out"),
+    "--autotune-steps-per-sample": (1, "nothing is tuned while training runs; leave it out"),
+    "--autotune-bayes-opt-max-samples": (1, "nothing is tuned while training runs; leave it out"),
+    "--autotune-gaussian-process-noise": (1, "nothing is tuned while training runs; leave it out"),
     "--timeline-mark-cycles": (0, "ringcomm has no cycle; leave it out"),
     "--no-timeline-mark-cycles": (0, "leave it out"),
     "--stall-check": (0, "stalls are reported anyway; leave it out"),

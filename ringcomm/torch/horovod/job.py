@@ -22,7 +22,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Make this process a rank of its job; see ringcomm.init(). Collective.
 
     It reads these variables of Horovod (RINGCOMM_ variables take precedence over them):
-    HOROVOD_FUSION_THRESHOLD, HOROVOD_AUTOTUNE, HOROVOD_TIMELINE, HOROVOD_STALL_CHECK_TIME_SECONDS,
+    HOROVOD_FUSION_THRESHOLD, HOROVOD_TIMELINE, HOROVOD_STALL_CHECK_TIME_SECONDS,
     HOROVOD_STALL_CHECK_DISABLE, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and HOROVOD_LOG_LEVEL.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,6 @@ from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
 from ringcomm.torch.backward.serial_numbers_and_samples import next_number
 from ringcomm.torch.backward.watched_tensors import n_storage_references
 from ringcomm.torch.optim.buckets import MIB, Bucket, Member, Scaling, make_buckets
-from ringcomm.torch.optim.fusion_tuner import FusionTuner
 from ringcomm.torch.optim.gradient import GradientSlot, GradientState
 from ringcomm.torch.optim.gradient_presence import SPARSE, Presence, ready_order
 from ringcomm.torch.optim.options import GradientOptions
@@ -37,12 +35,6 @@ class BucketPlan:
         self._fired: dict[int, None] | None = {}  # ready gradients; None: buckets follow `_order`
         self._order: list[int] | None = None  # order of readiness on the first rank
         self._sparse: set[int] = set()  # indices of sparse gradients; the same on all ranks
-        self.begin_view()
-
-    def begin_view(self) -> None:
-        """Measure bucket sizes anew, if at all: there are other ranks."""
-        self._tuner = FusionTuner() if engine().settings.autotune else None
-        self._step_ended_at = 0.0
 
     def enrol(self) -> None:
         """Take a new number for the optimizer among those of its ranks."""
@@ -51,8 +43,7 @@ class BucketPlan:
     @property
     def max_nbytes(self) -> float:
         """Size limit of a bucket."""
-        tuner = self._tuner
-        return (engine().settings.fusion_mib if tuner is None else tuner.mib) * MIB
+        return engine().settings.fusion_mib * MIB
 
     def ensure_buckets(self) -> list[Bucket]:
         """Return the buckets; make them if there are none."""
@@ -118,12 +109,10 @@ class BucketPlan:
             self._order = handle.wait()[0].tolist()  # of the first rank that is not in join()
 
     def end_step(self) -> None:
-        """After the first step, follow the order of readiness; with a tuner, note the time."""
+        """After the first step, follow the order of readiness."""
         if self._fired is not None and self._order is not None:
             self._fired = None
             self.drop()
-        if self._tuner is not None:
-            self._tune(self._tuner)
 
     def forget_order(self) -> None:
         """Plan as in the first step: parameters or ranks have changed."""
@@ -140,17 +129,6 @@ class BucketPlan:
         self._full.clear()
         for slot in self.slots:
             slot.place(None, None)
-
-    def _tune(self, tuner: FusionTuner) -> None:
-        """Note a step's time; after some steps try another size. Collective after the last size."""
-        now, before = time.monotonic(), self._step_ended_at
-        self._step_ended_at = now
-        if before and tuner.note_step(now - before):
-            if tuner.is_over:
-                name, group = f"bucket size{self.suffix}", self._options.group
-                chosen = collectives.allgather_object(tuner.choose(), name=name, group=group)
-                tuner.mib = next(mib for mib in chosen if mib is not None)  # None: in join()
-            self.drop()
 
     def _make_buckets(self) -> list[Bucket]:
         order = self._order if self._fired is None else None

@@ -162,7 +162,6 @@ class GradientReducer:
         self._engine = weakref.ref(engine())
         self._is_spoiled = False
         self.plan.enrol()
-        self.plan.begin_view()
         self.samples = None
         self.go_on_from(self.step)
         self._begin_step(is_zeroed=True)
