@@ -24,7 +24,6 @@ PARAMETERS_FILE = "RINGCOMM_PARAMS"
 
 ALGORITHMS = ("node", "ring", "segmented", "direct", "circulant", "hierarchical")
 GPU_TRANSPORTS = ("nccl", "ipc", "staged")  # in the order in which they are tried
-NCCL_BINDINGS = ("cupy", "nccl4py")
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather")  # those that have several algorithms
 
 
@@ -42,7 +41,6 @@ class Settings:
             uses measurements or estimates.
         gpu_transport: how arrays on GPUs travel: "nccl", "ipc" or "staged"; "auto" takes the first
             of these that works.
-        nccl: the Python package for NCCL: "cupy" or "nccl4py".
         ps_servers: number of parameter servers that ps.init() makes by default: 1 or more; 1 if it
             is not set, or as many ranks as declare to be servers.
         elastic: 1 = the job goes on after it has lost ranks, see docs/elastic.md; 0 = it ends.
@@ -66,7 +64,6 @@ class Settings:
     timeline: str = ""
     algorithm: str = "auto"
     gpu_transport: str = "auto"
-    nccl: str = "cupy"
     tuning: str = ""
     tensorboard: str = ""
     ps_servers: int = 0
@@ -234,10 +231,6 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         raise ConfigError(
             f"{_PREFIX}GPU_TRANSPORT is {found.gpu_transport!r}; it must be auto or one of "
             f"{', '.join(GPU_TRANSPORTS)}."
-        )
-    if found.nccl not in NCCL_BINDINGS:
-        raise ConfigError(
-            f"{_PREFIX}NCCL is {found.nccl!r}; it must be one of {', '.join(NCCL_BINDINGS)}."
         )
     return found
 

@@ -208,12 +208,6 @@ NOTES = [
         "pip install --force-reinstall torch, from where its builds for CUDA are",
     ),
     (
-        "settings",
-        {"lacks_nccl4py": True},
-        "RINGCOMM_NCCL is nccl4py, which is not installed",
-        "pip install nccl4py cuda-bindings",
-    ),
-    (
         "GPU",
         {},
         "none found (no NVIDIA driver); only arrays on a GPU need one",
@@ -378,15 +372,6 @@ ORIGINS = [
 @pytest.mark.parametrize(("direct_url", "told"), ORIGINS)
 def test_ringcomm_is_installed_again_from_where_it_came(direct_url, told):
     assert gather_facts.origin(direct_url) == told
-
-
-@pytest.mark.parametrize(
-    ("variable", "is_there", "lacks"),
-    [("nccl4py", False, True), ("nccl4py", True, False), ("cupy", False, False), ("x", 0, False)],
-)
-def test_nccl4py_is_looked_for_where_it_is_asked_for(variable, is_there, lacks, monkeypatch):
-    monkeypatch.setattr(gather_facts, "find_spec", lambda name: name if is_there else None)
-    assert gather_facts._settings({"RINGCOMM_NCCL": variable})[1] is lacks
 
 
 # --- the trial ----------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ class Drivers:
     require: Callable[[], None] = lambda: None
 
 
-def cuda_drivers(nccl: str = "cupy") -> Drivers:
-    """Return the drivers of CUDA, which import nothing yet; `nccl`: see Settings."""
+def cuda_drivers() -> Drivers:
+    """Return the drivers of CUDA, which import nothing yet."""
 
     def open_device(index: int) -> Device:
         from ringcomm.gpu.device.cupy_device import open_cuda
@@ -45,10 +45,6 @@ def cuda_drivers(nccl: str = "cupy") -> Drivers:
         return open_cuda(index)
 
     def provider() -> NcclBinding:
-        if nccl == "nccl4py":
-            from ringcomm.gpu.transports.nccl_nccl4py import Nccl4py
-
-            return Nccl4py()
         from ringcomm.gpu.transports.nccl_cupy import CupyNccl
 
         return CupyNccl()
@@ -86,7 +82,7 @@ class Gpus:
         """Return the GPUs of an engine."""
         found = engine.extensions.get(_GPUS)
         if found is None:
-            made = cls(engine, cuda_drivers(engine.settings.nccl))
+            made = cls(engine, cuda_drivers())
             found = engine.extensions.get_or_keep(_GPUS, made)
             found._attach(engine)
         return found

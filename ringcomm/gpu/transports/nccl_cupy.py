@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Final
+
 from cupy.cuda import nccl
 
-from ringcomm.gpu.transports.nccl_base import Communicator, NcclBinding
+from ringcomm.config import environment
+from ringcomm.errors import RingcommError
+from ringcomm.gpu.transports.nccl_base import Communicator
 from ringcomm.nvidia.find_software import probe
 from ringcomm.nvidia.judge_software import require_nccl
 
+_SHARES_FROM: Final = 23000  # ranks may share a GPU; experimental, needs NCCL_NVLS_ENABLE=0
+# cupy raises KeyError for an error code for which it has no name.
+_ERRORS: Final = (nccl.NcclError, KeyError)
 
-class CupyNccl(NcclBinding):
-    """The binding cupy.cuda.nccl.
+
+class CupyNccl:
+    """The NcclBinding of cupy.cuda.nccl.
 
     Raises:
         ConfigError: NCCL cannot be used; the text says why.
@@ -19,21 +28,31 @@ class CupyNccl(NcclBinding):
     def __init__(self) -> None:
         stack = probe()
         require_nccl(stack)
-        # cupy raises KeyError for an error code for which it has no name.
-        super().__init__(stack.nccl.version, nccl.NcclError, KeyError)
+        is_wanted = environment().get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        self.version = stack.nccl.version
+        self.shares_gpus = is_wanted and self.version >= _SHARES_FROM
 
     def unique_id(self) -> bytes:
         """See NcclBinding."""
-        return bytes(self._checked("ncclGetUniqueId", nccl.get_unique_id))
+        return bytes(_checked("ncclGetUniqueId", nccl.get_unique_id))
 
     def connect(self, unique_id: bytes, rank: int, size: int) -> Communicator:
         """See NcclBinding."""
-        comm = self._checked("ncclCommInitRank", nccl.NcclCommunicator, size, unique_id, rank)
+        comm = _checked("ncclCommInitRank", nccl.NcclCommunicator, size, unique_id, rank)
 
         def call(function: str, *arguments: int) -> None:
             owner = nccl if "Group" in function else comm
             # ncclAllReduce is comm.allReduce, ncclCommAbort is comm.abort.
             name = function.removeprefix("nccl").removeprefix("Comm")
-            self._checked(function, getattr(owner, name[0].lower() + name[1:]), *arguments)
+            _checked(function, getattr(owner, name[0].lower() + name[1:]), *arguments)
 
         return call
+
+
+def _checked(function: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except _ERRORS as error:
+        raise RingcommError(
+            f"{function} failed: {error}. NCCL_DEBUG=WARN in the environment says more"
+        ) from error

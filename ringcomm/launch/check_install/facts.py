@@ -51,6 +51,5 @@ class Facts:
     has_home: bool = True  # HOME is set, or the user has an entry with a home
     allows_root: bool  # ROOT_VARIABLES are set
     settings_error: str = ""  # what is wrong with a RINGCOMM_ variable; "": nothing
-    lacks_nccl4py: bool = False  # RINGCOMM_NCCL asks for nccl4py, which is missing
     gpu: Stack | None = field(default_factory=Stack)  # None: the search for GPUs failed
     gpu_error: str = ""

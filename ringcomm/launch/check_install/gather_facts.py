@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -40,7 +39,6 @@ def gather(environ: Mapping[str, str], *, with_gpu: bool = True) -> Facts:
     """
     package = _package()
     core, core_error = _core()
-    settings_error, lacks_nccl4py = _settings(environ)
     gpu, gpu_error = _gpu(environ) if with_gpu else (None, "not asked for")
     guardian = None if core is None else Path(core).with_name("ringcomm-guardian")
     return Facts(
@@ -59,8 +57,7 @@ def gather(environ: Mapping[str, str], *, with_gpu: bool = True) -> Facts:
         is_root=os.geteuid() == 0,
         has_home="HOME" in environ or os.path.expanduser("~") != "~",
         allows_root=all(environ.get(name) == "1" for name in ROOT_VARIABLES),
-        settings_error=settings_error,
-        lacks_nccl4py=lacks_nccl4py,
+        settings_error=_settings_error(environ),
         gpu=gpu,
         gpu_error=gpu_error,
     )
@@ -166,13 +163,13 @@ def origin(direct_url: str | None) -> str:
     return f"-e {path}" if note.get("dir_info", {}).get("editable") else path
 
 
-def _settings(environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the error of the settings, and True if they ask for nccl4py, which is missing."""
+def _settings_error(environ: Mapping[str, str]) -> str:
+    """Return the error of the settings; "" if there is none."""
     try:
-        settings = read_settings(environ)
+        read_settings(environ)
     except ConfigError as error:
-        return str(error), False
-    return "", settings.nccl == "nccl4py" and find_spec("nccl") is None
+        return str(error)
+    return ""
 
 
 def _cores(cpus: Iterable[int]) -> int:

@@ -133,9 +133,6 @@ def _settings(facts: Facts) -> _Verdict:
     if facts.settings_error:
         variable = facts.settings_error.partition(" ")[0]
         return _Verdict("problem", facts.settings_error, f"unset {variable}")
-    if facts.lacks_nccl4py:
-        found = "RINGCOMM_NCCL is nccl4py, which is not installed; GPU arrays work without NCCL"
-        return _Verdict("note", found, "pip install nccl4py cuda-bindings")
     return _Verdict("ok", "every RINGCOMM_ variable is understood")
 
 

@@ -98,7 +98,7 @@ def nccl_built() -> int:
     See cuda_built().
     """
     try:
-        drivers = _drivers(config.read_settings().nccl)
+        drivers = _drivers()
         drivers.require()
         return drivers.provider().version
     except ConfigError:
@@ -117,8 +117,8 @@ def cuda_built() -> bool:
     return True
 
 
-def _drivers(nccl: str = "cupy") -> Drivers:
+def _drivers() -> Drivers:
     device_executor()  # raises ConfigError if ringcomm.gpu is not installed
     from ringcomm.gpu.executor.gpus import cuda_drivers
 
-    return cuda_drivers(nccl)
+    return cuda_drivers()
