@@ -16,6 +16,15 @@ ORDER = [
         ("unit/test_driver_never_waits_for_itself.py",),
     ),
     Mutation(
+        "options-are-dropped-within-a-node",
+        "order",
+        "engine/api/collectives.py",
+        "if name is None and (not options or _are_default(options)):",
+        "if name is None:",
+        "allreduce_(deterministic=True) of a small array within a node is not deterministic",
+        ("unit/test_options_reach_the_plan.py",),
+    ),
+    Mutation(
         "place-counts-names",
         "order",
         "engine/core/ledger.py",

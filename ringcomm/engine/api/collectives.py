@@ -86,21 +86,16 @@ _allreduce_by_plan = in_place(
 
 @with_shortcut(_allreduce_by_plan)
 def allreduce_(
-    x: A,
-    op: Op = SUM,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    deterministic: bool = False,
+    x: A, op: Op = SUM, *, name: str | None = None, group: Group | None = None, **options: Any
 ) -> A:
-    """Reduce in place, by a short call if one is possible."""
-    if name is None and deterministic is False:
+    """Reduce in place, by a short call if there are no options but the operator."""
+    if name is None and (not options or _are_default(options)):
         which = engine().groups.default if group is None else group
         if isinstance(which, Group):
             short = which.short_calls or short_calls_of(which)
             if short is not None and short.allreduce_(x, op):
                 return x
-    return _allreduce_by_plan(x, op, name=name, group=group, deterministic=deterministic)
+    return _allreduce_by_plan(x, op, name=name, group=group, **options)
 
 
 @blocking
@@ -389,6 +384,14 @@ grouped_allreduce_async = started(grouped_allreduce)
 grouped_allreduce_async_ = started(grouped_allreduce_)
 grouped_allgather_async = started(grouped_allgather)
 grouped_reduce_scatter_async = started(grouped_reduce_scatter)
+
+
+_DEFAULTS = ReductionOptions()._asdict()
+
+
+def _are_default(options: dict[str, Any]) -> bool:
+    """Return True if each option has its default value; the type is checked, too, as 0 == False."""
+    return all(value is _DEFAULTS.get(name, options) for name, value in options.items())
 
 
 def _rank_in(group: Group | None) -> int | None:

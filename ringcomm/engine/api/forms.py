@@ -115,11 +115,11 @@ def require_arguments(
         raise TypeError(f"{form.__name__}(): {wrong}") from None
 
 
-def with_shortcut(form: F) -> Callable[[F], F]:
-    """Decorate a faster variant of `form`: copy the form's help and attributes to it."""
+def with_shortcut(form: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Decorate a faster variant of `form`: give it the form's help, signature and attributes."""
 
-    def decorate(function: F) -> F:
-        function.__doc__ = form.__doc__
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        function.__doc__, function.__annotations__ = form.__doc__, form.__annotations__
         vars(function).update(vars(form))
         return function
 
