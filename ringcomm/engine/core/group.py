@@ -31,11 +31,12 @@ class Group:
     different groups in an order of its own.
 
     Args:
-        ranks: ranks of the default group, the same on every member; their order numbers the
-            members within this group.
+        ranks: ranks of the default group, as rc.rank() counts them, the same on every member; their
+            order numbers the members within this group.
 
     Attributes:
-        ranks: the members, as ranks of the job.
+        ranks: the members, as ranks of the job. In a job with parameter servers these may be other
+            numbers than those that were passed, as the default group is then the workers.
         rank: index of this process in `ranks`, None if it is not a member.
         size: number of members.
 

@@ -21,14 +21,15 @@ class ProcessSet:
     """Ranks that run collectives among themselves; pass it to init() or add_process_set() first.
 
     Args:
-        ranks_or_comm: ranks, in any order; or an mpi4py communicator of the ranks. After a
-            Comm.Split(), each rank passes its own part: all parts are added, and this object is
-            the part of this rank.
+        ranks_or_comm: ranks as hvd.rank() counts them, in any order; or an mpi4py communicator of
+            the ranks. After a Comm.Split(), each rank passes its own part: all parts are added,
+            and this object is the part of this rank.
 
     Attributes:
         process_set_id: number of the set, the same on every rank; None before the set is added and
             after it is removed.
-        ranks: the members, ascending; None after removal, or before a communicator's set is added.
+        ranks: the members as hvd.rank() counts them, ascending; None after removal, or before a
+            communicator's set is added.
         mpi_comm: the communicator; None if the process set was made from ranks.
     """
 
@@ -96,7 +97,7 @@ class ProcessSet:
     def resolve(self) -> list[int]:
         """Return `ranks`; if they are not known yet, get them from the communicator."""
         if self.ranks is None and self.mpi_comm is not None:
-            self.ranks = sorted(engine().transport.ranks_of(self.mpi_comm))
+            self.ranks = _default_ranks(engine().transport.ranks_of(self.mpi_comm))
         return list(self._known_ranks())
 
     def _known_ranks(self) -> Sequence[int]:
@@ -108,6 +109,18 @@ class ProcessSet:
                 "added yet. Pass a new one to add_process_set()"
             )
         return self.ranks
+
+
+def _default_ranks(job_ranks: Iterable[int]) -> list[int]:
+    """Return the ranks that ranks of the job have in the default group, ascending."""
+    places = engine().groups.default.ranks.places
+    outside = [rank for rank in job_ranks if rank not in places]
+    if outside:
+        raise ValueError(
+            f"ProcessSet: rank {outside[0]} of the job is a parameter server or an evaluator, and "
+            "the communicator contains it. Pass a communicator of workers alone"
+        )
+    return sorted(places[rank] for rank in job_ranks)
 
 
 class _Registry(dict[ProcessSet, dict[str, Group]]):
