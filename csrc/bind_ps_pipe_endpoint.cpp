@@ -61,14 +61,12 @@ class Whole {
 
 // The frame of a request, but for its meta and body; see ringcomm/ps/protocol/frames.py.
 bool ask(PipeEndpoint& self, std::uint32_t rank, int kind, std::uint32_t view, std::uint32_t origin,
-         std::uint32_t incarnation, std::uint64_t sequence, std::uint32_t table,
-         std::uint32_t partition, std::int64_t clock, std::uint32_t option, std::uint64_t place,
-         nb::bytes meta, nb::handle body) {
+         std::uint64_t sequence, std::uint32_t table, std::uint32_t partition, std::int64_t clock,
+         std::uint32_t option, std::uint64_t place, nb::bytes meta, nb::handle body) {
   ps::FrameHeader header{};
   header.kind = static_cast<ps::Kind>(kind);
   header.view = view;
   header.origin = origin;
-  header.incarnation = incarnation;
   header.sequence = sequence;
   header.table = table;
   header.partition = partition;

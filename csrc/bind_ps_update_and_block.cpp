@@ -157,17 +157,15 @@ class DenseBlock {
   std::shared_ptr<ps::BlockUpdater> updater_;
 };
 
-nb::object py_last(const DenseBlock& self, std::uint32_t rank) {
+std::uint64_t py_last(const DenseBlock& self, std::uint32_t rank) {
   const auto& applied = self.block_updater()->applied;
   const auto at = applied.find(rank);
-  if (at == applied.end()) return nb::none();
-  return nb::make_tuple(at->second.incarnation, at->second.sequence);
+  return at == applied.end() ? 0 : at->second;
 }
 
-nb::list py_applied(const DenseBlock& self) {
-  nb::list pushes;
-  for (const auto& [rank, last] : self.block_updater()->applied)
-    pushes.append(nb::make_tuple(rank, last.incarnation, last.sequence));
+nb::dict py_applied(const DenseBlock& self) {
+  nb::dict pushes;
+  for (const auto& [rank, last] : self.block_updater()->applied) pushes[nb::int_(rank)] = last;
   return pushes;
 }
 
@@ -244,10 +242,10 @@ void bind_ps(nb::module_& m) {
       .def_prop_ro("block_updater", &DenseBlock::block_updater)
       .def("last", &py_last, "rank"_a)
       .def("note_last",
-           [](DenseBlock& self, std::uint32_t rank, std::int64_t incarnation, std::uint64_t sequence) {
-             self.block_updater()->applied[rank] = {incarnation, sequence};
+           [](DenseBlock& self, std::uint32_t rank, std::uint64_t sequence) {
+             self.block_updater()->applied[rank] = sequence;
            },
-           "rank"_a, "incarnation"_a, "sequence"_a)
+           "rank"_a, "sequence"_a)
       .def("forget",
            [](DenseBlock& self, std::uint32_t rank) { self.block_updater()->applied.erase(rank); },
            "rank"_a)

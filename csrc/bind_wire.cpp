@@ -31,8 +31,7 @@ void bind_wire(nb::module_& m) {
   nb::class_<LoopbackMessage>(m, "LoopbackMessage")
       .def("start", &LoopbackMessage::start, Unlocked())
       .def("test", &LoopbackMessage::test)
-      .def("cancel", &LoopbackMessage::cancel)
-      .def_prop_ro("source", &LoopbackMessage::source);
+      .def("cancel", &LoopbackMessage::cancel);
 
   // A message keeps its buffer alive.
   nb::class_<LoopbackHub>(m, "LoopbackHub")

@@ -98,7 +98,6 @@ class LoopbackTransport:
     implementation = "threads"
     tags = WIDEST
     ring_epoch = 0
-    incarnation = 0
 
     def __init__(self, hub: LoopbackHub, rank: int, node: SharedNode | None) -> None:
         self.rank = rank

@@ -192,7 +192,7 @@ class Server:
     def carry_out_at_once(self, key, request):
         header, unit = request.header, self.core.unit_of(key)
         if not unit.came_before(request):
-            unit.applied.note_last(header.origin, header.incarnation, header.sequence)
+            unit.applied.note_last(header.origin, header.sequence)
             self.apply(do.Apply(key, request, request.body))
         else:
             self.answer(request)
@@ -375,7 +375,7 @@ class Server:
             return ""
         values = Values({part: state["log"]}, version=state["version"], held=state["held"])
         for rank, last in state["applied"].items():
-            values.applied.note_last(rank, *last)
+            values.applied.note_last(rank, last)
         unit = self.add_unit(key, values, is_ready=state["is_ready"])
         if unit.rounds is not None:
             unit.rounds.resume(state["version"], state["let_in"], state["held_of"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ringcomm._core import WireFault
-from ringcomm.transport.base import ANY_SOURCE, Arrived
+from ringcomm.transport.base import Arrived
 
 DEADLINE_S = 10
 
@@ -57,20 +57,6 @@ def a_message_with_the_largest_tag_arrives(t):
     last = tags.tag(tags.n_contexts - 1, tags.n_streams - 1, 3)
     finish(t, t.irecv(out, left, last), t.isend(sample(8, t.rank), right, last))
     assert np.array_equal(out, sample(8, left))
-
-
-def any_source_tells_who_sent(t):
-    if t.rank != 0:
-        finish(t, t.isend(np.full(4, t.rank, np.uint8), 0, 1))
-        return
-    seen = set()
-    for _ in range(t.size - 1):
-        out = np.empty(4, np.uint8)
-        request = t.irecv(out, ANY_SOURCE, 1)
-        finish(t, request)
-        assert out[0] == request.source
-        seen.add(request.source)
-    assert seen == set(range(1, t.size))
 
 
 def a_message_of_another_size_is_a_fault(t):
@@ -126,7 +112,6 @@ BODIES = [
     messages_of_one_tag_keep_their_order,
     tags_are_channels_of_their_own,
     a_message_with_the_largest_tag_arrives,
-    any_source_tells_who_sent,
     a_message_of_another_size_is_a_fault,
     control_messages_arrive_beside_the_data,
     abandoned_receives_take_no_message,

@@ -70,7 +70,7 @@ class Mirror:
     tags = WIDEST
     is_threaded = False
     node = None
-    ring_epoch = incarnation = 0
+    ring_epoch = 0
 
     def __init__(self, rank, size, ranks_per_host, *, is_native):
         self.rank, self.size = rank, size

@@ -207,7 +207,7 @@ self.steps = int(state.meta["steps"])
         "ps",
         "ps/server/rows/hash_shard.py",
         """\
-        if sent > self._along_last.get(rank, (-1, 0)):
+        if sent > self._along_last.get(rank, 0):
             return gradient""",
         """\
         if rank >= 0:

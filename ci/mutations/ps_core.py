@@ -83,8 +83,8 @@ PS_CORE = [
         "ps-a-push-twice",
         "ps",
         "ps/server/core/unit.py",
-        "return header.incarnation == incarnation and header.sequence <= last",
-        "return header.incarnation == incarnation and header.sequence < last",
+        "return header.sequence <= self.applied.last_of(header.origin)",
+        "return header.sequence < self.applied.last_of(header.origin)",
         "a push that comes twice is applied twice",
         (
             "unit/test_ps_promises.py",
@@ -267,10 +267,10 @@ PS_CORE = [
         "ps",
         "ps/server/core/unit.py",
         """\
-            applied[rank] = (incarnation, min(last, request.header.sequence - 1))
+            applied[rank] = min(applied.get(rank, 0), request.header.sequence - 1)
         return applied""",
         """\
-            applied[rank] = (incarnation, last)
+            applied[rank] = applied.get(rank, 0)
         return applied""",
         "a push that waited while its partition moved is dropped as one that came again",
         (

@@ -58,7 +58,7 @@ PS_DEATHS = [
         "ps/server/core/unit.py",
         "        return [Write(self.key, request, payload if first else None)]",
         "        header = request.header\n"
-        "        self.applied.note_last(header.origin, header.incarnation, header.sequence)\n"
+        "        self.applied.note_last(header.origin, header.sequence)\n"
         "        return [Write(self.key, request, payload if first else None)]",
         "what a worker pushed before it became the chief is acknowledged, and lost",
         _TESTS,

@@ -18,16 +18,6 @@ struct Traffic {
   std::map<std::uint64_t, std::uint64_t> staleness;  // updates that were missed -> how often
 };
 
-// The last push of a rank that was carried out.
-struct Applied {
-  std::int64_t incarnation = -1;
-  std::uint64_t sequence = 0;
-
-  bool has(std::uint32_t life, std::uint64_t number) const {
-    return incarnation == static_cast<std::int64_t>(life) && number <= sequence;
-  }
-};
-
 // For one thread at a time.
 class BlockUpdater {
  public:
@@ -48,7 +38,7 @@ class BlockUpdater {
 
   std::uint64_t steps = 0;  // updates that the updater has made
   Traffic traffic;
-  std::map<std::uint32_t, Applied> applied;  // by rank
+  std::map<std::uint32_t, std::uint64_t> applied;  // sequence of the last push, by rank
 
  private:
   Block block_;

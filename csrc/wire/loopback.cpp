@@ -79,7 +79,6 @@ void LoopbackHub::post(LoopbackMessage& message) {
   State outcome = State::done;
   if (send.nbytes_ == receive.nbytes_) {
     if (send.nbytes_ > 0) std::memcpy(receive.data_, send.data_, send.nbytes_);
-    receive.source_ = send.rank_;
   } else {
     outcome = State::faulty;
     send.fault_ = receive.fault_ = std::to_string(send.nbytes_) + " bytes sent, " +
@@ -124,7 +123,7 @@ void LoopbackMessage::cancel() {
 }
 
 bool LoopbackMessage::fits(const LoopbackMessage& receive) const {
-  return tag_ == receive.tag_ && (receive.peer_ == rank_ || receive.peer_ == kAnySource);
+  return tag_ == receive.tag_ && receive.peer_ == rank_;
 }
 
 }  // namespace ringcomm

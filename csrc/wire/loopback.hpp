@@ -13,8 +13,6 @@
 
 namespace ringcomm {
 
-constexpr int kAnySource = -1;
-
 class LoopbackMessage;
 
 // The room in which `size` ranks meet: their mailboxes, and a bell for each. Thread-safe.
@@ -61,8 +59,6 @@ class LoopbackMessage final : public Message {
   bool test() override;
   void cancel() override;
 
-  int source() const { return source_; }  // where a completed receive came from
-
  private:
   friend class LoopbackHub;
   enum class State { idle, posted, done, faulty };
@@ -75,7 +71,6 @@ class LoopbackMessage final : public Message {
   std::byte* const data_;
   const std::size_t nbytes_;
   const int peer_, tag_;
-  int source_ = kAnySource;
   std::string fault_;
   std::atomic<State> state_{State::idle};  // what is written before it changes is read after
 };

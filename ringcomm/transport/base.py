@@ -32,11 +32,6 @@ class Request(Protocol):
         """Give up a receive that has not been matched. Does nothing for sends and most events."""
         return  # not abstract
 
-    @property
-    def source(self) -> int:
-        """The rank that sent the message of a completed receive."""
-        return ANY_SOURCE  # not abstract
-
 
 @dataclass(frozen=True)
 class Arrived:
@@ -74,7 +69,6 @@ class Transport(Protocol):
     is_threaded: bool  # different threads may use this transport in turn
     runner: Runner | None  # carries out recorded algorithms without Python; None: there is none
     ring_epoch: int  # number of earlier transports; the same on all ranks
-    incarnation: int  # how many times this rank was restarted
 
     @property
     def loop(self) -> Loop:
@@ -104,7 +98,7 @@ class Transport(Protocol):
         ...
 
     def irecv(self, out: Bytes, source: int, tag: int) -> Request:
-        """Start to receive exactly out.nbytes bytes from source, or from ANY_SOURCE."""
+        """Start to receive exactly out.nbytes bytes from source."""
         ...
 
     def control(self, dest: int, message: bytes) -> None:

@@ -53,8 +53,6 @@ class Wait:
 class Until:
     """Request without a message: it is complete once a function returns True."""
 
-    source = ANY_SOURCE
-
     def __init__(self, test: Callable[[], bool]) -> None:
         self.test = test
 

@@ -6,8 +6,8 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-_FORMAT = struct.Struct("<HIIQQQI?B")  # the fields of Header, in their order
-NBYTES = _FORMAT.size  # 40
+_FORMAT = struct.Struct("<HIQQQI?B")  # the fields of Header, in their order
+NBYTES = _FORMAT.size  # 36
 TEXT_MAX = 3000  # bytes of a text of News; a message has at most 4096, with ranks at its end
 
 
@@ -46,11 +46,10 @@ def cut(text: str, nbytes: int) -> str:
 
 
 class Header(NamedTuple):
-    """40 bytes, little-endian."""
+    """36 bytes, little-endian."""
 
     kind: Kind
     ring_epoch: int  # the sender's Transport.ring_epoch; earlier transports' messages are dropped
-    incarnation: int  # the sender's Transport.incarnation
     key: int = 0  # 64 bits that identify an operation, the same on all ranks
     fingerprint: int = 0  # 64-bit digest of the sender's call
     value: int = 0  # see Kind
@@ -59,7 +58,7 @@ class Header(NamedTuple):
     round: int = 0  # number of a round of an agreement, or see Kind
 
     def pack(self, text: str = "") -> bytes:
-        """Return the 40 bytes of the header, followed by the text."""
+        """Return the bytes of the header, followed by the text."""
         return _FORMAT.pack(*self) + text.encode(errors="replace")
 
     @classmethod

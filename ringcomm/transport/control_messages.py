@@ -160,8 +160,7 @@ class Watch:
             self.tell(dest, kind, f"{text}\n{ranks}", about=about, key=key, flag=is_round)
 
     def _pack(self, kind: Kind, text: str, **fields: Any) -> bytes:
-        epoch, life = self.transport.ring_epoch, self.transport.incarnation
-        return Header(kind, epoch, life, **fields).pack(text)
+        return Header(kind, self.transport.ring_epoch, **fields).pack(text)
 
     def _hear(self, event: Arrived) -> None:
         header, text = Header.unpack(event.message)

@@ -15,7 +15,7 @@ import numpy as np
 from ringcomm._core import Loop, WireFault
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
-from ringcomm.transport.base import ANY_SOURCE, Arrived, Died, Event, Request
+from ringcomm.transport.base import Arrived, Died, Event, Request
 from ringcomm.transport.presence import Presence
 from ringcomm.transport.program_requests import StepRequest
 from ringcomm.transport.start_mpi import runner_over
@@ -33,19 +33,17 @@ _grave: list[object] = []
 
 
 class _MpiRequest:
-    __slots__ = ("_expected", "_is_receive", "_mpi", "_rank_of", "_requests", "_status", "buffer")
+    __slots__ = ("_expected", "_is_receive", "_mpi", "_requests", "_status", "buffer")
 
     def __init__(
         self,
         mpi: Any,
         requests: list[MPI.Request],
         buffer: Bytes,
-        rank_of: dict[int, int],
         *,
         is_receive: bool,
     ) -> None:
         self._mpi = mpi
-        self._rank_of = rank_of  # by the communicator's numbers
         self._requests = requests
         self._status = mpi.Status()
         self._is_receive = is_receive
@@ -75,10 +73,6 @@ class _MpiRequest:
             except self._mpi.Exception:
                 continue  # MPI may refuse if the peer is dead
 
-    @property
-    def source(self) -> int:
-        return self._rank_of[self._status.source]
-
 
 class MpiTransport:
     """Transport between the members of a view, over communicators that a Presence has made.
@@ -102,7 +96,6 @@ class MpiTransport:
         self._data, self._control = presence.lines[view.number]
         self._rank_of = {number: rank for rank, number in enumerate(view.members)}
         self.rank, self.size = self._rank_of[presence.number], view.size
-        self.incarnation = view.incarnations[self.rank]
         self.tags, self.ring_epoch = presence.tags, presence.ring_epoch + view.number
         self.is_threaded, self.implementation = presence.is_threaded, presence.implementation
         self.page = presence.page
@@ -138,8 +131,7 @@ class MpiTransport:
         return self._begin(self._data.Isend, data, self.view.members[dest], tag)
 
     def irecv(self, out: Bytes, source: int, tag: int) -> Request:
-        peer = self._mpi.ANY_SOURCE if source == ANY_SOURCE else self.view.members[source]
-        return self._begin(self._data.Irecv, out, peer, tag, is_receive=True)
+        return self._begin(self._data.Irecv, out, self.view.members[source], tag, is_receive=True)
 
     def _begin(
         self, call: Any, buffer: Bytes, peer: int, tag: int, *, is_receive: bool = False
@@ -148,7 +140,7 @@ class MpiTransport:
             requests = [call(part, peer, tag) for part in _segments(buffer)]
         except self._mpi.Exception as error:
             raise WireFault(str(error)) from error
-        return _MpiRequest(self._mpi, requests, buffer, self._rank_of, is_receive=is_receive)
+        return _MpiRequest(self._mpi, requests, buffer, is_receive=is_receive)
 
     def control(self, dest: int, message: bytes) -> None:
         if not self.is_threaded and threading.get_ident() != self._thread:

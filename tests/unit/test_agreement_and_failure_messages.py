@@ -11,7 +11,7 @@ from ringcomm.transport.peer_state import GaveUp
 
 
 class Recorder:
-    rank, size, ring_epoch, incarnation = 0, 3, 7, 0
+    rank, size, ring_epoch = 0, 3, 7
 
     def __init__(self):
         self.events, self.sent = [], []
@@ -37,11 +37,11 @@ class Somewhere:
 
 
 def asked(key):
-    return Arrived(1, Header(Kind.ASK, 7, 0, key, fingerprint=10 * key, value=500).pack())
+    return Arrived(1, Header(Kind.ASK, 7, key, fingerprint=10 * key, value=500).pack())
 
 
 def agreed(source, key):
-    return Arrived(source, Header(Kind.AGREE, 7, 0, key).pack())
+    return Arrived(source, Header(Kind.AGREE, 7, key).pack())
 
 
 def hear(*events):
@@ -64,8 +64,8 @@ def test_a_follower_s_death_is_not_spread_as_a_cause():
 
 
 def test_messages_of_an_older_ring_are_dropped():
-    old = Header(Kind.FAILED, 6, 0, about=1).pack("long ago\n1")
-    new = Header(Kind.FAILED, 7, 0, about=2).pack("now\n2")
+    old = Header(Kind.FAILED, 6, about=1).pack("long ago\n1")
+    new = Header(Kind.FAILED, 7, about=2).pack("now\n2")
     watch, _ = hear(Arrived(1, old), Arrived(1, new))
     assert watch.peers.dead == {2: "now"}
 

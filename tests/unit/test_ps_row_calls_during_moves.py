@@ -24,7 +24,7 @@ class Servers:
         self.confirmed = []  # views
         self.meanwhile = lambda: None  # what happens while a call begins
         link = SimpleNamespace(ask=self._ask, send=self._confirm)
-        engine = SimpleNamespace(job_rank=9, transport=SimpleNamespace(incarnation=0))
+        engine = SimpleNamespace(job_rank=9)
         layout = SimpleNamespace(rank_of=lambda server: server, servers=(0, 1))
         self.outstanding = Outstanding(engine, link, layout)
         self.servers = (0, 1)
@@ -46,7 +46,7 @@ class Servers:
         del always
 
     def _ask(self, server, header, _meta, _body):
-        _, view, _, _, sequence, *_ = header
+        _, view, _, sequence, *_ = header
         self.asked.append((server, sequence, view))
 
     def _confirm(self, _rank, header):

@@ -118,7 +118,7 @@ def test_giving_up_survives_the_wire(missing):
 @pytest.mark.parametrize("text", ["", "raised ValueError: größer"])
 def test_header_survives_the_wire(text):
     header = Header(
-        Kind.FAILED, 3, 1, 2**63, 2**64 - 1, value=2**40, about=70_000, flag=True, round=31
+        Kind.FAILED, 3, 2**63, 2**64 - 1, value=2**40, about=70_000, flag=True, round=31
     )
     packed = header.pack(text)
     assert len(packed) == NBYTES + len(text.encode())

@@ -62,7 +62,7 @@ class Job:
         self.models = [s.model for s in self.states if s is not None]
         self.models += copies(network(self.dtype), n_new)
         n = self.view.number + 1
-        self.view = View(n, tuple(range(len(self.states))), (0,) * len(self.states))
+        self.view = View(n, tuple(range(len(self.states))))
 
 
 def one_process(batches, make, dtype=torch.float64):

@@ -117,11 +117,10 @@ class Store:
                 if not rows.is_empty:
                     self._take(number, (key[0], each), rows, rows.applied(applied))
         else:
-            last_pushes = [(rank, *at) for rank, at in sorted(applied.items())]
-            self._take(number, key, part, last_pushes)
+            self._take(number, key, part, sorted(applied.items()))
 
     def _take(
-        self, number: int, partition: Partition, part: Part, applied: list[tuple[int, int, int]]
+        self, number: int, partition: Partition, part: Part, applied: list[tuple[int, int]]
     ) -> None:
         before, stamp, items = self._saved.get(partition), part.stamp, self._taken[number]
         if before is not None and before.part == part and before.stamp == stamp:

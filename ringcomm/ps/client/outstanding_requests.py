@@ -73,7 +73,6 @@ class Outstanding:
     def __init__(self, engine: Engine, link: Link, layout: Layout) -> None:
         self._engine, self._link, self._layout = engine, link, layout
         self._me = engine.job_rank
-        self._life = engine.transport.incarnation
         self._sequence = itertools.count(1)
         self._turns = itertools.count(1)
         self.lock = threading.Lock()
@@ -217,7 +216,7 @@ class Outstanding:
     def _send(self, request: AnyRequest, sequence: int, epoch: int) -> None:
         table, part = request.partition or (request.table, 0)
         header = (
-            request.kind, epoch, self._me, self._life, sequence, table, part, request.clock,
+            request.kind, epoch, self._me, sequence, table, part, request.clock,
             request.option, request.place,
         )  # fmt: skip
         self._link.ask(self._layout.rank_of(request.server), header, request.meta, request.body)

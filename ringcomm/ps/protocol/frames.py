@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from ringcomm.errors import RingcommError
 from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX
 
-_HEADER: Final = struct.Struct("<BBHIIIQIIqIIQQ")
+_HEADER: Final = struct.Struct("<BBHII4xQIIqIIQQ")
 HEADER_NBYTES: Final = _HEADER.size
 INLINE_MAX: Final = SHORT_MESSAGE_MAX - 1024  # bytes of a body in a frame; the rest: header, meta
 META_MAX: Final = 1024 - HEADER_NBYTES  # of the meta beside such a body
@@ -121,8 +121,7 @@ class Header(NamedTuple):
         view: of a request for a partition: its epoch, see ringcomm.ps.server.core.migration; of a
             reply: the request's.
         origin: rank of the job that sends the request, or the reply.
-        incarnation: life of that rank.
-        sequence: of a request: ascending per rank and incarnation; of a reply: the request's.
+        sequence: of a request: ascending per rank; of a reply: the request's.
         table: number of the table.
         partition: which part of it.
         clock: of the worker: steps it has completed; of a reply: rounds, or the version.
@@ -137,7 +136,6 @@ class Header(NamedTuple):
     status: int = 0
     view: int = 0
     origin: int = 0
-    incarnation: int = 0
     sequence: int = 0
     table: int = 0
     partition: int = 0
@@ -176,7 +174,7 @@ def packed(header: Header, meta: bytes = b"", inline: bytes | memoryview = b"") 
     if where <= 1:  # none, or inline
         where, n_body = 1 if n_inline else 0, n_inline
     head = _HEADER.pack(
-        header.kind, where, *header[2:10], n_meta, header.option, header.place, n_body
+        header.kind, where, *header[2:9], n_meta, header.option, header.place, n_body
     )
     return b"".join((head, meta, _GAPS[-n_meta % 8], inline, _GAPS[-n_inline % 8]))
 

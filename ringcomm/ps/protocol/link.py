@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.dense.partition import DensePartition
 
 _NO_BODY: Final = np.empty(0, np.uint8)
-RequestHeader = tuple[int, int, int, int, int, int, int, int, int, int]
+RequestHeader = tuple[int, int, int, int, int, int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -174,17 +174,15 @@ class Link:
 
         Args:
             dest: rank of the job.
-            header: kind, view, origin, incarnation, sequence, table, partition, clock, option and
+            header: kind, view, origin, sequence, table, partition, clock, option and
                 place, see Header.
             meta: see send().
             body: see send().
         """
         if self._endpoint is not None and self._endpoint.ask(dest, *header, meta, body):
             return
-        kind, view, origin, life, sequence, table, part, clock, option, place = header
-        full = Header(
-            kind, 0, 0, view, origin, life, sequence, table, part, clock, 0, option, place
-        )
+        kind, view, origin, sequence, table, part, clock, option, place = header
+        full = Header(kind, 0, 0, view, origin, sequence, table, part, clock, 0, option, place)
         self.send(dest, full, meta, body)
 
     def take_acks(self) -> list[tuple[int, int]]:

@@ -61,7 +61,7 @@ class Transfer:
         if contents.shard is None:
             values = contents.parts[part]
             held = values.held_arrays()
-            applied = sorted((rank, *at) for rank, at in unit.applied_without_pending().items())
+            applied = sorted(unit.applied_without_pending().items())
             more: dict[str, Any] = {
                 "traffic": asdict(values.traffic),
                 "is_ready": values.is_ready,

@@ -74,7 +74,7 @@ class Calls:
             )
         body = self._run(part, function, arguments, request.header.partition)
         header = request.header
-        part.note_last(header.origin, header.incarnation, header.sequence)
+        part.note_last(header.origin, header.sequence)
         self._reply(request, body=body, clock=part.version)
 
     def _run(

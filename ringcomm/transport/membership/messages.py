@@ -37,14 +37,14 @@ class Message(NamedTuple):
         view, (lost, arrived, requests) = self.view, self.changes
         head = [self.kind, self.run, view.number, view.size, len(lost), len(arrived)]
         flat = [number for request in sorted(requests) for number in request]
-        return [*head, *view.members, *view.incarnations, *sorted(lost), *sorted(arrived), *flat]
+        return [*head, *view.members, *sorted(lost), *sorted(arrived), *flat]
 
     @classmethod
     def of(cls, numbers: list[int]) -> Message:
         """Read the wire form."""
         kind, run, number, size, n_lost, n_arrived, *rest = numbers
         values = iter(rest)
-        members, incarnations = tuple(islice(values, size)), tuple(islice(values, size))
+        members = tuple(islice(values, size))
         lost, arrived = frozenset(islice(values, n_lost)), frozenset(islice(values, n_arrived))
         changes = Changes(lost, arrived, frozenset(zip(values, values, strict=True)))
-        return cls(Kind(kind), View(number, members, incarnations), run, changes)
+        return cls(Kind(kind), View(number, members), run, changes)

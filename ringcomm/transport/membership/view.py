@@ -40,17 +40,15 @@ class View:
     Attributes:
         number: how many processes the job has lost, and how many have arrived; so it only grows.
         members: the processes, by the ranks that they had at first. These numbers are never reused.
-        incarnations: of each member, how many times it was started again.
     """
 
     number: int
     members: tuple[int, ...]
-    incarnations: tuple[int, ...]
 
     @classmethod
     def first(cls, size: int) -> Self:
         """Return the view with which a job of `size` ranks begins."""
-        return cls(0, tuple(range(size)), (0,) * size)
+        return cls(0, tuple(range(size)))
 
     def after(self, changes: Changes, waiting: Iterable[int], size: int) -> View:
         """Return the view after changes, with at most `size` members.
@@ -62,18 +60,18 @@ class View:
         """
         n_live = len(set(self.members) - changes.lost)
         left = islice(sorted(set(waiting) - set(self.members)), max(0, size - n_live))
-        members: list[tuple[int, int]] = []
-        for member, incarnation in zip(self.members, self.incarnations, strict=True):
+        members: list[int] = []
+        for member in self.members:
             if member not in changes.lost:
-                members.append((member, incarnation))
+                members.append(member)
             elif (substitute := next(left, None)) is not None:
-                members.append((substitute, 0))
-        members += [(each, 0) for each in left]
-        first = next((i for i, (each, _) in enumerate(members) if each in self.members), 0)
+                members.append(substitute)
+        members += left
+        first = next((i for i, each in enumerate(members) if each in self.members), 0)
         if first:
             members[0], members[first] = members[first], members[0]
-        numbers, incarnations = zip(*members[:size], strict=True) if members else ((), ())
-        return self if numbers == self.members else View(changes.number, numbers, incarnations)
+        numbers = tuple(members[:size])
+        return self if numbers == self.members else View(changes.number, numbers)
 
     @property
     def size(self) -> int:

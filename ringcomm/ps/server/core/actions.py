@@ -19,8 +19,6 @@ class Header(Protocol):
     @property
     def origin(self) -> int: ...  # noqa: D102
     @property
-    def incarnation(self) -> int: ...  # noqa: D102
-    @property
     def sequence(self) -> int: ...  # noqa: D102
     @property
     def table(self) -> int: ...  # noqa: D102

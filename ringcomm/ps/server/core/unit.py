@@ -32,24 +32,22 @@ from ringcomm.ps.server.core.rounds import Clocks, Release, Rounds
 from ringcomm.ps.server.core.waiting_requests import Waiting
 from ringcomm.ps.update_modes import Mode
 
-_NONE = (-1, 0)
-
 
 class Applied(Protocol):
-    """The last push of each rank that was carried out: its incarnation and sequence.
+    """The number (Header.sequence) of each rank's last push that was carried out.
 
     Of a dense block C++ keeps it, which carries out pushes, too.
     """
 
-    def last_of(self, rank: int) -> tuple[int, int]:
-        """Return the last push of a rank; (-1, 0) if there is none."""
+    def last_of(self, rank: int) -> int:
+        """Return the last push of a rank; 0 if there is none."""
         ...
 
-    def note_last(self, rank: int, incarnation: int, sequence: int) -> None:
-        """Take note of a push; incarnation -1: there is none."""
+    def note_last(self, rank: int, sequence: int) -> None:
+        """Take note of a push; 0: there is none."""
         ...
 
-    def all_last(self) -> dict[int, tuple[int, int]]:
+    def all_last(self) -> dict[int, int]:
         """Return the last push of each rank."""
         ...
 
@@ -58,20 +56,20 @@ class AppliedHere:
     """Applied, kept in a dictionary."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[int, int]] = {}
+        self._last: dict[int, int] = {}
 
-    def last_of(self, rank: int) -> tuple[int, int]:
+    def last_of(self, rank: int) -> int:
         """See Applied."""
-        return self._last.get(rank, _NONE)
+        return self._last.get(rank, 0)
 
-    def note_last(self, rank: int, incarnation: int, sequence: int) -> None:
+    def note_last(self, rank: int, sequence: int) -> None:
         """See Applied."""
-        if incarnation < 0:
+        if sequence == 0:
             self._last.pop(rank, None)
         else:
-            self._last[rank] = (incarnation, sequence)
+            self._last[rank] = sequence
 
-    def all_last(self) -> dict[int, tuple[int, int]]:
+    def all_last(self) -> dict[int, int]:
         """See Applied."""
         return dict(self._last)
 
@@ -110,8 +108,7 @@ class Unit:
     def came_before(self, request: Request) -> bool:
         """Return True if a request that changes the unit has been carried out already."""
         header = request.header
-        incarnation, last = self.applied.last_of(header.origin)
-        return header.incarnation == incarnation and header.sequence <= last
+        return header.sequence <= self.applied.last_of(header.origin)
 
     def answer_again(self, request: Request) -> list[Action]:
         """Answer a request that came before; one whose answer is to come gets no other."""
@@ -130,7 +127,7 @@ class Unit:
         if self.came_before(request):
             return self.answer_again(request)
         header = request.header
-        self.applied.note_last(header.origin, header.incarnation, header.sequence)
+        self.applied.note_last(header.origin, header.sequence)
         return None
 
     def initialize(self, request: Request, payload: Any) -> list[Action]:
@@ -216,13 +213,12 @@ class Unit:
         return f"step {wanted:g}", {*clocks.behind(wanted)}
 
     # --- moves and checkpoints ------------------------------------------------------------------
-    def applied_without_pending(self) -> dict[int, tuple[int, int]]:
+    def applied_without_pending(self) -> dict[int, int]:
         """Return the last push of each rank before those that have not been answered."""
         applied = self.applied.all_last()
         for request in () if self.rounds is None else self.rounds.requests():
             rank = request.header.origin
-            incarnation, last = applied.get(rank, _NONE)
-            applied[rank] = (incarnation, min(last, request.header.sequence - 1))
+            applied[rank] = min(applied.get(rank, 0), request.header.sequence - 1)
         return applied
 
     def give_back(self) -> list[Any]:
@@ -231,7 +227,7 @@ class Unit:
         if self.rounds is not None:
             back = self.rounds.give_back()
             for rank, last in applied.items():
-                self.applied.note_last(rank, *last)
+                self.applied.note_last(rank, last)
         return [*back, *self.waiting.take_all()]
 
     def leave(self, rank: int) -> list[Action]:

@@ -126,25 +126,25 @@ class Block:
         """The object of the C++ core that applies pushes without Python."""
         return self._block.block_updater
 
-    def last_of(self, rank: int) -> tuple[int, int]:
-        """Return the last push of a rank that was carried out: incarnation, sequence."""
-        return self._block.last(rank) or (-1, 0)
+    def last_of(self, rank: int) -> int:
+        """Return the number of the last push of a rank that was carried out; 0: there is none."""
+        return self._block.last(rank)
 
-    def note_last(self, rank: int, incarnation: int, sequence: int) -> None:
-        """Take note of one; -1, 0: of none."""
-        if incarnation < 0:
+    def note_last(self, rank: int, sequence: int) -> None:
+        """Take note of one; 0: of none."""
+        if sequence == 0:
             self._block.forget(rank)
         else:
-            self._block.note_last(rank, incarnation, sequence)
+            self._block.note_last(rank, sequence)
 
-    def all_last(self) -> dict[int, tuple[int, int]]:
+    def all_last(self) -> dict[int, int]:
         """Return the last push of each rank."""
-        return {rank: (life, sequence) for rank, life, sequence in self._block.applied()}
+        return self._block.applied()
 
     def merge_applied(self, applied: Iterable[Sequence[int]]) -> None:
-        """Take note of pushes that are in it: rank, incarnation, the last one's sequence."""
-        for rank, incarnation, sequence in applied:
-            self.note_last(rank, *max(self.last_of(rank), (incarnation, sequence)))
+        """Take note of whose pushes are in it: ranks, and the numbers of their last ones."""
+        for rank, sequence in applied:
+            self.note_last(rank, max(self.last_of(rank), sequence))
 
     @property
     def traffic(self) -> Traffic:

@@ -91,8 +91,8 @@ class Shard:
         self.version = 0
         self.stamp = 0
         self.traffic = Traffic()
-        self.along: dict[int, dict[int, tuple[int, int]]] = {}
-        self._along_last: dict[int, tuple[int, int]] = {}  # of them all: pushes are soon beyond it
+        self.along: dict[int, dict[int, int]] = {}
+        self._along_last: dict[int, int] = {}  # of them all: pushes are soon beyond it
         self._snapshots: dict[int, int] = {}  # number -> version
         self.n_admitted = self.n_rejected = self.n_evicted = 0
         self.held = HeldRows(spec.partitions, self.dim)
@@ -188,14 +188,10 @@ class Shard:
 
     def _new(self, header: Header, gradient: RowGradient) -> RowGradient:
         """Return a push without what was applied where its partitions were before."""
-        rank, sent = header.origin, (header.incarnation, header.sequence)
-        if sent > self._along_last.get(rank, (-1, 0)):
+        rank, sent = header.origin, header.sequence
+        if sent > self._along_last.get(rank, 0):
             return gradient
-        parts = [
-            part
-            for part, last in self.along.items()
-            if rank in last and last[rank][0] == sent[0] and last[rank] >= sent
-        ]
+        parts = [part for part, last in self.along.items() if last.get(rank, 0) >= sent]
         found = np.empty(len(gradient.keys), np.uint32)
         _core.partition_of(gradient.keys, self.spec.partitions, found)
         return gradient.picked(~np.isin(found, parts), self.dim)
@@ -261,11 +257,11 @@ class Shard:
         nbytes = (self.rows.n_keys() * np.uint64(8 + self.row_nbytes()))[self.partitions]
         return [int(n) for n in nbytes]
 
-    def note_along(self, part: int, rank: int, applied: tuple[int, int]) -> None:
+    def note_along(self, part: int, rank: int, applied: int) -> None:
         """Take note of a rank's last push to a partition where that was before."""
         along = self.along.setdefault(part, {})
-        along[rank] = max(along.get(rank, (-1, 0)), applied)
-        self._along_last[rank] = max(self._along_last.get(rank, (-1, 0)), applied)
+        along[rank] = max(along.get(rank, 0), applied)
+        self._along_last[rank] = max(self._along_last.get(rank, 0), applied)
 
     def snapshot(self, number: int) -> None:
         """Keep all rows as they are now, for pull(held=number), until release(number)."""

@@ -52,20 +52,20 @@ class RowsPartition:
         named |= dict(zip(_CANDIDATES, rows.candidates(), strict=True))
         return State({}, named)
 
-    def applied(self, of_shard: dict[int, tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """Return whose pushes are in it: rank, incarnation, the last one's sequence.
+    def applied(self, of_shard: dict[int, int]) -> list[tuple[int, int]]:
+        """Return whose pushes are in it: ranks, and the numbers of their last ones.
 
         of_shard: the same of the shard, which may have had the partition for a while only.
         """
         applied = dict(of_shard)
         for rank, last in self.shard.along.get(self.number, {}).items():
             applied[rank] = max(last, applied.get(rank, last))
-        return [(rank, *last) for rank, last in sorted(applied.items())]
+        return sorted(applied.items())
 
     def merge_applied(self, applied: Iterable[Sequence[int]]) -> None:
         """Take note of whose pushes are in it besides those that came here."""
-        for rank, incarnation, sequence in applied:
-            self.shard.note_along(self.number, rank, (incarnation, sequence))
+        for rank, sequence in applied:
+            self.shard.note_along(self.number, rank, sequence)
 
     def load(self, state: State) -> None:
         """Become what another partition of this number was; without arrays, empty."""
