@@ -4,40 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.codec import BF16, FP16, Codec, Identity, Int8, TopK
+from ringcomm.codec import Codec, Int8, TopK
 from ringcomm.codec.base import FramedCodec
+from ringcomm.codec.named_codecs import KINDS, codec_of
 
 Array = NDArray[Any]
-_BY_WORD: Final[Mapping[str, FramedCodec]] = {"fp16": FP16(), "bf16": BF16(), "int8": Int8()}
-_KINDS: Final[Mapping[str, type[Any]]] = {
-    kind.__name__: kind for kind in (Identity, FP16, BF16, Int8, TopK)
-}
-
-
-def codec_of(label: str, compression: str | Codec | None) -> FramedCodec | None:
-    """Return the codec that a user means by "fp16", "bf16", "int8", or a codec; None: none.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if compression is None:
-        return None
-    if isinstance(compression, str):
-        if compression in _BY_WORD:
-            return _BY_WORD[compression]
-    elif type(compression) in _KINDS.values():
-        assert isinstance(compression, FramedCodec)
-        return compression
-    words = ", ".join(map(repr, _BY_WORD))
-    raise ValueError(
-        f"{label}: compression is {compression!r}; it must be None, {words}, or one of ringcomm's "
-        "codecs, as codec.TopK(0.01)"
-    )
 
 
 def spec_of(
@@ -106,7 +82,7 @@ def _from_json(data: Mapping[str, Any] | None) -> FramedCodec | None:
     if data is None:
         return None
     settings = {name: value for name, value in data.items() if name != "codec"}
-    codec: FramedCodec = _KINDS[data["codec"]](**settings)
+    codec: FramedCodec = KINDS[data["codec"]](**settings)
     return codec
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ringcomm.collectives.operators import AVERAGE, Op
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.torch.compression import Compression
+from ringcomm.torch.compression import Compression, compressor_of
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.horovod.reduce_op import AnyOp, op_of
 from ringcomm.torch.optim.adasum import with_adasum
@@ -67,7 +67,8 @@ def DistributedOptimizer(
             work.
         named_parameters: model.named_parameters(), for error messages. It may name more
             parameters than the optimizer holds.
-        compression: compressor for gradients: Compression.none, fp16 or bf16.
+        compression: how gradients are sent: Compression.none, fp16 or bf16, also as None, "fp16" or
+            a codec such as codec.BF16(); or a class with compress() and decompress(), as Horovod's.
         backward_passes_per_step: n: the first n - 1 backward() of a step send nothing; the n-th and
             later ones send the sum of all gradients of the step so far.
         op: Average, Sum or Adasum. With Adasum each rank keeps its own gradients, and the changes
@@ -133,11 +134,11 @@ def DistributedOptimizer(
     engine()
     given = None if named_parameters is None else list(named_parameters)
     named = named_in_order(optimizer, given)
-    op = op_of(op, None)
+    op, compressor = op_of(op, None), compressor_of("DistributedOptimizer", compression)
     if isinstance(op, Op):
         options = GradientOptions(
             op,
-            compression,
+            compressor,
             float(gradient_predivide_factor),
             groups_of(groups, num_groups),
             sparse_as_dense,
@@ -166,5 +167,5 @@ def DistributedOptimizer(
     require_mean(gradient_predivide_factor, op)
     require_passes(backward_passes_per_step)
     return with_adasum(
-        optimizer, named, compression, process_set, sync_weights=sync_weights, known=given or ()
+        optimizer, named, compressor, process_set, sync_weights=sync_weights, known=given or ()
     )

@@ -18,7 +18,7 @@ from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.grouped import plan_grouped_allreduce, plan_grouped_reduce_scatter
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.errors import RingcommError
-from ringcomm.torch.compression import Compression
+from ringcomm.torch.compression import Compression, compressor_of
 from ringcomm.torch.horovod.autograd_functions import apply, tensor_list
 from ringcomm.torch.horovod.data_collectives import allgather
 from ringcomm.torch.horovod.forms import (
@@ -294,10 +294,9 @@ def _apply(
     compression: Any,
 ) -> list[Tensor]:
     """Compress tensors, reduce them by forward(), and decompress the results."""
-    if not hasattr(compression, "decompress"):
-        raise TypeError(f"compression is one of hvd.Compression, not {compression!r}")
-    sent = [compression.compress(tensor) for tensor in tensor_list(tensors)]
+    compressor = compressor_of("allreduce or reducescatter", compression)
+    sent = [compressor.compress(tensor) for tensor in tensor_list(tensors)]
     results = apply(forward, backward, [x for x, _ in sent])
     return [
-        compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent, strict=True)
+        compressor.decompress(result, ctx) for result, (_, ctx) in zip(results, sent, strict=True)
     ]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.torch.backward.parameter_hooks import Named
+from ringcomm.torch.compression import Compressor
 from ringcomm.torch.horovod.process_sets import ProcessSet
 from ringcomm.torch.horovod.reduce_op import Adasum
 from ringcomm.torch.horovod.reductions import allreduce_async
@@ -25,7 +26,7 @@ _OURS = ("_named", "_compression", "_process_set", "_weights", "_sync_weights", 
 def with_adasum(
     optimizer: T,
     named_parameters: Named,
-    compression: Any,
+    compression: Compressor,
     process_set: ProcessSet,
     *,
     sync_weights: bool = True,
@@ -47,7 +48,7 @@ class _AdasumOptimizer(Optimizer):
     """First base class of the wrapped optimizer; the second is the optimizer's own class."""
 
     _named: list[tuple[str, torch.nn.Parameter]]
-    _compression: Any
+    _compression: Compressor
     _process_set: ProcessSet
     _weights: FirstWeights
     _sync_weights: bool

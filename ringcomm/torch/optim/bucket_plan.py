@@ -147,7 +147,7 @@ class BucketPlan:
                 "gradients",
                 [(i, self.slots[i].name, self.slots[i].parameter) for i in batch],
                 max_nbytes,
-                self._options.group,
+                self._options,
                 self.suffix,
                 is_scattered=self._options.is_sharded,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,12 @@ from ringcomm.arrays import DTYPES, device_adapter_for
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.message_patterns import chunks, consecutive, within
 from ringcomm.collectives.operators import SUM, Op
-from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.registered_arrays import on_gpu, zeros
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.backward.watched_tensors import n_storage_references
+from ringcomm.torch.optim.bucket_reduction import BucketReduction
 from ringcomm.torch.optim.options import GradientOptions
 
 MIB = 1 << 20
@@ -82,23 +82,6 @@ class Member:
     own: slice
 
 
-@dataclass(frozen=True, order=True)
-class BucketDescription:
-    """The data that a rank needs to take part in the reduction of a bucket that it lacks."""
-
-    name: str
-    count: int
-    dtype: str
-    op: str
-    is_scattered: bool
-    device: str  # "cpu" or "cuda"
-
-    def launch_zeros(self, group: Group) -> Handle[torch.Tensor]:
-        """Take part with zeros, so that the other ranks need not wait for this one."""
-        zeros = torch.zeros(self.count, dtype=getattr(torch, self.dtype), device=self.device)
-        return _launch(zeros, Op(self.op), self.name, group, is_scattered=self.is_scattered)
-
-
 class Bucket:
     """A flat buffer, with a view for each parameter's gradient; all have the same dtype.
 
@@ -109,21 +92,18 @@ class Bucket:
         buffer: the memory; renew() replaces it, and the views in `members`.
         waiting: indices of the members that are not ready.
         streams: CUDA streams that have written gradients.
+        reduction: sends the buffer; has its values from step to step, if it keeps any.
         handles: handle of the reduction under way, if any. Until land() returns, the engine owns
             the buffer, including its views.
     """
 
-    # Set by launch(), and used by land():
-    _wire: torch.Tensor
-    _op: Op
-    _restore: Callable[[torch.Tensor], torch.Tensor]
-    _factor: float
+    _factor: float  # set by launch(), and used by land()
 
     def __init__(
         self,
         kind: str,
         parameters: Sequence[tuple[int, str, torch.nn.Parameter]],
-        group: Group,
+        options: GradientOptions,
         suffix: str = "",
         *,
         is_scattered: bool = False,
@@ -132,10 +112,12 @@ class Bucket:
         self.whose = parameters[0][1] + (f"+{more}" if more else "") + suffix
         self.name = f"{kind} of {self.whose}"
         self._places = consecutive([p.numel() for _, _, p in parameters])
-        self._parameters, self._group = [(index, p) for index, _, p in parameters], group
+        self._parameters = [(index, p) for index, _, p in parameters]
+        self._group = group = options.group
         count = self._places[-1].stop
         self.own = chunks(count, group.size)[group.index] if is_scattered else slice(0, count)
         self.is_scattered = is_scattered
+        self.reduction = BucketReduction(options.compression, self.name, is_scattered=is_scattered)
         self.renew()
         self._wide: torch.Tensor | None = None
         self.handles: tuple[Handle[torch.Tensor], ...] = ()
@@ -158,18 +140,6 @@ class Bucket:
         return n_storage_references(self.buffer) - self._n_references
 
     @property
-    def description(self) -> BucketDescription:
-        """Description by which another rank can take part in the reduction under way."""
-        return BucketDescription(
-            self.name,
-            self._wire.numel(),
-            str(self._wire.dtype).removeprefix("torch."),
-            self._op.value,
-            self.is_scattered,
-            self._wire.device.type,
-        )
-
-    @property
     def is_under_way(self) -> bool:
         """True from launch() to land()."""
         return bool(self.handles)
@@ -181,18 +151,11 @@ class Bucket:
     def launch(self, scaling: Scaling) -> None:
         """Start to reduce the buffer."""
         self.streams.join()
-        options = scaling.options
+        self._factor = scaling.options.predivide
         scaled = self._weighted(scaling.samples)
-        if options.predivide != 1.0:
-            scaled.div_(options.predivide)
-        self._wire, ctx = options.compression.compress(scaled)
-        self._restore = lambda wire: options.compression.decompress(wire, ctx)
-        self._op = scaling.wire_op
-        handle = _launch(
-            self._wire, self._op, self.name, scaling.group, is_scattered=self.is_scattered
-        )
-        self.handles = (handle,)
-        self._factor = options.predivide
+        if self._factor != 1.0:
+            scaled.div_(self._factor)
+        self.handles = (self.reduction.launch(scaled, scaling.wire_op, scaling.group),)
 
     def land(self, total: float | None) -> None:
         """Wait for the result; divide it by the total number of samples, unless that is None.
@@ -201,7 +164,7 @@ class Bucket:
         """
         (handle,), self.handles = self.handles, ()
         handle.wait()
-        result = self._restore(self._wire)
+        result = self.reduction.land()
         own = result[self.own]
         if total is not None or self._factor != 1.0:
             own.mul_(self._factor / (1.0 if total is None else total))
@@ -226,7 +189,7 @@ def make_buckets(
     kind: str,
     parameters: Sequence[tuple[int, str, torch.nn.Parameter]],
     max_nbytes: float,
-    group: Group,
+    options: GradientOptions,
     suffix: str = "",
     *,
     is_scattered: bool = False,
@@ -235,7 +198,11 @@ def make_buckets(
     items = [Item(p.nbytes, (p.dtype, p.device)) for _, _, p in parameters]
     return [
         Bucket(
-            kind, [parameters[place] for place in places], group, suffix, is_scattered=is_scattered
+            kind,
+            [parameters[place] for place in places],
+            options,
+            suffix,
+            is_scattered=is_scattered,
         )
         for places in plan_fusion(items, max_nbytes)
     ]
@@ -294,11 +261,3 @@ def node_zeros(count: int, like: torch.Tensor, group: Group) -> torch.Tensor:
     if x.is_cuda:  # any stream may write gradients
         torch.cuda.current_stream(x.device).synchronize()
     return x.view(like.dtype)
-
-
-def _launch(
-    wire: torch.Tensor, op: Op, name: str, group: Group, *, is_scattered: bool
-) -> Handle[torch.Tensor]:
-    if is_scattered:
-        return collectives.reduce_scatter_async_(wire, op, name=name, group=group)
-    return collectives.allreduce_async_(wire, op, name=name, group=group)

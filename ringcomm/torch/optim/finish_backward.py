@@ -150,7 +150,7 @@ class Exchange:
 
     def _end_in_different_steps(self) -> CollectiveTask[None]:
         """Complete the buckets that any rank has sent, then raise MismatchError on every rank."""
-        mine = [bucket.description for bucket in self._buckets if bucket.is_under_way]
+        mine = [each.reduction.description for each in self._buckets if each.is_under_way]
         group = self.scaling.group
         steps = collectives.allgather_object(
             (self.step, mine), name=f"steps{self.plan.suffix}", group=group
@@ -190,9 +190,9 @@ class Exchange:
             if (code := presence.codes[slot.index]) & LATE or (code & DENSE and slot.bucket is None)
         ]
         named = [(slot.index, slot.name, slot.parameter) for slot in apart]
-        group = self.scaling.group
+        options = self.scaling.options
         buckets = make_buckets(
-            "late gradients", named, self.plan.max_nbytes, group, self.plan.suffix
+            "late gradients", named, self.plan.max_nbytes, options, self.plan.suffix
         )
         for bucket in buckets:
             for member in bucket.members:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +15,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.torch.backward.parameter_hooks import Named
-from ringcomm.torch.compression import Compression
+from ringcomm.torch.compression import Compression, Compressor, name_of
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 
 _alone: WeakKeyDictionary[Engine, Group] = WeakKeyDictionary()
@@ -28,7 +27,7 @@ class GradientOptions:
     """Arguments of DistributedOptimizer. Raises ValueError if one is invalid."""
 
     op: Op = AVERAGE
-    compression: Any = Compression.none
+    compression: Compressor = Compression.none
     predivide: float = 1.0
     groups: ParameterGroups = 0
     sparse_as_dense: bool = False
@@ -92,7 +91,7 @@ class GradientOptions:
         together, _ = self.batches(range(len(parameters)), parameters)
         return {
             "op": self.op,
-            "compression": getattr(self.compression, "__name__", type(self.compression).__name__),
+            "compression": name_of(self.compression),
             "gradient_predivide_factor": self.predivide,
             "groups": together,
             "sparse_as_dense": self.sparse_as_dense,

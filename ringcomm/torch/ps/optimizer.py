@@ -12,11 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from ringcomm.codec import BF16, FP16, Codec
+from ringcomm.codec.named_codecs import codec_of
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
 from ringcomm.ps.checkpoint.recover_by_itself import recovered_from, require_alone
-from ringcomm.ps.compression import codec_of
 from ringcomm.ps.job import size
 from ringcomm.ps.session import is_chief, session
 from ringcomm.ps.update_modes import Mode, mode_of
@@ -154,19 +154,11 @@ def DistributedOptimizer(
     return derive(optimizer, _Served, _feeder=feeder, _parts=Parts(optimizer), _recovery=recovery)
 
 
-_OF_RING: Final[dict[Any, Any]] = {
-    Compression.none: None,
-    Compression.fp16: FP16(),
-    Compression.bf16: BF16(),
-}
-
-
 def _compression(compression: Any) -> Codec | None:
     """Return the codec for the argument, which may also be of hvd.Compression."""
-    if isinstance(compression, type) and compression in _OF_RING:
-        found: Codec | None = _OF_RING[compression]
-        return found
-    return codec_of("ps.DistributedOptimizer", compression)
+    if compression is Compression.none:
+        return None
+    return codec_of("ps.DistributedOptimizer", getattr(compression, "codec", compression))
 
 
 def _by_the_ring(
@@ -181,15 +173,14 @@ def _by_the_ring(
     require_something_served()
     current = session()
     require_alone(current, is_on_servers=False)
-    for of_ring, codec in _OF_RING.items():
-        if codec == compression:
-            wrapped = RingOptimizer(optimizer, named, of_ring, passes)
-            wrapped.register_step_post_hook(lambda stepped, *_: count_step(current, stepped))
-            return wrapped
-    raise ValueError(
-        f"compression is {compression}, and with hybrid='ring' it can be 'fp16' or 'bf16'. "
-        "Embeddings have an argument compression= of their own"
-    )
+    if compression not in (None, FP16(), BF16()):
+        raise ValueError(
+            f"compression is {compression}, and with hybrid='ring' it can be 'fp16' or 'bf16'. "
+            "Embeddings have an argument compression= of their own"
+        )
+    wrapped = RingOptimizer(optimizer, named, compression, passes)
+    wrapped.register_step_post_hook(lambda stepped, *_: count_step(current, stepped))
+    return wrapped
 
 
 def _class_on_servers(optimizer: Optimizer, apply: str, mode: Mode) -> str | None:
