@@ -37,19 +37,19 @@ pytestmark = pytest.mark.skipif(
     IS_MPICH and not is_at_length(), reason="the gate has no time for it: set AT_LENGTH=1"
 )
 ALL = [
-    (suite, n)
-    for suite in ("torch_distributed_suite.py", "torch_parallelism_suite.py")
+    (suites, n)
+    for suites in ("torch_distributed*_suite.py", "torch_parallelism_suite.py")
     for n in (2, 3, 4)
 ]
-SUITES = at_length(ALL, [("torch_distributed_suite.py", 3)])
+SUITES = at_length(ALL, [("torch_distributed*_suite.py", 3)])
 
 
-@pytest.mark.parametrize(("suite", "size"), SUITES)
-def test_suite_passes_on_every_rank(suite, size, tmp_path):
-    file = ROOT / "tests" / "mpi" / suite
+@pytest.mark.parametrize(("suites", "size"), SUITES)
+def test_suites_pass_on_every_rank(suites, size, tmp_path):
+    files = sorted((ROOT / "tests" / "mpi").glob(suites))
     options = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-xq"]
-    foreign = FOREIGN if suite == "torch_parallelism_suite.py" else []
-    command = ["-P", "-m", "pytest", *options, *foreign, file]
+    foreign = FOREIGN if suites == "torch_parallelism_suite.py" else []
+    command = ["-P", "-m", "pytest", *options, *foreign, *files]
     job = run_job(size, *command, cwd=tmp_path, timeout_s=240)
     assert job.code == 0, job.output
     assert job.output.count(" passed") == size, job.output

@@ -25,6 +25,7 @@ import ringcomm as rc
 import ringcomm.torch
 from ringcomm.torch.distributed.compat import VERSION
 
+pytest_plugins = ["torch_distributed_fixtures"]
 torch.set_num_threads(1)
 BATCH, STEPS = 4, 4
 
@@ -45,22 +46,6 @@ def job():
     yield
     dist.destroy_process_group()
     rc.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def in_step():
-    yield
-    dist.barrier()
-
-
-@pytest.fixture
-def rank():
-    return dist.get_rank()
-
-
-@pytest.fixture
-def size():
-    return dist.get_world_size()
 
 
 def network(dtype=torch.float64):
