@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.table_spec import Spec
 
 
-class TableBase:
+class TableBase(ABC):
     """A table that this rank has opened.
 
     Attributes:
@@ -88,9 +89,11 @@ class TableBase:
 
     def begin(self) -> None:
         """Send the first values, which the chief sends; on its heir."""
+        return  # not abstract
 
     def note_replaced(self) -> None:
         """Take note that a checkpoint may have replaced all values."""
+        return  # not abstract
 
     @property
     def needs_values(self) -> bool:
@@ -102,13 +105,13 @@ class TableBase:
         """The rounds of ps.FirstOf(k) of this worker, which other tables may share."""
         return None
 
+    @abstractmethod
     def reopen(self, created: dict[str, Any]) -> None:
         """Go on with the table under another number, after ps.recover(); see open_once()."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_on(self, server: int) -> bool:
         """Return True if a server has a part of the table."""
-        raise NotImplementedError
 
     def lose(self, loss: Loss) -> None:
         """Refuse all calls from now on: a server died, which had a part of some table."""
