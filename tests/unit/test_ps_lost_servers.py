@@ -198,15 +198,21 @@ def test_what_compression_has_kept_of_lost_steps_does_not_count(tmp_path):
     assert ended(run_all(2, body, 2, settings=ELASTIC), 1)[:2] == [False, False]
 
 
+def trained_until_a_server_dies(rank, mode, victim, folder):
+    """Return tables that were saved after 3 steps, and of which a server is lost then."""
+    table, rows = tables(mode, ps.optim.Add())
+    train(table, rows, range(3), folder)
+    rc.barrier()
+    if rank == 0:
+        kill_server(victim)
+    with pytest.raises(rc.ServerLostError):
+        train(table, rows, range(8, 1000))
+    return table, rows
+
+
 def test_evaluators_go_on_after_a_recovery(tmp_path):
     def body(rank):
-        table, rows = tables("sync", ps.optim.Add())
-        train(table, rows, range(3), tmp_path)
-        rc.barrier()
-        if rank == 0:
-            kill_server(1)
-        with pytest.raises(rc.ServerLostError):
-            train(table, rows, range(8, 1000))
+        table, rows = trained_until_a_server_dies(rank, "sync", 1, tmp_path)
         ps.recover(tmp_path)
         if rank == 0:
             ps.reports()
@@ -244,13 +250,7 @@ def test_the_next_chief_restores_if_the_chief_dies_in_a_recovery(
     monkeypatch.setattr(recover, "restore_tables", restore_and_die)
 
     def body(rank):
-        table, rows = tables("async", ps.optim.Add())
-        train(table, rows, range(3), tmp_path)
-        rc.barrier()
-        if rank == 0:
-            kill_server(0)
-        with pytest.raises(rc.ServerLostError):
-            train(table, rows, range(8, 1000))
+        table, _ = trained_until_a_server_dies(rank, "async", 0, tmp_path)
         assert ps.recover(tmp_path).manifest["step"] == 3
         assert ps.is_chief() == (rank == 1)
         return table.pull().wait()[0]
