@@ -112,6 +112,15 @@ CPP = [
         ("unit/test_children_of_dead_ranks.py",),
     ),
     CppMutation(
+        "watchers-keep-the-descriptor-of-a-page",
+        "fault",
+        "status",
+        "return MappedPage(page, Descriptor());",
+        "return MappedPage(page, std::move(descriptor));",
+        "a rank dies, and its guardian ends `ringcomm top` of the same terminal",
+        ("unit/test_children_of_dead_ranks.py",),
+    ),
+    CppMutation(
         "copy-returns-before-all-have-read",
         "node",
         "shm",

@@ -195,7 +195,7 @@ MappedPage MappedPage::found(int pid, int fd, bool writes) {
     throw std::runtime_error("status page: it is of another version of ringcomm");
   Page* page = map(descriptor.get(), writes ? PROT_READ | PROT_WRITE : PROT_READ);
   if (page == nullptr) throw_errno("status page: mmap");
-  return MappedPage(page, std::move(descriptor));
+  return MappedPage(page, Descriptor());
 }
 
 Descriptor MappedPage::open_lifeline(int pid) const {

@@ -189,7 +189,8 @@ class MappedPage {
   static MappedPage open(int pid, int fd, std::uint64_t nonce);
   static MappedPage adopt(Descriptor fd, std::uint64_t nonce);
   // For readers without the nonce, who may not write: a page of this user. std::runtime_error also if
-  // its layout is that of another version.
+  // its layout is that of another version. They keep no descriptor: by one of the same number, a
+  // guardian would take them for a fork of the rank.
   static MappedPage look(int pid, int fd);
   // As look(), for `ringcomm ctl`, which may write the mailbox.
   static MappedPage look_to_ask(int pid, int fd);

@@ -5,6 +5,8 @@ import os
 import re
 import select
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -136,6 +138,33 @@ def test_a_job_that_fails_leaves_what_a_rank_that_had_ended_well_has_started(
     one.guardian.wait()
     assert "x rank 1" in capfd.readouterr().err
     assert not one.ends_within(0)
+
+
+# Its descriptors of the page get all numbers that are free.
+WATCHER = """
+import sys, time
+from ringcomm._core import StatusPage
+pages = [StatusPage.look(int(sys.argv[1]), int(sys.argv[2])) for _ in range(50)]
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_who_watches_a_rank_outlives_it(start_rank, capfd):
+    rank = start_rank(0, DIE)
+    guardian = Guardian([rank.ward], grace_s=60, is_fault_tolerant=False)
+    seen = [str(rank.ward.pid), str(rank.ward.page_fd)]
+    watcher = subprocess.Popen(
+        [sys.executable, "-P", "-c", WATCHER, *seen], stdout=subprocess.PIPE, text=True
+    )
+    with watcher:
+        assert watcher.stdout.readline() == "ready\n"
+        rank.go()
+        rank.end()
+        guardian.wait()
+        assert watcher.poll() is None
+        watcher.kill()
+    assert "had started" not in capfd.readouterr().err
 
 
 def test_survivors_of_a_fault_are_watched_without_looking_for_orphans_for_ever(start_rank, capfd):
