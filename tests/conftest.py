@@ -64,13 +64,15 @@ def watch(pytestconfig):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(watch):
+def nothing_is_left(watch, request):
     """Fail the test that leaves a file in /dev/shm or a guardian behind."""
     if watch is None:
         yield
         return
-    before, others = watch.files(), set(pids())
+    before, others, failed = watch.files(), set(pids()), request.session.testsfailed
     yield
+    if request.session.testsfailed > failed:
+        leftovers.end_what_runs(others)
     deadline = time.monotonic() + 60
     while left := (watch.orphans() - before) | orphaned_guardians(others):
         assert time.monotonic() < deadline, left

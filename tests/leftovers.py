@@ -3,8 +3,11 @@
 Else a test of a later file fails, and passes when it is run alone.
 """
 
+import contextlib
+import gc
 import os
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import dataclass, fields
@@ -80,6 +83,25 @@ def surroundings(watch):
         signal_handlers=signal_handlers(),
         threads={each.ident: each.name for each in threading.enumerate()},
     )
+
+
+def end_what_runs(spared):
+    """End the processes of this run but these, after a test that failed before it could do so.
+
+    Guardians end by themselves, and remove the files of their ranks.
+    """
+    running = {int(pid) for pid, _ in processes_of_this_run() if pid not in spared}
+    for pid in running:
+        if not is_guardian(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for each in gc.get_objects():  # else a later test hears that nobody has waited for them
+        if isinstance(each, subprocess.Popen) and each.pid in running and each.returncode is None:
+            each.communicate(timeout=LIMIT_S)
+
+
+def is_guardian(pid):
+    return read(pid, "cmdline").split("\0")[0].endswith("/ringcomm-guardian")
 
 
 def processes_of_this_run():

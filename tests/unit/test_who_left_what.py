@@ -1,10 +1,12 @@
-"""Who has made what is left in /dev/shm: this run of tests, or another job of the machine."""
+"""Who has made what is left, this run of tests or another job of the machine; how it is ended."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import leftovers
 import pytest
 import shm_leftovers
 from harness import wait_until
@@ -42,3 +44,14 @@ def test_a_file_is_left_by_the_run_whose_process_had_mapped_it(is_own, watch):
         maker.communicate()
         path.unlink()
     assert path.name not in watch.files()
+
+
+def test_what_a_failed_test_has_started_is_ended_and_waited_for():
+    sleep = ["sleep", "60"]
+    with subprocess.Popen(sleep) as earlier:
+        before = set(shm_leftovers.pids())
+        job = subprocess.Popen(sleep, stdout=subprocess.PIPE)
+        leftovers.end_what_runs(before)
+        assert job.returncode == -signal.SIGKILL
+        assert earlier.poll() is None
+        earlier.kill()
