@@ -473,7 +473,7 @@ def test_the_one_that_left_while_others_waited_is_blamed(start_rank, capfd):
     blaming = 'page.begin_op("allreduce[w]", 2, 8); page.wait_for_report(0.2); '
     blaming += 'raise PeerFailedError("rank 1 left", rank=1, reason="left the job")'
     bystander, culprit = start_rank(0, blaming), start_rank(1, "page.set_state(State.LEAVING)")
-    guardian = guarded(capfd, culprit, bystander)
+    guardian = guarded(capfd, culprit, bystander, grace_s=60)  # it ends in its own way
     assert culprit.end()[0] == 0
     code, _, err = bystander.end()
     guardian.wait()
@@ -490,7 +490,7 @@ def test_the_one_that_left_is_blamed_for_that_though_the_launcher_kills_it_then(
     blaming += 'raise PeerFailedError("rank 1 left", rank=1, reason="left the job")'
     leaving = "page.set_state(State.LEAVING); page.wait_for_report(60)"
     bystander, culprit = start_rank(0, blaming), start_rank(1, leaving)
-    guardian = guarded(capfd, culprit, bystander)
+    guardian = guarded(capfd, culprit, bystander, grace_s=60)  # it ends in its own way
     assert bystander.end()[0] == 1
     culprit.process.kill()
     culprit.end()
