@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from harness import at_length
 
 from ringcomm.transport.control_header import Kind
 from ringcomm.transport.failure_news import DIRECT, GRACE_S, REST_S, RESTS, WAITS, Fact, News
@@ -157,7 +158,7 @@ def test_all_who_live_learn_all_deaths_and_words_whoever_dies_meanwhile(size, se
 
 
 @pytest.mark.parametrize("longest_rest_s", [0.0, 0.1, REST_S])
-@pytest.mark.parametrize("size", [DIRECT + 1, 60, 257])
+@pytest.mark.parametrize("size", [DIRECT + 1, 60, at_length(257, 129)])  # the cost is its square
 @pytest.mark.parametrize("seed", range(6))
 def test_ranks_that_leave_after_a_failure_and_pass_on_nothing_cut_off_nobody(
     size, seed, longest_rest_s
@@ -181,7 +182,7 @@ def test_ranks_that_leave_after_a_failure_and_pass_on_nothing_cut_off_nobody(
 
 @pytest.mark.parametrize("n_stay", [0, 1, 3])
 def test_leaving_after_a_death_takes_a_few_times_log2_messages(n_stay):
-    job = Job(size := 500)
+    job = Job(size := at_length(500, 250))
     dead, *stay = job.random.sample(range(size), 1 + n_stay)
     job.at(0.0, job.kill, dead)
     for rank in set(range(size)) - {dead, *stay}:
