@@ -21,7 +21,7 @@ from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.update_modes import SSP, FirstOf, Mode
 
-N = at_length(20_000, 20 if is_fast() else 150)
+N = at_length(20_000, 20 if is_fast() else 50)
 ANY_ORDER = settings(
     max_examples=N, derandomize=True, database=None, deadline=None,
     suppress_health_check=[*HealthCheck],
