@@ -47,10 +47,10 @@ class Watch:
 
 
 def main(run):
-    old, own = set(os.listdir(SHM)), set()
+    old, own = set(names()), set()
     while True:
         is_asked = select.select([sys.stdin], [], [], LOOK_S)[0]
-        there = set(os.listdir(SHM))
+        there = set(names())
         old, own = old & there, own & there
         if new := {name: inode(name) for name in there - old - own}:
             users = mapped()
@@ -84,6 +84,11 @@ def inode(name):
         return (SHM / name).stat().st_ino
     except OSError:
         return None
+
+
+def names():
+    """Return the names of all files in /dev/shm, whoever made them."""
+    return os.listdir(SHM)
 
 
 def pids():

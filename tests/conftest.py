@@ -11,7 +11,7 @@ import harness
 import leftovers
 import pytest
 from guarded_ranks import Rank
-from shm_leftovers import pids, read
+from shm_leftovers import names, pids, read
 
 from ringcomm.engine.progress import loop
 from ringcomm.status import guardian
@@ -69,14 +69,19 @@ def nothing_is_left(watch, request):
     if watch is None:
         yield
         return
-    before, others, failed = watch.files(), set(pids()), request.session.testsfailed
+    before, others, failed = set(names()), set(pids()), request.session.testsfailed
     yield
     if request.session.testsfailed > failed:
         leftovers.end_what_runs(others)
     deadline = time.monotonic() + 60
-    while left := (watch.orphans() - before) | orphaned_guardians(others):
+    while left := new_orphans(watch, before) | orphaned_guardians(others):
         assert time.monotonic() < deadline, left
         time.sleep(0.02)  # nobody tells of the end of another process
+
+
+def new_orphans(watch, before):
+    new = set(names()) - before
+    return new and new & watch.orphans()  # which costs more than most tests
 
 
 def orphaned_guardians(others):
