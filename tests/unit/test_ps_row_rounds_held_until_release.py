@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from harness import at_length
 from ps_jobs import run_workers
 
 import ringcomm as rc
@@ -17,6 +18,7 @@ from ringcomm.ps.server.rows.decode_and_hold_row_pushes import RowGradient
 
 DIM = 3
 KEYS = np.array([5, 11, 5, 900, 2**60])
+WEIGHTS = [(1.0, 1.0), (3.0, 1.0), (0.0, 2.0)]
 
 
 def table(mode="sync", **options):
@@ -38,9 +40,18 @@ def mean_of(n_workers, step, weights):
 
 
 @pytest.mark.usefixtures("wire")
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (0.0, 2.0)])
-@pytest.mark.parametrize("is_moving", [False, True], ids=["at rest", "rows move"])
-def test_the_mean_is_measured_released_and_dropped_on_all_servers(weights, is_moving):
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_mean_is_measured_released_and_dropped_on_all_servers(weights):
+    require_means(weights)
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("weights", at_length(WEIGHTS, [(3.0, 1.0)]))  # 12 moves take a second
+def test_the_mean_is_measured_released_and_dropped_on_all_servers_while_rows_move(weights):
+    require_means(weights, is_moving=True)
+
+
+def require_means(weights, *, is_moving=False):
     def body(rank):
         kv = table()
         sums, measured = 0, []
