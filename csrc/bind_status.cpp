@@ -8,6 +8,7 @@
 
 #include "status/end_after_python.hpp"
 #include "status/page.hpp"
+#include "status/stop_signals.hpp"
 #include "status/pidfd.hpp"
 #include "status/deadline_of_a_call.hpp"
 #include "status/run_records.hpp"
@@ -181,6 +182,9 @@ void bind_status(nb::module_& m) {
   nb::class_<Watchdog>(m, "Watchdog")
       .def(nb::init<double, std::string>(), "seconds"_a, "message"_a)
       .def("cancel", &Watchdog::cancel, nb::call_guard<nb::gil_scoped_release>());
+  m.def("catch_stop_signals", &catch_stop_signals);
+  m.def("stop_signal", &stop_signal);
+  m.def("release_stop_signals", &release_stop_signals);
   m.def("exit_at_last", [](int code) { end_with(LastAct::exit, code); }, "code"_a);
   m.def("kill_at_last", [] { end_with(LastAct::kill, 0); });
   m.def("monotonic_ns", &monotonic_ns);

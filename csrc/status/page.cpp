@@ -367,4 +367,6 @@ void record_this_process(Page* page) {
   on_exit(on_exit_code, nullptr);
 }
 
+bool is_recorder(void (*handler)(int)) { return handler == on_signal; }
+
 }  // namespace ringcomm

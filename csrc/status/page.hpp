@@ -265,4 +265,7 @@ void wait_for_report(const Page& page, std::int64_t timeout_ns);
 // The page also gets a heartbeat, while it is mapped.
 void record_this_process(Page* page);
 
+// True of the handler by which it records signals.
+bool is_recorder(void (*handler)(int));
+
 }  // namespace ringcomm

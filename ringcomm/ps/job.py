@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-import sys
+import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
-from ringcomm.ps.checkpoint.client import save
+from ringcomm.ps.checkpoint.client import save, save_at_stop
 from ringcomm.ps.checkpoint.replaced_values import Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
@@ -74,7 +74,8 @@ def init(
         deadline_s: of each wait for a server, in seconds; None: RINGCOMM_TIMEOUT_S, as of
             collectives. After RINGCOMM_STALL_WARNING_S a warning says which workers are missing.
         recover: folder of checkpoints. If a server dies, step() of a ps.DistributedOptimizer calls
-            ps.recover(), and training goes on from there; see ps.step_number().
+            ps.recover(), and training goes on from there; see ps.step_number(). After SIGTERM or
+            SIGUSR1 a checkpoint is saved there, and all ranks end with code 75.
         save_every_s: seconds between checkpoints that the chief saves there; None: the program
             saves.
 
@@ -142,7 +143,9 @@ def _refuse_what_is_not_there(replication: int, placement: str) -> None:
 
 def _let_recover(current: Session, root: Path, save_every_s: float | None) -> None:
     current.recovers_from = root
-    if save_every_s is not None:
+    if save_every_s is None:
+        save_at_stop(current, root)
+    else:
         save(root, every_s=save_every_s)
 
 
@@ -163,8 +166,9 @@ def _role_text(layout: Layout, rank: int) -> str:
 def _end() -> NoReturn:
     """End a rank that has nothing to do any more; ranks that call rc.shutdown() wait for it."""
     _threads.has_ended = True
+    control = init_rank_size.engine().control
     init_rank_size.shutdown()
-    sys.exit(0)
+    raise SystemExit(os.EX_TEMPFAIL if control.signals.has_stopped else 0)
 
 
 def _start(
@@ -253,7 +257,8 @@ def complete_step(step: int | None = None) -> int:
     """Report to the servers that this worker has completed a step, with all its pushes so far.
 
     ps.SSP(s) and evaluators go by it. ps.DistributedOptimizer.step() does it by itself; a worker
-    that has none, but tables, calls this at the end of each step. It waits for nothing.
+    that has none, but tables, calls this at the end of each step. Commands of `ringcomm ctl` are
+    taken here, as in rc.step(); else it waits for nothing.
 
     Args:
         step: how many it has completed, e.g. after ps.restore(); one more than before if not given.
@@ -264,6 +269,7 @@ def complete_step(step: int | None = None) -> int:
     Raises:
         ValueError: fewer than before.
         RingcommError: this rank is no worker.
+        SystemExit: see rc.step().
     """
     current = session()
     if current.layout.role_of(current.engine.job_rank) != "worker":
@@ -278,6 +284,8 @@ def complete_step(step: int | None = None) -> int:
         current.tick(step)
     if current.between_steps is not None:
         current.between_steps()
+    current.engine.note_step(current.clock)
+    current.engine.control.come_to_boundary(current, current.clock)
     return current.clock
 
 

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from harness import (
@@ -18,21 +17,9 @@ from harness import (
     start_job,
     wait_until,
 )
+from job_ranks import await_steps, ranks_in
 
-from ringcomm._core import monotonic_ns
-from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.status.stacks import main_stack, stacks_of, users_frame
-
-
-def ranks_in(folder):
-    """Return samples of the live ranks whose program runs in this folder, by rank."""
-    ranks = Ranks()
-    ranks.search()
-    return {
-        each.rank: each
-        for each in ranks.sample(monotonic_ns())
-        if not each.is_over and Path(f"/proc/{each.page['pid']}/cwd").resolve() == folder
-    }
 
 
 def ctl(folder, *words):
@@ -48,14 +35,6 @@ def ctl(folder, *words):
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
-
-
-def await_steps(folder, size):
-    def have_stepped():
-        found = ranks_in(folder)
-        return len(found) == size and all(each.page["step"] for each in found.values())
-
-    wait_until(have_stepped, lambda: ranks_in(folder))
 
 
 def taken_by(folder):
@@ -208,7 +187,7 @@ def test_a_job_of_two_lines_takes_commands(mode, tmp_path):
     assert ctl(tmp_path, "resume")[0] == 0
     assert ctl(tmp_path, "stop")[0] == 0
     done = finish_job(job)
-    assert done.code == 0, done
+    assert done.code == 75, done
     assert done.output.count(f"changed {step}\n") == len(workers), (said, done.output)
     assert done.output.count("changed") == len(workers)
 

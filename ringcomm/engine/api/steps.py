@@ -29,26 +29,27 @@ def step() -> None:
         PeerFailedError: a rank died while this one waited at a command.
         CommTimeoutError: a rank did not answer to a command.
         NotInitializedError: init() has not run.
-        SystemExit: with code 0, after `ringcomm ctl JOB stop`, if the program has never called
-            should_stop().
+        SystemExit: with code 75, after `ringcomm ctl JOB stop`, SIGTERM or SIGUSR1, if the program
+            has never called should_stop().
     """
     engine().control.complete_step_of(_THIS_PROGRAM)
 
 
 def should_stop() -> bool:
-    """Return True once `ringcomm ctl JOB stop` was taken: on every rank after the same step.
+    """Return True once the job is to stop: on every rank after the same step.
 
-    A program that calls this ends by itself. Others end in their next step() after the functions of
-    on_checkpoint().
+    That is after `ringcomm ctl JOB stop` and, in a job that can save a checkpoint, after SIGTERM or
+    SIGUSR1 to any rank. A program that calls this ends by itself. Others end in step(), by
+    SystemExit(75), after the functions of on_checkpoint().
     """
     PROGRAM.asks_to_stop = True
     return PROGRAM.is_stopping
 
 
 def on_checkpoint(save: C) -> C:
-    """Decorate a function that writes a checkpoint: `ringcomm ctl` calls it on every rank.
+    """Decorate a function that writes a checkpoint, which all ranks call after the same step.
 
-    `checkpoint` and `stop` call save(step) after the same step on all ranks, so it may use
+    `ringcomm ctl JOB checkpoint` and `stop` call save(step), so do SIGTERM and SIGUSR1. It may use
     collectives. Its argument is the number of steps that are complete.
     """
     if not callable(save):

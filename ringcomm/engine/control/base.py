@@ -6,6 +6,7 @@ from typing import Protocol
 
 from ringcomm._core import StatusPage
 from ringcomm.config import Settings
+from ringcomm.engine.core.layer_hooks import Extensions
 from ringcomm.engine.core.pending_operations import Pending
 from ringcomm.engine.peers.drive_until import Driving
 from ringcomm.engine.peers.groups import Groups
@@ -21,6 +22,7 @@ class ControlledEngine(Driving, Protocol):
     pending: Pending
     transport: Transport
     groups: Groups
+    extensions: Extensions
 
     def note_step(self, step: int) -> None:
         """See Engine."""

@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, Final
 
 from ringcomm.engine.control.base import ControlledEngine
-from ringcomm.engine.control.commands import parse, split
+from ringcomm.engine.control.commands import STOP, parse, split
 from ringcomm.engine.control.perform import Answer, perform, refusal
 from ringcomm.engine.control.rounds import Note, Phase, Rounds
 from ringcomm.engine.control.settings import PROGRAM, Program
+from ringcomm.engine.control.stop_signals import StopSignals
 from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.errors import CommTimeoutError
 from ringcomm.transport.control_header import Header, Kind
@@ -31,6 +32,8 @@ class Control:
 
     Attributes:
         is_paused: this rank waits at a step boundary until it is told to go on.
+        signals: those that stop the job.
+        checkpoints: functions of other layers that save one, called after those of the program.
     """
 
     def __init__(self, engine: ControlledEngine, program: Program = PROGRAM) -> None:
@@ -44,6 +47,8 @@ class Control:
         # Steps of rc.step(); of the owner; of this rank, which are as many on all ranks.
         self._n_own_steps = self._last = self._step = 0
         self.is_paused = False
+        self.signals = StopSignals(self._engine)
+        self.checkpoints: list[Callable[[int], object]] = []
         engine.watch.listeners[Kind.CONTROL] = self._hear
 
     def complete_step_of(self, program: object) -> None:
@@ -67,6 +72,8 @@ class Control:
             return
         self._step += max(1, completed - self._last)
         self._last = completed
+        if self._savers:
+            self.signals.arm()
         with self._lock:
             self._rounds.enter(self._step)
         while not self._leave():
@@ -96,7 +103,7 @@ class Control:
 
     def _leave(self) -> bool:
         """Begin the next step, unless there is something to do here."""
-        if self.is_paused or (self._page is not None and self._page.has_command):
+        if self.is_paused or self._has_mail:
             return False
         with self._lock:
             return self._rounds.leave()
@@ -116,7 +123,12 @@ class Control:
 
     @property
     def _has_mail(self) -> bool:
-        return self._page is not None and self._page.has_command
+        has_command = self._page is not None and self._page.has_command
+        return has_command or self.signals.has_come
+
+    @property
+    def _savers(self) -> list[Callable[[int], object]]:
+        return self._program.checkpoints + self.checkpoints
 
     def _wait(self) -> None:
         """Return once something may have changed; a pause has no deadline.
@@ -142,27 +154,39 @@ class Control:
             )
 
     def _propose(self) -> None:
-        """Propose the command in the mailbox to all ranks, or refuse it."""
-        if not self._has_mail:
+        """Propose what a signal or the command in the mailbox asks for, or refuse the command."""
+        if self.signals.take() and not self._program.is_stopping:
+            self._propose_to_all(STOP, unless_known=True)
+        if self._page is None or not self._page.has_command:
             return
-        assert self._page is not None
         text = self._page.take_command()
         if not text:
             return
         try:
-            why = refusal(parse(split(text)), self._program, self._engine, is_paused=self.is_paused)
+            why = refusal(
+                parse(split(text)), self._program, self._engine,
+                is_paused=self.is_paused, can_save=bool(self._savers),
+            )  # fmt: skip
         except ValueError as error:  # written by something else than `ringcomm ctl`
             why = str(error)
         if why:
             self._page.answer_command(f"no {why}")
             return
+        self._propose_to_all(text)
+
+    def _propose_to_all(self, text: str, *, unless_known: bool = False) -> None:
         with self._lock:
+            if unless_known and self._rounds.knows(text):
+                return
             members = self._engine.groups.default.ranks
             self._send(self._rounds.propose(text, members, self._engine.watch.peers.left))
 
     def _hear(self, source: int, header: Header, text: str) -> None:
         """Take a message about a command; called in the progress loop."""
         note = Note(source, Phase(header.round), header.key, header.value, text)
+        if note.phase >= Phase.READY:
+            self.signals.hear(source, note.phase)
+            return
         with self._lock:
             self._send(self._rounds.hear(source, note, self._engine.watch.peers.left))
 
@@ -184,7 +208,8 @@ class Control:
         else:
             if command.word == "stop":
                 self._set_paused(is_paused=False)
-            perform(command, self._program, self._engine, answer)
+                self.signals.tell_of_stop()
+            perform(command, self._program, self._savers, self._engine, answer)
 
     def _set_paused(self, *, is_paused: bool) -> None:
         self.is_paused = is_paused

@@ -17,6 +17,7 @@ COMMANDS: Final = {
     "set": ("NAME=VALUE", "change a live parameter, such as lr=0.01"),
     "timeline": ("start|stop", "record operations in a file for each rank, or end that"),
 }
+STOP: Final = "stop"
 TEXT_MAX: Final = 255  # bytes
 _NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 

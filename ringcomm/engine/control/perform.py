@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,14 +36,19 @@ class Answer:
 
 
 def refusal(
-    command: Command, program: Program, engine: ControlledEngine, *, is_paused: bool
+    command: Command,
+    program: Program,
+    engine: ControlledEngine,
+    *,
+    is_paused: bool,
+    can_save: bool,
 ) -> str:
     """Return why this program cannot take a command; "" if it can."""
     has_timeline = engine.pending.timeline is not None
     why = {
         "pause": "the job is paused already" if is_paused else "",
         "resume": "" if is_paused else "the job is not paused",
-        "checkpoint": "" if program.checkpoints else _NO_CHECKPOINT,
+        "checkpoint": "" if can_save else _NO_CHECKPOINT,
         "timeline": "" if has_timeline or command.value == "start" else "no timeline is recorded",
     }
     if command.word == "set":
@@ -53,19 +59,32 @@ def refusal(
     return why.get(command.word, "")
 
 
-def perform(command: Command, program: Program, engine: ControlledEngine, answer: Answer) -> None:
+def perform(
+    command: Command,
+    program: Program,
+    savers: Sequence[Callable[[int], object]],
+    engine: ControlledEngine,
+    answer: Answer,
+) -> None:
     """Carry out a command other than pause and resume.
 
-    Raises what the program's own functions raise; SystemExit(0) after `stop`, if the program has
+    Args:
+        command: the command.
+        program: what it may change.
+        savers: functions that save a checkpoint.
+        engine: of this rank.
+        answer: takes the outcome.
+
+    Raises what the program's own functions raise; SystemExit(75) after `stop`, if the program has
     never called rc.should_stop().
     """
     if command.word == "set":
         _set(command, program, answer)
     elif command.word == "checkpoint":
-        _save(program, answer)
+        _save(savers, answer)
         answer.give("checkpoint written")
     elif command.word == "stop":
-        _stop(program, engine, answer)
+        _stop(program, savers, engine, answer)
     elif command.word == "scale":
         _scale(command.n, program, answer)
     else:
@@ -81,24 +100,33 @@ def _set(command: Command, program: Program, answer: Answer) -> None:
         answer.give(f"{command.name} is {command.value}")
 
 
-def _save(program: Program, answer: Answer) -> None:
+def _save(savers: Sequence[Callable[[int], object]], answer: Answer) -> None:
     try:
-        for save in program.checkpoints:
+        for save in savers:
             save(answer.step)
     except BaseException as error:
         answer.refuse(f"the checkpoint failed: {type(error).__name__}: {error}")
         raise
 
 
-def _stop(program: Program, engine: ControlledEngine, answer: Answer) -> None:
-    if engine.job_rank == 0 and (path := run_file(STOPPED)):
+def _stop(
+    program: Program,
+    savers: Sequence[Callable[[int], object]],
+    engine: ControlledEngine,
+    answer: Answer,
+) -> None:
+    if program.is_stopping:  # several ranks have got a signal
+        answer.give("stops")
+        return
+    live = [rank for rank in engine.groups.default.ranks if rank not in engine.watch.peers.gone]
+    if engine.job_rank == min(live) and (path := run_file(STOPPED)):
         with open(path, "w") as file:
             file.write(f"{answer.step}\n")
     program.is_stopping = True
-    _save(program, answer)
+    _save(savers, answer)
     answer.give("stops")
     if not program.asks_to_stop:
-        raise SystemExit(0)
+        raise SystemExit(os.EX_TEMPFAIL)
 
 
 def _scale(n: int, program: Program, answer: Answer) -> None:

@@ -19,6 +19,10 @@ class Phase(IntEnum):
     PROPOSED = 0  # the text is the command
     PROMISED = 1  # `step` is the last one that the sender has completed
     AGREED = 2  # `step` is the one after which the command is taken
+    # Messages about signals, which belong to no round; see stop_signals.py.
+    READY = 3  # the sender takes commands, and the receiver does not
+    ASKED = 4  # the sender has got a signal, and the receiver takes commands
+    STOPPED = 5  # the sender has taken the command to stop
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,10 @@ class Rounds:
             each.target is not None and each.target <= self._completed
             for each in self._rounds.values()
         )
+
+    def knows(self, text: str) -> bool:
+        """Return True if this command is under way."""
+        return any(each.text == text for each in self._rounds.values())
 
     def enter(self, completed: int) -> None:
         """Note that this rank has completed so many steps, and stands at the boundary."""

@@ -111,6 +111,7 @@ def see_others_leave(engine: Engine) -> None:
 def close(engine: Engine, *, is_clean: bool) -> None:
     """Free the wire and all extensions. `is_clean`: all ranks close, no message is under way."""
     engine.extensions.close(is_clean=is_clean)
+    engine.control.signals.release()
     engine.transport.close(is_clean=is_clean)
     _drop_references(engine)
 

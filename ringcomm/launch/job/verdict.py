@@ -33,7 +33,7 @@ class Ending:
         launcher_text: what it printed last.
         asked: the signal by which the job was asked to stop, if it was.
         goes_on_after_deaths: a dead rank is no failure of the job.
-        is_stopped: the job has taken the command `ringcomm ctl JOB stop`.
+        is_stopped: all ranks have taken the command to stop, of `ringcomm ctl` or a signal.
     """
 
     size: int
@@ -107,7 +107,7 @@ def _stopped(e: Ending) -> Verdict | None:
 def _completed(e: Ending) -> Verdict | None:
     """Each rank has recorded a good end: whatever the launcher says."""
     if e.is_stopped and (_are_done(e) or STOPPED_IN_ORDER in [x.code for x in e.ends.values()]):
-        return Verdict(STOPPED_IN_ORDER, "stopped in order by `ringcomm ctl`")
+        return Verdict(STOPPED_IN_ORDER, "stopped in order by a signal or by `ringcomm ctl`")
     return Verdict(0, "completed") if _are_done(e) else None
 
 

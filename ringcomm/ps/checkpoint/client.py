@@ -16,7 +16,7 @@ from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Checkpoint
 from ringcomm.ps.checkpoint.periodic import Periodic
 from ringcomm.ps.client.future import Future, FutureOfAll, require_timeout
-from ringcomm.ps.client.json_requests import ask_json
+from ringcomm.ps.client.json_requests import ask_json, ask_servers, ignore
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, pause, release
 from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, PREPARE
 from ringcomm.ps.protocol.frames import Kind
@@ -70,7 +70,8 @@ def save(
     end of ps.complete_step(), or of step() of the optimizer that was wrapped last, and the first
     time in the next one. Call it on every worker, so that it goes on if the chief dies. The others
     train on meanwhile, and so does the chief once the servers have copied. If one fails, a warning
-    says so. While one is still being written, the next one waits for the end of a later step.
+    says so. While one is still being written, the next one waits for the end of a later step. After
+    SIGTERM or SIGUSR1 to any rank, one is saved after the present step, and the job ends.
 
     Args:
         path: a folder on a file system that all servers and the chief share; a checkpoint is a
@@ -142,6 +143,30 @@ def save_by_itself(
             saved.then(_warn_of)
 
     current.between_steps = save_if_due
+    save_at_stop(current, path, keep, timeout_s)
+
+
+def save_at_stop(
+    current: Session, path: str | Path, keep: int | None = 2, timeout_s: float | None = None
+) -> None:
+    """Save there, too, when the job is asked for a checkpoint, as by a signal; on a worker."""
+    limit_s = limit_of(current, timeout_s)
+
+    def save_with_all(_: int) -> None:
+        _await_pushes(current)
+        if is_chief():
+            _await_steps(current, limit_s)
+            save(path, step=current.clock, keep=keep, background=False, timeout_s=timeout_s)
+
+    current.engine.control.checkpoints[:] = [save_with_all]
+
+
+def _await_steps(current: Session, limit_s: float) -> None:
+    """Return once all servers have what all workers have pushed in as many steps as this one."""
+    client = current.client
+    ask_servers(
+        client, "ps.save", Kind.TICK, client.servers, ignore, clock=current.clock, option=1
+    ).wait(limit_s)
 
 
 def _await_pushes(current: Session) -> None:

@@ -1,0 +1,175 @@
+"""SIGTERM or SIGUSR1 to any rank: all ranks save a checkpoint after the same step, and exit 75."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import (
+    ABOVE_MPI,
+    BIN,
+    IS_MPICH,
+    at_length,
+    finish_job,
+    job_environment,
+    start_job,
+    wait_until,
+)
+from job_ranks import await_steps, ranks_in
+
+RING = """
+import sys
+import numpy as np
+import ringcomm as rc
+rc.init()
+step = 0
+@rc.on_checkpoint
+def save(step):
+    assert rc.allreduce(np.array([step]))[0] == step * rc.size()  # all are here
+    print("saved", step, flush=True)
+while not ("asks" in sys.argv and rc.should_stop()):
+    rc.allreduce(np.ones(1000, np.float32), name="w")
+    step += 1
+    rc.step()
+print("ends by itself after", step, flush=True)
+sys.exit(75)
+"""
+
+
+def await_caught(folder, size):
+    """Return once all ranks catch SIGUSR1, of which the kernel tells."""
+
+    def is_caught():
+        pids = [each.page["pid"] for each in ranks_in(folder).values()]
+        masks = [
+            int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
+            for pid in pids
+        ]
+        return len(pids) == size and all(mask >> signal.SIGUSR1 - 1 & 1 for mask in masks)
+
+    wait_until(is_caught, "signals are not caught")
+
+
+def send(folder, number, ranks):
+    found = ranks_in(folder)
+    for rank in ranks:
+        os.kill(found[rank].page["pid"], number)
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "words"),
+    at_length(
+        [
+            (signal.SIGTERM, [1], []),
+            (signal.SIGUSR1, [0, 1, 2], []),
+            (signal.SIGTERM, [0, 1, 2], ["asks"]),
+        ],
+        [(signal.SIGTERM, [1], [])],  # a job takes 2 s
+    ),
+)
+def test_whichever_rank_gets_a_signal_all_save_after_one_step_and_exit_75(
+    number, ranks, words, tmp_path
+):
+    (tmp_path / "train.py").write_text(RING)
+    job = start_job(3, tmp_path / "train.py", *words, cwd=tmp_path)
+    await_caught(tmp_path, 3)
+    send(tmp_path, number, ranks)
+    done = finish_job(job)
+    saved = [line for line in done.output.splitlines() if line.startswith("saved ")]
+    assert (done.code, len(saved), len(set(saved))) == (75, 3, 1), done.output
+    assert done.output.count(f"{number.name}: the job saves") in range(1, len(ranks) + 1)
+    assert "died" not in done.output
+    by_itself = f"ends by itself after {saved[0].split()[1]}\n"
+    assert done.output.count(by_itself) == 3 * bool(words), done.output
+
+
+@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
+def test_ringcomm_run_passes_sigusr1_on_and_ends_with_75(tmp_path):
+    (tmp_path / "train.py").write_text(RING)
+    job = subprocess.Popen(
+        [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "2", "train.py"],
+        cwd=tmp_path,
+        env=job_environment({"TMPDIR": str(tmp_path)}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    await_caught(tmp_path, 2)
+    job.send_signal(signal.SIGUSR1)
+    done = finish_job(job)
+    assert (done.code, done.output.count("] saved ")) == (75, 2), done.output
+    assert "stopped in order by a signal" in done.output
+
+
+NOTHING_TO_SAVE = """
+import numpy as np
+import ringcomm as rc
+rc.init()
+while True:
+    rc.allreduce(np.ones(10, np.float32))
+    rc.step()
+"""
+
+
+@pytest.mark.at_length  # the default of the kernel
+def test_a_job_that_cannot_save_is_ended_by_the_signal(tmp_path):
+    (tmp_path / "train.py").write_text(NOTHING_TO_SAVE)
+    job = start_job(2, tmp_path / "train.py", cwd=tmp_path)
+    await_steps(tmp_path, 2)
+    send(tmp_path, signal.SIGTERM, [1])
+    done = finish_job(job)
+    assert done.code not in (0, 75)
+    assert "rank 1" in done.output
+
+
+SERVED = """
+import sys
+import numpy as np
+import ringcomm as rc
+from ringcomm import ps
+@ps.evaluator(every=10)
+def evaluate(step):
+    pass
+ps.init(2, evaluators=int(sys.argv[2]), recover="saves")
+w = ps.table("w", 500, "float64", updater=ps.optim.Add(), mode=sys.argv[1], block_nbytes=800)
+found = ps.restore("saves") if ps.is_chief() else None
+found = rc.broadcast_object(found)
+first = 0 if found is None else found["step"]
+values = w.pull().wait()
+per_step = 1 if sys.argv[1] == "sync" else ps.size()
+assert (values == first * per_step).all(), (first, values)
+print("begins after", first, flush=True)
+ps.complete_step(first)
+rc.barrier()
+if found is not None:
+    sys.exit(0)
+while True:
+    w.push(np.ones(500))  # is under way when the signal comes
+    if sys.argv[1] == "sync":
+        w.pull().wait()
+    ps.complete_step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "n_evaluators"), at_length([("sync", 1), ("async", 0)], [("async", 0)])
+)  # two jobs of 3 s
+def test_with_servers_the_chief_saves_all_pushes_and_the_next_job_goes_on(
+    mode, n_evaluators, tmp_path
+):
+    (tmp_path / "train.py").write_text(SERVED)
+    size, words = 4 + n_evaluators, (tmp_path / "train.py", mode, str(n_evaluators))
+    job = start_job(size, *words, cwd=tmp_path)
+    await_caught(tmp_path, size)
+    send(tmp_path, signal.SIGTERM, [size - 1])  # a server
+    done = finish_job(job)
+    assert done.code == 75, done.output
+    assert done.output.count("SIGTERM: the job saves") == 1
+    assert "died" not in done.output, done.output
+    again = finish_job(start_job(size, *words, cwd=tmp_path))
+    assert again.code == 0, again.output
+    first = {line for line in again.output.splitlines() if line.startswith("begins after ")}
+    assert len(first) == 1
+    assert first != {"begins after 0"}
