@@ -41,6 +41,7 @@ def parse():
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--kill", action="append", default=[], help="SERVER@REQUEST:WHEN")
+    parser.add_argument("--kill-worker", default="-1@0", help="WORKER@STEP, after its push")
     return parser.parse_args()
 
 
@@ -73,6 +74,7 @@ def plan_kills(args):
 class Job:
     def __init__(self, args):
         self.args = args
+        self.dies_at = [int(n) for n in args.kill_worker.split("@")]
 
     def open(self):
         n, mode = len(session().layout.workers), MODES[self.args.mode]
@@ -90,7 +92,14 @@ class Job:
     def begin(self):
         """Note what this worker has in the tables now."""
         self.before = self.own()
+        self.n_live = len(self.live)
         self.n_dense = self.n_rows = 0
+
+    @property
+    def live(self):
+        """The indices of the workers that live."""
+        gone = session().engine.watch.peers.gone
+        return [i for i, rank in enumerate(session().layout.workers) if rank not in gone]
 
     def own(self):
         table = self.table.pull().wait()[:, self.me]
@@ -98,6 +107,9 @@ class Job:
 
     def step(self):
         pushed = self.table.push(self.gradient)
+        if [self.me, ps.step_number()] == self.dies_at:
+            (self.args.out / f"kill-worker.{self.me}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         of_rows = self.rows.push([self.me], np.full((1, 2), float(self.weight)))
         self.n_rows += of_rows.wait().applied
         self.n_dense += pushed.wait().applied
@@ -124,7 +136,7 @@ class Job:
         mine[self.me] = 1
         if not self.done.pull().wait()[self.me]:
             self.done.push(mine).wait()
-        while not self.done.pull().wait().all():
+        while not self.done.pull().wait()[self.live].all():
             pass
 
     def train(self):
@@ -133,7 +145,6 @@ class Job:
         self.weight = SHARE if has_rounds else 1
         self.gradient = np.zeros((BLOCKS, self.n))
         self.gradient[:, self.me] = self.weight
-        in_round = {"sync": self.n, "first_of": min(K, self.n)}.get(self.args.mode, 1)
         saves, manifest, n_recovered = self.args.out / "saves", None, 0
         if ps.is_chief():
             ps.save(saves, background=False)
@@ -153,6 +164,7 @@ class Job:
             except rc.ServerLostError:
                 manifest = ps.recover(saves).manifest
                 n_recovered, has_begun = n_recovered + 1, False
+        in_round = {"sync": self.n_live, "first_of": K}.get(self.args.mode, 1)
         wanted = [x + self.n_dense * self.weight / in_round for x in self.before[:BLOCKS]]
         wanted += [x + self.n_rows * self.weight / in_round for x in self.before[BLOCKS:]]
         step = None if manifest is None else manifest["clock"]

@@ -58,6 +58,10 @@ class Storm:
     job, n_servers, steps = JOB, N_SERVERS, STEPS
 
     @property
+    def _kill_options(self):
+        return [f"--kill={kill}" for kill in self.kills]
+
+    @property
     def options(self):
         return GOOD if self.launcher == "continuous" else LAUNCHERS[self.launcher]
 
@@ -67,12 +71,11 @@ class Storm:
             return self._run_in(Path(folder))
 
     def _run_in(self, out):
-        kills = [f"--kill={kill}" for kill in self.kills]
         command = [
             Path(sys.executable).parent / "mpirun", "--oversubscribe", *self.options,
             "-np", str(self.n_workers + 1 + self.n_servers), sys.executable, self.job, "--out", out,
             "--mode", self.mode, "--servers", str(self.n_servers), "--steps", str(self.steps),
-            *kills,
+            *self._kill_options,
         ]  # fmt: skip
         root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
         mine = {"RINGCOMM_ELASTIC": "1", "RINGCOMM_TIMEOUT_S": "60", "OMP_NUM_THREADS": "1"}
@@ -132,28 +135,52 @@ class Storm:
                     yield f"{where}; {n} of worker {worker}, which died, were acknowledged"
 
 
+@dataclass
 class ServerStorm(Storm):
-    """A job whose servers are killed. kills: SERVER@REQUEST:WHEN, see ps_lost_server_job.py."""
+    """A job whose servers are killed. kills: SERVER@REQUEST:WHEN, see ps_lost_server_job.py.
 
-    job, n_servers, steps = JOB.with_name("ps_lost_server_job.py"), 3, 30
+    Attributes:
+        worker: WORKER@STEP, one that dies before the servers; "": none does.
+    """
+
+    n_servers: int = 3
+    steps: int = 30
+    worker: str = ""
+    job = JOB.with_name("ps_lost_server_job.py")
+
+    @property
+    def _kill_options(self):
+        of_worker = [f"--kill-worker={self.worker}"] if self.worker else []
+        return [*super()._kill_options, *of_worker]
 
     def _problems(self, out, code):
-        n_killed = len(list(out.glob("kill.*")))
+        killed, workers = list(out.glob("kill.*")), list(out.glob("kill-worker.*"))
+        n_killed, n_live = len(killed), self.n_workers - len(workers)
         results = [json.loads(path.read_text()) for path in sorted(out.glob("result.*"))]
         if code != 0:
             yield f"the exit code is {code}"
-        if len(results) != self.n_workers:
-            yield f"{len(results)} of {self.n_workers} workers have ended"
+        if len(results) != n_live or len(workers) != bool(self.worker):
+            yield f"{len(results)} of {self.n_workers} workers have ended, {len(workers)} killed"
             return
+        for path in workers:  # else the mean of a round is not known
+            if any(path.stat().st_mtime > server.stat().st_mtime for server in killed):
+                yield "a server was killed before the worker"
         for each in results:
             me, step = each["index"], each["step"]
             if each["own"] != each["wanted"]:
                 yield f"worker {me} has {each['own']}, and has pushed {each['wanted']}"
             if each["n_recovered"] > n_killed:
                 yield f"worker {me} has recovered {each['n_recovered']} times, {n_killed} killed"
-            saved = None if step is None else step * SHARE / each["n"]
-            if self.mode == "sync" and saved not in (None, *{*each["before"]}):
-                yield f"worker {me} went back to {each['before']}, and not to {saved}"
+            if self.mode == "sync" and step is not None:
+                before = self._sums_after(step)
+                if not before & {*each["before"]}:
+                    yield f"worker {me} went back to {each['before']}, and not to {before}"
+
+    def _sums_after(self, step):
+        """Return what an element may be after so many rounds; the worker dies within one."""
+        n, at = self.n_workers, int(self.worker.partition("@")[2] or step)
+        with_all = {min(step, at), min(step, at + bool(self.worker))}
+        return {k * SHARE / n + (step - k) * SHARE / (n - 1) for k in with_all}
 
 
 def random_server_storm(rng, launcher):

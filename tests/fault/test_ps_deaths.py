@@ -49,3 +49,14 @@ def test_all_go_back_to_a_checkpoint_if_servers_are_killed(name):
     outcome = storm.run()
     assert not outcome.problems, (str(storm), outcome.problems, outcome.output)
     assert "all tables are as in the checkpoint of step" in outcome.output, outcome.output
+
+
+def test_4_servers_and_8_workers_go_on_without_one_of_each():
+    """The first worker is the chief; a rank more evaluates."""
+    kills = {"kills": ["1@180:push-after"], "worker": "5@2"}
+    storm = ServerStorm("sync", 8, launcher="ulfm", n_servers=4, steps=14, **kills)
+    outcome = storm.run()
+    assert not outcome.problems, (outcome.problems, outcome.output)
+    for role in ("worker 5", "server 1"):
+        assert f", {role}, died" in outcome.output, outcome.output
+    assert "all tables are as in the checkpoint of step" in outcome.output, outcome.output
