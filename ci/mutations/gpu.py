@@ -4,6 +4,24 @@ from mutations.mutation import Mutation
 
 GPU = [
     Mutation(
+        "gpu-values-of-servers-are-not-awaited",
+        "gpu",
+        "torch/backward/gpu_staging.py",
+        "device.await_event(self._adapter.stream(self._index), self._copied.handle)",
+        "device.is_reached(self._copied.handle)",
+        "forward() reads parameters that the servers' values have not reached",
+        ("gpu/test_ps_training.py",),
+    ),
+    Mutation(
+        "gpu-gradients-for-servers-are-not-awaited",
+        "gpu",
+        "torch/backward/gpu_staging.py",
+        "while not self.is_idle:",
+        "while self.is_idle and self._copied is not None:",
+        "a gradient is pushed before the GPU has copied it to host memory",
+        ("gpu/test_ps_training.py",),
+    ),
+    Mutation(
         "gpu-a-result-is-not-awaited",
         "gpu",
         "gpu/executor/streams.py",

@@ -431,8 +431,8 @@ def test_arguments_that_make_no_sense_are_refused(options, text):
 
 
 def test_parameters_that_servers_cannot_keep_are_refused():
-    with pytest.raises(TypeError, match=r"0.weight is of torch.bfloat16; servers keep float32"):
-        on_workers(1, lambda *_: None, model=network(torch.bfloat16))
+    with pytest.raises(TypeError, match=r"0.weight is on meta; parameters must be in host"):
+        on_workers(1, lambda *_: None, model=network(torch.float32).to("meta"))
 
 
 def test_it_is_wrapped_once_and_not_copied():

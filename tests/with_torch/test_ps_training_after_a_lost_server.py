@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from harness import DEADLINE_S, at_length
+from harness import DEADLINE_S, at_length, wait_until
 from ps_jobs import ended, kill_server, run_all
 from torch import nn
 
 import ringcomm as rc
 from ringcomm.config import Settings
+from ringcomm.ps.checkpoint import files
 from ringcomm.torch import ps
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
@@ -145,6 +146,7 @@ def test_training_recovers_by_itself(name, tmp_path):
             while ps.step_number() < N_STEPS:
                 step = ps.step_number()
                 if step == DIES_AT and is_due:
+                    wait_until(lambda: files.complete(path), "nothing was saved")
                     kill_server(victim)
                     is_due = False
                 train_one(model, optimizer, rank, step)

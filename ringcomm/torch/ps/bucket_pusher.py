@@ -67,15 +67,22 @@ class BucketPusher:
         self._updaters.clear()
 
     def push_full(self) -> None:
-        """Push the full buckets, up to the first that is not full."""
-        while self.n_pushed < len(self.buckets):
-            bucket = self.buckets[self.n_pushed]
-            if bucket.waiting and not bucket.is_frozen:
+        """Push the full buckets, up to the first that is not full, or that a GPU still copies."""
+        for bucket in self.buckets[self.n_pushed :]:
+            if bucket.is_frozen:
+                is_there = True
+            elif bucket.waiting:
                 return
-            self._push(bucket)
+            else:
+                is_there = bucket.fetch_gradients()
+            if is_there and bucket is self.buckets[self.n_pushed]:
+                self._push(bucket)
 
     def flush(self, factor: float = 1.0, scale: float = 1.0) -> None:
         """Push all other buckets."""
+        for bucket in self.buckets[self.n_pushed :]:
+            if not bucket.is_frozen:
+                bucket.fetch_gradients()
         while self.n_pushed < len(self.buckets):
             self._push(self.buckets[self.n_pushed], factor, scale)
 

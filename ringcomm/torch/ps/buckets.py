@@ -1,4 +1,11 @@
-"""Parameters in tables on the servers: large parameters have one each, small ones share."""
+"""Parameters in tables on the servers: large parameters have one each, small ones share.
+
+| parameters | the table has | values and gradients |
+|---|---|---|
+| float32, float64 in host memory | the same dtype | of a large parameter are where they are |
+| bf16, fp16 | float32: the servers have the masters | are rounded when they come from the servers |
+| on a GPU | the dtype as above | go through host memory: torch/backward/gpu_staging.py |
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,7 @@ from typing import Any, Final
 import torch
 from numpy.typing import NDArray
 
+from ringcomm.arrays import device_adapter_for
 from ringcomm.arrays.torch import TORCH
 from ringcomm.codec import Codec
 from ringcomm.collectives.fusion import Item, plan_fusion
@@ -26,12 +34,14 @@ from ringcomm.torch.backward.watched_tensors import (
     can_hold,
     n_storage_references,
 )
-from ringcomm.torch.optim.buckets import flat_view, is_dense, view_like
+from ringcomm.torch.optim.buckets import Streams, flat_view, is_dense, view_like
 from ringcomm.torch.optim.gradient import WORTH_KEEPING
 
 BLOCK_NBYTES: Final = 4 << 20  # servers cut tables into blocks
 FUSED_NBYTES: Final = 4 << 20  # the largest shared table
 ALONE_NBYTES: Final = 256 << 10  # from here on a parameter has a table of its own
+
+IN_16_BITS: Final = (torch.bfloat16, torch.float16)
 
 Array = NDArray[Any]
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
@@ -98,7 +108,8 @@ def plan(slots: Sequence[ServedSlot]) -> list[list[ServedSlot]]:
     for slot in backward:
         p = slot.parameter
         is_small = p.nbytes < ALONE_NBYTES and p.requires_grad
-        items.append(Item(p.nbytes, (slot.group, p.dtype) if is_small else (slot.index,)))
+        alike = (slot.group, p.dtype, p.device) if is_small else (slot.index,)
+        items.append(Item(p.nbytes, alike))
     batches = plan_fusion(items, FUSED_NBYTES)
     return [
         [backward[place] for place in some]
@@ -125,7 +136,16 @@ class ServedBucket:
         self.group = slots[0].group
         self._parameters: list[torch.Tensor] = [slot.parameter for slot in slots]
         self._counts = [p.numel() for p in self._parameters]
-        self._dtype = slots[0].parameter.dtype
+        first = slots[0].parameter
+        self._dtype = torch.float32 if first.dtype in IN_16_BITS else first.dtype  # of the table
+        adapter = device_adapter_for(first)
+        self._is_on_gpu = adapter is not None
+        if adapter is not None:
+            from ringcomm.torch.backward.gpu_staging import Staging
+
+            size = adapter, first, sum(self._counts), self._dtype
+            self._staged_values, self._staged = Staging(*size), Staging(*size)
+        self._streams = Streams(first)
         self._values: torch.Tensor | None = None
         self._gradients: torch.Tensor | None = None
         self._fetched = Snapshot()  # of the parameters, unless new values are under way
@@ -163,6 +183,7 @@ class ServedBucket:
         """Begin a step."""
         self.waiting = {slot.index for slot in self.slots}
         self.push = None
+        self._is_fetched = False
         self._pushed.forget()
         for slot in self.slots:
             slot.begin_step()
@@ -175,10 +196,12 @@ class ServedBucket:
     # --- values ---------------------------------------------------------------------------------
     def values(self) -> Array:
         """Return the parameters' values, flat, in the memory of room()."""
-        if not self._is_lone:
-            for view, slot in zip(self.views(self._flat()), self.slots, strict=True):
+        flat = self._flat()
+        if self._is_on_gpu or not self._is_lone:
+            for view, slot in zip(self.views(flat), self.slots, strict=True):
                 view.copy_(slot.parameter.detach())
-        return self.room()
+        values: Array = flat.numpy()
+        return values
 
     def room(self) -> Array:
         """Return memory for new values: that of a lone dense parameter, or of a copy."""
@@ -192,13 +215,18 @@ class ServedBucket:
 
     def land(self) -> None:
         """Give the parameters the values in room()."""
+        if self._is_on_gpu:
+            flat = self._lone_view() if self._is_lone else self._empty_on_gpu()
+            self._staged_values.bring(flat)
+        else:
+            flat = self._flat()
         if self._is_lone:
             TORCH.written(self.slots[0].parameter)
         else:
             with torch.no_grad():
-                torch._foreach_copy_(self._parameters, self.views(self._flat()))
+                torch._foreach_copy_(self._parameters, self.views(flat))
         self._turn += 1
-        self._fetched.take(self._parameters, self._turn)
+        self._fetched.take(self._parameters, None if self._is_on_gpu else self._turn)
 
     def changed_values(self, *, is_thorough: bool) -> ServedSlot | None:
         """Return a parameter whose values the program has changed since they were fetched, or None.
@@ -211,11 +239,21 @@ class ServedBucket:
     @property
     def _is_lone(self) -> bool:
         p = self.slots[0].parameter
-        return len(self.slots) == 1 and is_dense(p.shape, p.stride())
+        is_lone = len(self.slots) == 1 and p.dtype == self._dtype
+        return is_lone and is_dense(p.shape, p.stride())
+
+    def _lone_view(self) -> torch.Tensor:
+        return flat_view(self.slots[0].parameter.detach())
+
+    def _empty_on_gpu(self) -> torch.Tensor:
+        device = self.slots[0].parameter.device
+        return torch.empty(sum(self._counts), dtype=self._dtype, device=device)
 
     def _flat(self) -> torch.Tensor:
+        if self._is_on_gpu:
+            return self._staged_values.wait()
         if self._is_lone:
-            return flat_view(self.slots[0].parameter.detach())
+            return self._lone_view()
         if self._values is None:
             self._values = torch.empty(sum(self._counts), dtype=self._dtype)
         return self._values
@@ -226,17 +264,46 @@ class ServedBucket:
         return [view_like(x, p) for x, p in zip(pieces, self._parameters, strict=True)]
 
     # --- gradients ------------------------------------------------------------------------------
+    def note_gradient(self, index: int) -> None:
+        """Note that the gradient of a parameter is complete, on the current stream."""
+        if index in self.waiting:
+            self.waiting.discard(index)
+            self._streams.note()
+
+    def fetch_gradients(self) -> bool:
+        """Begin to copy .grad to host memory, once in a step; return True if it is there."""
+        if not self._is_on_gpu:
+            return True
+        if not self._is_fetched:
+            self._streams.join()
+            flat = self._gathered()
+            self._has_gradients = flat is not None
+            if flat is not None:
+                self._staged.wait()
+                self._staged.fetch(flat)
+            self._is_fetched = True
+        return self._staged.is_idle
+
     def gradients(self) -> torch.Tensor | None:
         """Return .grad of all parameters, flat, zeros for a missing one; None if all are missing.
 
-        The result is a view of .grad, or memory that the next call overwrites.
+        The result is a view of .grad, or memory that the next call overwrites; in host memory.
         """
+        if not self._is_on_gpu:
+            return self._gathered()
+        self.fetch_gradients()
+        return self._staged.wait() if self._has_gradients else None
+
+    def _gathered(self) -> torch.Tensor | None:
+        """Return .grad as gradients() does, in the memory where the parameters are."""
         found = [p.grad for p in self._parameters]
         if all(grad is None for grad in found):
             return None
-        if len(found) == 1 and (line := _fitting(found[0], self.slots[0].parameter)) is not None:
-            return line
-        flat = self.room_for_gradients()
+        if len(found) == 1:
+            line = _fitting(found[0], self.slots[0].parameter, self._dtype)
+            if line is not None:
+                return line
+        flat = self._empty_on_gpu() if self._is_on_gpu else self.room_for_gradients()
         views = self.views(flat)
         for view, grad in zip(views, found, strict=True):
             if grad is None:
@@ -248,10 +315,20 @@ class ServedBucket:
         return flat
 
     def room_for_gradients(self) -> torch.Tensor:
-        """Return memory for all gradients, flat, to which neither .grad nor the program refers."""
+        """Return host memory for all gradients, flat, to which nobody else refers."""
+        if self._is_on_gpu:
+            return self._staged.wait()
         if self._gradients is None or n_storage_references(self._gradients) > 2:
             self._gradients = torch.empty(sum(self._counts), dtype=self._dtype)
         return self._gradients
+
+    def means(self, room: torch.Tensor) -> list[torch.Tensor]:
+        """Return what room_for_gradients() has, as gradients of the parameters."""
+        if self._is_on_gpu:
+            room = self._empty_on_gpu()
+            self._staged.bring(room)
+        parts = zip(self.views(room), self._parameters, strict=True)
+        return [view.to(p.dtype) for view, p in parts]
 
     def note_pushed(self, push: Future[Pushed] | None, *, is_early: bool) -> None:
         """Note the push of .grad as it is; is_early: the program may change it before step()."""
@@ -259,7 +336,8 @@ class ServedBucket:
         for slot in self.slots:
             slot.note_pushed()
         gradients = [p.grad for p in self._parameters]
-        self._pushed.take(gradients, self._turn if is_early else None)
+        can_read = is_early and not self._is_on_gpu
+        self._pushed.take(gradients, self._turn if can_read else None)
 
     def frozen_with_gradient(self) -> list[ServedSlot]:
         """Return the parameters that have a .grad although they are frozen."""
@@ -290,11 +368,13 @@ def _part(name: str, parameter: torch.Tensor) -> Part:
     return Part(name, shape, order, str(parameter.dtype).removeprefix("torch."))
 
 
-def _fitting(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+def _fitting(
+    grad: torch.Tensor | None, parameter: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
     """Return a flat view of a gradient, or None if that needs a copy."""
     if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
         return None
-    is_alike = grad.dtype == parameter.dtype and grad.stride() == parameter.stride()
+    is_alike = grad.dtype == dtype and grad.stride() == parameter.stride()
     if not is_alike or not is_dense(grad.shape, grad.stride()) or grad.is_conj() or grad.is_neg():
         return None
     return flat_view(grad.detach())

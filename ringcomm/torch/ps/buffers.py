@@ -176,7 +176,7 @@ class _Buffers:
         self.wait()
         changed = []
         for place, view in enumerate(self._views):
-            value = self._checked(place).to(view.dtype)
+            value = self._checked(place).to("cpu", view.dtype)
             if not torch.equal(view, value):
                 view.copy_(value)
                 changed.append(place)

@@ -36,6 +36,7 @@ from ringcomm.torch.ps.server_state import (
     pull_values,
     push_state,
     push_values,
+    unrounded_state,
 )
 
 T = TypeVar("T", bound=Optimizer)
@@ -82,7 +83,8 @@ def DistributedOptimizer(
     another one in the table has a gradient.
 
     Args:
-        optimizer: any torch.optim.Optimizer over float32 or float64 parameters in host memory.
+        optimizer: any torch.optim.Optimizer over float32, float64, bfloat16 or float16 parameters,
+            in host memory or on a GPU. Of those of 16 bits, servers have float32 masters.
         named_parameters: model.named_parameters(), for error messages.
         mode: "sync": an update is the mean over all workers, equal to one process with all their
             samples. "async": each push is an update. ps.SSP(s): as "async", but no worker is more
@@ -400,7 +402,7 @@ class _Served(Optimizer):
         super().load_state_dict(state_dict)
         self._feeder.pusher.groups = self.param_groups
         if self._feeder.options.class_name is not None:
-            push_state(self._feeder, self.state)
+            push_state(self._feeder, unrounded_state(self, state_dict))
             self.state.clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -31,7 +31,7 @@ from ringcomm.torch.backward.serial_numbers_and_samples import (
 )
 from ringcomm.torch.optim.options import require_passes
 from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
-from ringcomm.torch.ps.buckets import ServedBucket, ServedSlot, plan
+from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket, ServedSlot, plan
 from ringcomm.torch.ps.buffers import Buffer, ServedBuffers
 from ringcomm.torch.ps.clip_and_scale import is_on
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
@@ -140,7 +140,7 @@ class Feeder:
         if self.options.is_deferred or self._n_passes < self._passes_per_step:
             return
         for bucket in self.pusher.buckets[self.pusher.n_pushed :]:
-            bucket.waiting.discard(index)
+            bucket.note_gradient(index)
         self._spoiling(push_unless_lost, self.session, self.pusher.push_full)
 
     def begin_pass(self) -> None:
@@ -203,8 +203,8 @@ class Feeder:
             outcomes.append(bucket.push.wait().why)
             pull.wait()
             if outcomes[-1] != "empty":
-                for slot, view in zip(bucket.slots, bucket.views(room), strict=True):
-                    slot.take_mean(view)
+                for slot, mean in zip(bucket.slots, bucket.means(room), strict=True):
+                    slot.take_mean(mean)
         self.clock.mark(3)
         self.was_applied = "late" not in outcomes
         self.begin_step()
@@ -374,15 +374,14 @@ def _abandon(
 
 def _require_servable(slot: ServedSlot) -> None:
     p = slot.parameter
-    if p.device.type != "cpu":
+    if p.device.type not in ("cpu", "cuda"):
         raise TypeError(
-            f"{WHO}: {slot.name} is on {p.device}; this version serves parameters in host memory "
-            "only. Keep the model on the CPU"
+            f"{WHO}: {slot.name} is on {p.device}; parameters must be in host memory or on a GPU"
         )
-    if p.dtype not in (torch.float32, torch.float64):
+    if p.dtype not in (torch.float32, torch.float64, *IN_16_BITS):
         raise TypeError(
-            f"{WHO}: {slot.name} is of {p.dtype}; servers keep float32 and float64. Keep the "
-            "model in float32, and use torch.autocast for the rest"
+            f"{WHO}: {slot.name} is of {p.dtype}; servers take float32, float64, bfloat16 and "
+            "float16. Keep the model in float32, and use torch.autocast for the rest"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from ringcomm.engine.api import collectives
 from ringcomm.errors import RingcommError
@@ -18,7 +19,7 @@ from ringcomm.ps.client.dense.optimizer_state import pull_state as pull_table_st
 from ringcomm.ps.client.dense.optimizer_state import push_state as push_table_state
 from ringcomm.ps.parameters_sharing_a_dense_table import IDS, SCALARS, STEPS
 from ringcomm.ps.session import is_chief
-from ringcomm.torch.ps.buckets import ServedBucket
+from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket
 from ringcomm.torch.ps.distributed_optimizer_options import WHO
 from ringcomm.torch.ps.push_during_backward import Feeder
 
@@ -165,6 +166,20 @@ def from_torch(bucket: ServedBucket, state: Mapping[Any, Any]) -> TableState:
             SCALARS: np.array(scalars, values.dtype).reshape(len(entries), len(once)),
         }
     return TableState(max(steps), values, slots, segments)
+
+
+def unrounded_state(optimizer: Optimizer, loaded: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the state of an optimizer that has loaded a state_dict().
+
+    torch rounds the state of parameters of 16 bits to 16 bits; the servers' has 32.
+    """
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    ids = (i for group in loaded["param_groups"] for i in group["params"])
+    state = dict(optimizer.state)
+    for p, i in zip(parameters, ids, strict=True):
+        if p.dtype in IN_16_BITS and i in loaded["state"]:
+            state[p] = loaded["state"][i]
+    return state
 
 
 def _steps(bucket: ServedBucket, entry: Mapping[str, Any]) -> int:

@@ -1,0 +1,78 @@
+"""Host memory for a bucket on a GPU, which copies on a stream of its own, beside backward()."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import torch
+
+from ringcomm.arrays.base import DeviceAdapter
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.executor.streams import Event
+
+_LOOK_EVERY_S: Final = 2e-5
+
+
+class Staging:
+    """Registered host memory, and the copy to or from it that is under way.
+
+    Args:
+        adapter: of tensors on the GPU.
+        like: a tensor on the GPU.
+        count: elements.
+        dtype: of the elements, on both sides.
+
+    Attributes:
+        host: the memory, flat.
+    """
+
+    def __init__(
+        self, adapter: DeviceAdapter, like: torch.Tensor, count: int, dtype: torch.dtype
+    ) -> None:
+        self._adapter, self._index = adapter, adapter.device(like)
+        self._memory = Gpus.of(engine()).memory(self._index)
+        self._nbytes = count * dtype.itemsize
+        self._block = self._memory.host.take(self._nbytes)
+        self.host = torch.from_numpy(self._block.bytes).view(dtype)
+        self._copied: Event | None = None
+        self._kept: torch.Tensor | None = None  # until it is copied
+
+    def fetch(self, source: torch.Tensor) -> None:
+        """Begin to copy from a flat tensor of the GPU, as the current stream leaves it."""
+        self._copy(self._block.address, source.data_ptr(), source)
+
+    def bring(self, target: torch.Tensor) -> None:
+        """Begin to copy to a flat tensor of the GPU, for which the current stream waits."""
+        self._copy(target.data_ptr(), self._block.address, target)
+        device = self._memory.device
+        assert self._copied is not None
+        with device.active():
+            device.await_event(self._adapter.stream(self._index), self._copied.handle)
+
+    def _copy(self, target: int, source: int, on_gpu: torch.Tensor) -> None:
+        device, stream = self._memory.device, self._memory.copy_stream
+        ready = Event(device, self._adapter.stream(self._index))
+        with device.active():
+            device.await_event(stream, ready.handle)
+            if self._nbytes:
+                device.copy(stream, target, source, self._nbytes)
+        self._copied, self._kept = Event(device, stream), on_gpu
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no copy is under way. Raises RingcommError if the GPU has failed."""
+        if self._copied is not None and self._copied.is_reached:
+            self._copied = self._kept = None
+        return self._copied is None
+
+    def wait(self) -> torch.Tensor:
+        """Return the host memory once no copy is under way."""
+        while not self.is_idle:
+            time.sleep(_LOOK_EVERY_S)
+        return self.host
+
+    def __del__(self) -> None:
+        if hasattr(self, "_copied") and self._copied is None:  # else the GPU still uses it
+            self._memory.host.give_back(self._block)
