@@ -1,5 +1,7 @@
 """What goes wrong in training is one clear error on every rank, and training can go on."""
 
+import threading
+
 import pytest
 import torch
 from harness import outcomes, run_ranks
@@ -21,6 +23,7 @@ from training_models import (
 
 import ringcomm as rc
 from ringcomm.config import Settings
+from ringcomm.torch.optim.finish_backward import Attempt, is_skipped_by_all
 from ringcomm.torch.optim.options import GradientOptions
 
 UNSENT = Settings(timeout_s=120, fusion_mib=1)  # one bucket: nothing leaves before all is there
@@ -64,6 +67,71 @@ def test_a_backward_that_raises_does_not_spoil_the_next(failing, settings):
         return weights(model)
 
     assert_close(run_ranks(3, body, settings=settings), expected_after(batches), 1e-12)
+
+
+PLACES = ("forward", "loss", "last layer", "first layer")  # where a batch fails
+
+
+@pytest.mark.parametrize("shard_state", [0, 1])
+@pytest.mark.parametrize("places", [(3, 3), (2, 3), (0, 3), (1, 3), (3, 2, 1, 0)], ids=str)
+@pytest.mark.parametrize("skipped", [{0, 1}, {2, 3}], ids=["first", "later"])
+def test_all_ranks_skip_a_batch_wherever_it_fails(skipped, places, shard_state):
+    """What it has computed counts nowhere. One rank comes late: their times are never equal."""
+    size = len(places)
+    replicas = models(size)
+    batches = data(6, size)
+    is_ahead = threading.Event()
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = wrap(model, shard_state=shard_state)
+        for step, (x, y) in enumerate(share(batches, rank, size)):
+            place = PLACES[places[rank]] if step in skipped else None
+            optimizer.zero_grad()
+            if step == 0 and step in skipped and rank == size - 1:
+                assert is_ahead.wait(60)
+            try:
+                train(model, x, y, place)
+            except ZeroDivisionError:
+                if step == 0:
+                    is_ahead.set()
+                continue
+            optimizer.step()
+        return weights(model)
+
+    kept = [batch for step, batch in enumerate(batches) if step not in skipped]
+    assert_close(run_ranks(size, body, settings=SMALL), expected_after(kept), 1e-12)
+
+
+def train(model, x, y, place):
+    """Run backward(), which raises at this place."""
+    hidden = torch.tanh(model[0](x))
+    if place == "first layer":
+        hidden.register_hook(lambda _: 1 / 0)
+    hidden = model[2](hidden)
+    if place == "last layer":
+        hidden.register_hook(lambda _: 1 / 0)
+    if place == "forward":
+        raise ZeroDivisionError
+    loss = mse_loss(model[3](hidden), y)
+    if place == "loss":
+        loss.register_hook(lambda _: 1 / 0)
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("attempts", "expected"),
+    [
+        ([Attempt(1, True, True), Attempt(1, True, False)], True),
+        ([Attempt(2, True, True), Attempt(1, False, True)], False),  # it has not failed
+        ([Attempt(2, True, True), None, Attempt(3, False, True)], True),
+        ([Attempt(2, True, True), Attempt(2, False, True)], True),
+        ([Attempt(2, True, True), Attempt(3, False, False)], False),
+        ([Attempt(2, True, True), Attempt(3, True, True), Attempt(2, False, True)], False),
+    ],
+)
+def test_whether_all_skip_the_batch_that_failed(attempts, expected):
+    assert is_skipped_by_all(attempts) is expected
 
 
 def test_a_reentrant_run_that_raises_does_not_spoil_the_next():

@@ -34,12 +34,33 @@ from ringcomm.torch.optim.sparse import SparseSum
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """A rank's report of its step if a backward() has failed on some rank.
+
+    Attributes:
+        number: zero_grad() calls since the last step, of which ranks make equally many.
+        has_failed: this rank's backward() has failed.
+        can_be_sent_again: all its gradients are there still.
+    """
+
+    number: int
+    has_failed: bool
+    can_be_sent_again: bool
+
+
+@dataclass(frozen=True)
 class Exchange:
-    """The end of one backward(), or of a step without one; `step` is how many are complete."""
+    """The end of one backward(), or of a step without one.
+
+    Attributes:
+        step: how many steps are complete.
+        attempt: how many zero_grad() there were since.
+    """
 
     plan: BucketPlan
     scaling: Scaling
     step: int
+    attempt: int
 
     def run(self, *, has_failed: bool = False) -> CollectiveTask[Presence]:
         """Make .grad of all slots final, and return the Presence of all ranks. Collective.
@@ -62,6 +83,8 @@ class Exchange:
         presence = yield from self._agree(has_failed=has_failed)
         if not presence.is_one_step:
             yield from self._end_in_different_steps()
+        if presence.flags & FAILED:
+            return (yield from self._end_of_failed(presence, has_failed=has_failed))
         problem = self._problem(presence)
         # Even if there is a problem: another rank may have sent any bucket, and wait for this rank.
         self._launch_rest(presence)
@@ -96,11 +119,6 @@ class Exchange:
 
     def _problem(self, presence: Presence) -> Exception | None:
         """Return the error that all ranks must raise, or None. Collective."""
-        if presence.flags & FAILED:
-            return MismatchError(
-                "DistributedOptimizer: backward() raised an error on another rank: call "
-                "optimizer.zero_grad() and repeat the backward() on every rank"
-            )
         unusable = self._unusable(presence)
         if unusable is not None:
             return unusable
@@ -147,6 +165,24 @@ class Exchange:
                 "left, which it has not: call optimizer.zero_grad() before backward()"
             )
         return None
+
+    def _end_of_failed(self, presence: Presence, *, has_failed: bool) -> CollectiveTask[Presence]:
+        """Complete the buckets of a failed backward(); go on if it is of a batch that all skip."""
+        can_be_sent_again = not any(  # what is in its bucket gets overwritten by the sum
+            slot.is_in_bucket or slot.state is GradientState.LATE for slot in self.plan.slots
+        )
+        mine = Attempt(self.attempt, has_failed, can_be_sent_again)
+        group = self.scaling.group
+        attempts = collectives.allgather_object(
+            mine, name=f"failed backward(){self.plan.suffix}", group=group
+        )
+        self._launch_rest(presence)
+        problem = MismatchError(explain_failed(attempts, group.ranks))
+        is_skipped = is_skipped_by_all(attempts) and not has_failed
+        yield from self._land((), None, None if is_skipped else problem)
+        for slot in self.plan.slots:
+            slot.take_back()
+        return (yield from self.run())
 
     def _end_in_different_steps(self) -> CollectiveTask[None]:
         """Complete the buckets that any rank has sent, then raise MismatchError on every rank."""
@@ -238,6 +274,29 @@ class Exchange:
         for slot in self.plan.slots:
             if slot.state is not GradientState.SETTLED:
                 slot.settle(presence.codes[slot.index], parts.get(slot.index, ()))
+
+
+def is_skipped_by_all(attempts: Sequence[Attempt | None]) -> bool:
+    """Return True if the backward() that failed is of a batch that the others skip, too. Pure.
+
+    A rank that failed is in the zero_grad() after it. Those that have left that zero_grad() behind
+    compute the gradients of a later batch: theirs failed before the optimizer heard of it.
+    """
+    known = [each for each in attempts if each is not None]  # None: in join()
+    failed_at = max(each.number for each in known if each.has_failed)
+    return all(
+        each.has_failed or (each.number >= failed_at and each.can_be_sent_again) for each in known
+    )
+
+
+def explain_failed(attempts: Sequence[Attempt | None], ranks: Sequence[int]) -> str:
+    """Return the error text for ranks whose backward() has ended, where others failed. Pure."""
+    pairs = zip(ranks, attempts, strict=True)
+    failed = [rank for rank, each in pairs if each is not None and each.has_failed]
+    return (
+        f"DistributedOptimizer: backward() raised an error on another rank, {failed[0]}: call "
+        "optimizer.zero_grad() and repeat the backward() on every rank"
+    )
 
 
 def explain_steps(steps: Sequence[int]) -> str:

@@ -261,6 +261,12 @@ class GradientSlot(Slot):
         if self._is_base_inside and self.parameter.grad is None:
             self._base, self._is_base_inside = None, False  # the program has dropped both
 
+    def take_back(self) -> None:
+        """Send .grad again: what was sent met a gradient that another rank has given up."""
+        self._is_packed = False
+        if self.state is GradientState.SENT:
+            self.state = GradientState.OPEN
+
     def pack_extra(self, target: torch.Tensor) -> None:
         """Fill `target` with the gradient if this step's bucket lacks it, else with zeros."""
         gradient = self.parameter.grad

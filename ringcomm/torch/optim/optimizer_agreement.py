@@ -11,8 +11,12 @@ from ringcomm.torch.optim.equalize_weights import FirstWeights, Named
 class Agreement:
     """Compares an optimizer with those of the other ranks, in the first backward().
 
+    That one sends no gradient before its end: how many are sent before the ranks agree would depend
+    on how fast they are, and a backward() that fails on all ranks would leave unlike buckets.
+
     Attributes:
         check: the comparison, in progress or over; None: begin() starts the next one.
+        is_reached: True if the ranks are known to agree.
     """
 
     def __init__(self, weights: FirstWeights) -> None:
@@ -22,26 +26,19 @@ class Agreement:
     def forget(self) -> None:
         """Compare again in the next backward()."""
         self.check: ConsistencyCheck | None = None
-        self._is_reached = False
+        self.is_reached = False
 
     def begin(self, mine: OptimizerSummary, named: Named, name: str, group: Group) -> None:
         """Begin to compare, without waiting. Collective."""
         self.check = ConsistencyCheck(mine, name, group, self.weights.digest(named))
 
-    def is_reached(self) -> bool:
-        """Return True if the ranks are known to agree. Raises MismatchError if they differ."""
-        if not self._is_reached:
-            check = self.check
-            assert check is not None
-            if not check.handle.done():
-                return False
-            self.check = None  # if they differ, the next backward() compares again
-            self.weights.note(check.wait())
-            self.check, self._is_reached = check, True
-        return True
-
     def reach(self) -> CollectiveTask[None]:
         """Wait for the agreement. Raises MismatchError if the ranks differ."""
-        assert self.check is not None
-        yield self.check.handle
-        self.is_reached()
+        if self.is_reached:
+            return
+        check = self.check
+        assert check is not None
+        yield check.handle
+        self.check = None  # if they differ, the next backward() compares again
+        self.weights.note(check.wait())
+        self.check, self.is_reached = check, True

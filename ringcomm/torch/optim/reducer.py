@@ -79,6 +79,8 @@ class GradientReducer:
         self._clock = StepClock()
         self._n_passes = 0  # of this step
         self._is_communicating = False
+        self._is_sending = False  # a pass has begun that sends buckets before its end
+        self._n_attempts = 0  # zero_grad() calls since the last step
         self._is_synchronized = False  # this rank has taken part since the step began
         self._is_spoiled = False  # refuse gradients until restart()
         self._is_interrupted = False  # refuse gradients for ever
@@ -133,8 +135,13 @@ class GradientReducer:
             self._n_passes = max(self._n_passes, self.passes_per_step)
 
     def restart(self) -> None:
-        """Restart the step, before zero_grad(); complete the buckets of a failed backward()."""
-        if any(bucket.is_under_way for bucket in self.plan.buckets or ()):
+        """Restart the step, before zero_grad(). Collective if a backward() failed that sends early.
+
+        Then buckets may be under way on any rank, and are completed.
+        """
+        self._n_attempts += 1
+        buckets = self.plan.buckets or ()
+        if (self._is_sending and buckets) or any(each.is_under_way for each in buckets):
             self._spoiling(self._drain)
         for part in self._own_parts:
             part.require_equal_weights()
@@ -146,6 +153,7 @@ class GradientReducer:
         if (page := engine().page) is not None:
             self._clock.end(page)
         self.step += 1
+        self._n_attempts = 0
         self.samples = None
         self.plan.end_step()
         self._begin_step(is_zeroed=False)
@@ -198,6 +206,7 @@ class GradientReducer:
         self._is_communicating = self._n_passes >= self.passes_per_step
         if self._is_communicating:
             self._prepare()
+            self._is_sending = self._agreement.is_reached
 
     def end_pass(self) -> CollectiveTask[None]:
         """Complete the reduction, if this pass communicates."""
@@ -207,7 +216,7 @@ class GradientReducer:
     def _load(self, slot: GradientSlot) -> None:
         """Put a gradient into its bucket, and send the full buckets."""
         slot.pack()
-        if self.plan.note_loaded(slot) and self._agreement.is_reached():
+        if self.plan.note_loaded(slot) and self._is_sending:
             self.plan.launch_full(self._scaling)
 
     # --- reductions -------------------------------------------------------------------------------
@@ -254,7 +263,8 @@ class GradientReducer:
             for part in self._own_parts:
                 part.require_unmoved()
             yield from self._agreement.reach()
-            presence = yield from Exchange(self.plan, self._scaling, self.step).run()
+            self._is_sending = False
+            presence = yield from _exchange(self).run()
             group, suffix = self.options.group, self.plan.suffix
             yield from self._agreement.weights.make_alike(self.named, group, suffix)
             self._is_synchronized = self._are_samples_used = True
@@ -269,8 +279,7 @@ class GradientReducer:
 
         def task() -> CollectiveTask[None]:
             with contextlib.suppress(MismatchError):
-                exchange = Exchange(self.plan, self._scaling, self.step)
-                yield from exchange.run(has_failed=True)
+                yield from _exchange(self).run(has_failed=True)
 
         finish_together([task()])
 
@@ -281,7 +290,7 @@ class GradientReducer:
     def _begin_step(self, *, is_zeroed: bool) -> None:
         self._passes.forget()
         self._n_passes = 0
-        self._is_communicating = self._is_synchronized = False
+        self._is_communicating = self._is_sending = self._is_synchronized = False
         for slot in self.slots:
             slot.begin_step(is_zeroed=is_zeroed)
         for part in self._own_parts:
@@ -316,6 +325,10 @@ class GradientReducer:
                 "DistributedOptimizer: the last backward() failed, or its gradients could not be "
                 "reduced: call optimizer.zero_grad() and repeat the backward()"
             )
+
+
+def _exchange(reducer: GradientReducer) -> Exchange:
+    return Exchange(reducer.plan, reducer._scaling, reducer.step, reducer._n_attempts)
 
 
 def _summary(reducer: GradientReducer) -> OptimizerSummary:
