@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import outcomes, run_ranks
 
 import ringcomm as rc
 import ringcomm.torch as hvd
+from ringcomm.config import Settings
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -50,22 +51,48 @@ def test_a_second_process_set_of_the_same_ranks_is_refused_on_every_rank(ranks):
     assert run_ranks(3, body) == [2, 2, 2]
 
 
-@pytest.mark.parametrize("again", [[0], [1, 0]])
-def test_init_refuses_a_second_process_set_of_the_same_ranks_and_takes_the_others(again):
+@pytest.mark.parametrize(
+    ("size", "lists", "at", "error"),
+    [
+        (2, [[0], [0], [1]], 1, "is a duplicate: .*0"),
+        (2, [[0], [1, 0], [1]], 1, "is a duplicate: .*0"),
+        (4, [[0, 1], [2, 3], [1, 0]], 2, "is a duplicate: .*0, 1"),
+        (4, [[0, 1], [2, 3], [4]], None, "4"),
+    ],
+)
+def test_init_that_refuses_a_process_set_takes_none_of_the_list(size, lists, at, error):
     def body(rank):
         hvd.init(process_sets="Dynamic")
-        first, second, third = (hvd.ProcessSet(ranks) for ranks in ([0], again, [1]))
-        for _ in range(2):
-            with pytest.raises(
-                ValueError, match=r"process_sets entry number 1 is a duplicate: .*0"
-            ):
-                hvd.init(process_sets=[first, second, third])
+        refused = [hvd.ProcessSet(ranks) for ranks in lists]
+        text = error if at is None else f"process_sets entry number {at} {error}"
+        with pytest.raises(ValueError, match=text):
+            hvd.init(process_sets=refused)
         with pytest.raises(ValueError, match="not in use"):
-            hvd.allreduce(torch.ones(1), process_set=second)
-        ids = [each.process_set_id for each in (first, second, third)]
-        return ids, hvd.get_process_set_ids_and_ranks()
+            hvd.allreduce(torch.ones(1), process_set=refused[0])
+        assert hvd.get_process_set_ids_and_ranks() == {0: list(range(size))}
+        hvd.init(process_sets=[refused[0], hvd.ProcessSet([1])])
+        return hvd.get_process_set_ids_and_ranks()
 
-    assert run_ranks(2, body) == [([1, None, 2], {0: [0, 1], 1: [0], 2: [1]})] * 2
+    valid = {0: list(range(size)), 1: lists[0], 2: [1]}
+    assert run_ranks(size, body) == [valid] * size
+
+
+def test_after_a_first_call_that_nobody_else_makes_the_next_one_says_why():
+    def body(rank):
+        if rank:
+            return None
+        errors = []
+        for _ in range(2):
+            with pytest.raises(rc.RingcommError) as caught:
+                hvd.allreduce(torch.ones(1))
+            errors.append(str(caught.value))
+        return errors
+
+    results = outcomes(2, body, settings=Settings(timeout_s=1))
+    first, later = results[0]
+    assert "ProcessSet" not in later, results
+    assert "rank 1" in first
+    assert "rank 1" in later
 
 
 def test_init_refuses_ranks_that_are_no_process_set():

@@ -31,7 +31,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Raises:
         ValueError: comm is a list that lacks ranks of the job; or a process set has the same ranks
-            as an earlier one or as the global one. The other process sets are in use then.
+            as an earlier one or as the global one. None of process_sets is in use then.
     """
     if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
         process_sets = ()

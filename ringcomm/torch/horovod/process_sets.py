@@ -155,6 +155,15 @@ class _Registry(dict[ProcessSet, dict[str, Group]]):
             self._number(which if ranks == mine else ProcessSet(ranks), ranks)
         return which
 
+    def take_back(self, n: int) -> None:
+        """Take all process sets but the first n out of use; they may be added later."""
+        for each in list(self)[n:]:
+            del self[each]
+            self._next_id -= 1
+            each.process_set_id = None
+            if each.mpi_comm is not None:
+                each.ranks = None
+
     def _number(self, which: ProcessSet, ranks: tuple[int, ...]) -> None:
         is_all = ranks == tuple(range(engine().size))
         group = engine().groups.default if is_all else Group(ranks)
@@ -271,18 +280,28 @@ def prepare(process_sets: Iterable[ProcessSet] = ()) -> None:
     """Put the global process set and these into use. Collective.
 
     Raises:
-        ValueError: a process set has the ranks of an earlier one. The others are in use then.
+        ValueError: a process set has the ranks of an earlier one, or cannot be made. None of these
+            is in use then.
     """
-    registry, duplicates = _registry(), []
-    for number, each in enumerate(process_sets):
-        ProcessSet.require(each)
-        try:
+    registry = _registry()
+    n_before = len(registry)
+    try:
+        for number, each in enumerate(process_sets):
+            ProcessSet.require(each)
             if each not in registry:
-                registry.add(each)
-        except _InUseError as error:
-            duplicates.append(f"process_sets entry number {number} is a duplicate: {error}")
-    if duplicates:
-        raise ValueError(f"init: {duplicates[0]}")
+                _add_entry(registry, number, each)
+    except BaseException:
+        registry.take_back(n_before)
+        raise
+
+
+def _add_entry(registry: _Registry, number: int, each: ProcessSet) -> None:
+    try:
+        registry.add(each)
+    except _InUseError as error:
+        raise ValueError(
+            f"init: process_sets entry number {number} is a duplicate: {error}"
+        ) from error
 
 
 def _registry() -> _Registry:
@@ -290,6 +309,7 @@ def _registry() -> _Registry:
     current = engine()
     registry = _registries.get(current)
     if registry is None:
-        registry = _registries[current] = _Registry()
+        registry = _Registry()
         registry.add(global_process_set).ranks = list(range(current.size))
+        _registries[current] = registry  # only now: the groups may have failed
     return registry
