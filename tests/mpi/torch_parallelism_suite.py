@@ -331,6 +331,26 @@ def test_rule_4_a_compiled_step_with_collectives_runs(rank, size):
     assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0 * size + 1))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("shard_state", [0, 1])
+def test_a_whole_step_of_a_distributed_optimizer_is_compiled(shard_state, backend, rank, size):
+    """Hooks of ringcomm and its step() are not traced: they wait for other ranks."""
+    torch._dynamo.reset()
+    model = network()
+    optimizer = ringcomm.torch.DistributedOptimizer(sgd(model), shard_state=shard_state)
+
+    @torch.compile(backend=backend)
+    def step(x):
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        optimizer.clip_grad_norm_(1e6)
+        optimizer.step()
+
+    for x in mine(batches(size), rank, size):
+        step(x)
+    assert_equal(model.parameters(), alone(size))
+
+
 # --- ZeRO-1 ---------------------------------------------------------------------------------------
 def zero(model, **options):
     return ZeroRedundancyOptimizer(

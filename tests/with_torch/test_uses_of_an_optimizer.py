@@ -443,3 +443,24 @@ def test_a_model_that_is_wrapped_after_training_alone_goes_on_with_its_state():
     for got in run_ranks(2, body, settings=SMALL):
         for mine, want in zip(got, alone.parameters(), strict=True):
             assert (mine - want).abs().max() <= 1e-10 * want.abs().max()
+
+
+# --- torch.compile ------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it compiles
+@pytest.mark.parametrize("shard_state", [0, 1])
+def test_a_whole_compiled_step(shard_state):
+    """One rank: more of them are in mpi/torch_parallelism_suite.py, as torch compiles in turn."""
+
+    def train(model, optimizer, batches):
+        torch._dynamo.reset()
+
+        @torch.compile(backend="eager")
+        def step(x, y):
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        for x, y in batches:
+            step(x, y)
+
+    assert_equals_one_process(1, train, shard_state=shard_state)

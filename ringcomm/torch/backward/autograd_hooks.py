@@ -17,6 +17,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ringcomm.errors import RingcommError
+from ringcomm.torch.untraced import untraced
 
 
 class Listener(Protocol):
@@ -57,6 +58,7 @@ class Hooks:
         pid, announced, nodes, ref = os.getpid(), self._announced, self._nodes, self._listener
         handles, others = self._handles, self._others
 
+        @untraced
         def before(gradients: Sequence[torch.Tensor | None]) -> None:
             listener = ref()
             if listener is not None and gradients[0] is not None and os.getpid() == pid:
@@ -66,6 +68,7 @@ class Hooks:
                     handles.append(nodes[index].register_hook(after_others))
                 listener.before_gradient(index)
 
+        @untraced
         def after(tensor: torch.Tensor) -> None:
             listener = ref()
             if index in announced:
@@ -79,6 +82,7 @@ class Hooks:
                 raise RingcommError(_LOST_HOOK.format(torch.__version__, index))
             listener.after_gradient(index)
 
+        @untraced
         def after_others(*_: object) -> None:
             listener = ref()
             if index in announced and listener is not None:
@@ -127,7 +131,12 @@ def current_run() -> int:
 
 def at_end_of_run(callback: Callable[[], None]) -> None:
     """Call `callback` when the current run ends, unless it fails; only hooks call this function."""
-    Variable._execution_engine.queue_callback(callback)
+
+    @untraced
+    def run() -> None:
+        callback()
+
+    Variable._execution_engine.queue_callback(run)
 
 
 def within_outer_run(callback: Callable[[], None]) -> bool:
@@ -136,6 +145,7 @@ def within_outer_run(callback: Callable[[], None]) -> bool:
     after = [successor for successor, _ in node.next_functions if successor] if node else []
     handles: list[RemovableHandle] = []
 
+    @untraced
     def once(_: object) -> None:
         _remove(handles)
         callback()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ringcomm.arrays import arrived
 from ringcomm.errors import ConfigError
+from ringcomm.torch.untraced import untraced
 
 # Typed as Any: the stubs of torch lack names, and differ between versions.
 c10d: Any = dist
@@ -52,22 +53,7 @@ LOSES_WORKS: Final = VERSION < (2, 7)
 DEFAULT_TIMEOUT: Final = c10d.distributed_c10d.default_pg_timeout
 
 
-# --- frames that torch.compile must not trace -----------------------------------------------------
-def untraced(method: F, *, with_callees: bool = True) -> F:
-    """Keep torch.compile from tracing `method`, and functions that it calls; return `method`.
-
-    It is for methods that C++, such as DDP's reducer, calls within a compiled step. It replaces
-    torch._disable_dynamo(), whose first call takes 1 to 2 s: it imports all of torch._dynamo.
-    """
-    frames = _internal._C._dynamo.eval_frame
-    if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
-        return _internal._disable_dynamo(method, with_callees)  # type: ignore[no-any-return]
-    action = frames._FrameAction
-    skip = frames._FrameExecStrategy(action.SKIP, action.SKIP if with_callees else action.DEFAULT)
-    frames.set_code_exec_strategy(method.__code__, skip)
-    return method
-
-
+# --- operations that profilers show, and torch.compile does not trace ----------------------------
 def traced(method: F) -> F:
     """Return `method` in a form that profilers show as "ringcomm:<name>" and torch.compile skips.
 

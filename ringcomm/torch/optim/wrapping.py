@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ringcomm.engine.control.settings import PROGRAM
+from ringcomm.torch.untraced import not_inlined, untrace_methods
 
 T = TypeVar("T", bound=Optimizer)
 Settings = dict[str, Any]  # a param_group without its parameters
@@ -22,6 +23,7 @@ def derive(optimizer: T, part: type[Optimizer], **attributes: Any) -> T:
     It has the given attributes, and shares everything with the original, whose step() is now that
     of the result. Schedulers of either one notice these steps.
     """
+    untrace_methods(part, Optimizer)
     part.step.hooked = True  # type: ignore[attr-defined]  # torch need not wrap step() to run hooks
     base = type(optimizer)
     kind: type[T] = type(base.__name__, (part, base), {"__doc__": base.__doc__})
@@ -146,5 +148,6 @@ def _share_step(wrapped: Optimizer, original: Optimizer) -> None:
         optimizer.__dict__["_opt_called"] = True
         return kind.step(optimizer, *args, **kwargs)
 
+    step = not_inlined(step)
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     wrapped.step = step  # type: ignore[method-assign]

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ringcomm.torch.distributed.compat import untraced, wrap_callbacks
+from ringcomm.torch.distributed.compat import wrap_callbacks
+from ringcomm.torch.untraced import untraced
 
 _LONGEST = 200  # characters of a path, which grows with each callback of a callback's operation
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ringcomm.engine.core.handle import Handle
-from ringcomm.torch.distributed.compat import LOSES_WORKS, c10d, untraced
+from ringcomm.torch.distributed.compat import LOSES_WORKS, c10d
 from ringcomm.torch.distributed.group.callback_op_names import Path, follow
 from ringcomm.torch.distributed.group.callback_threads import pool
+from ringcomm.torch.untraced import untraced
 
 _NO_TIMEOUT = timedelta(0)
 _kept: set[Work] = set()  # Works that only C++ refers to, until wait() or get_future()
