@@ -1,5 +1,6 @@
 """Whatever .grad is made of, and whatever is done with it, N ranks end where one process does."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -26,6 +27,38 @@ from training_models import (
 import ringcomm as rc
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+@pytest.mark.parametrize("shard_state", [0, 1])
+@pytest.mark.parametrize("size", [2, 4])
+def test_grad_can_be_differentiated_again(size, shard_state):
+    """It gives this rank's second derivative; the values are the mean's."""
+    batches = data(3, size)
+    replicas = models(size)
+
+    def train(model, optimizer, batches, *, is_checked):
+        for x, y in batches:
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward(create_graph=True)
+            ps = list(model.parameters())
+            vs = [torch.ones_like(p) for p in ps]
+            again = torch.autograd.grad([p.grad for p in ps], ps, vs, retain_graph=True)
+            if is_checked:
+                mine = torch.autograd.grad(mse_loss(model(x), y), ps, create_graph=True)
+                assert_close([again], torch.autograd.grad(mine, ps, vs), 1e-12)
+            optimizer.step()
+        return weights(model)
+
+    def body(rank):
+        optimizer = wrap(replicas[rank], shard_state=shard_state)
+        return train(replicas[rank], optimizer, share(batches, rank, size), is_checked=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward")  # of the memory that graphs keep
+        results = run_ranks(size, body, settings=SMALL)
+        (alone,) = models(1)
+        expected = train(alone, sgd(alone.parameters()), batches, is_checked=False)
+    assert_close(results, expected, 1e-12)
 
 
 # --- what users do with .grad -------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -34,7 +35,10 @@ from ringcomm.torch.optim.gradient_presence import (
 )
 from ringcomm.torch.optim.own_part import OwnPart
 
-WORTH_KEEPING = 128 << 10  # bytes; malloc maps each block of this size or more by itself
+# Bytes; malloc maps each block of this size or more by itself. Such a gradient is kept until the
+# next one: if it were freed, its pages would go back to the system, and the next backward() would
+# fault them in again (4 to 8 ms for 80 MB).
+WORTH_KEEPING = 128 << 10
 
 
 class GradientState(Enum):
@@ -67,8 +71,7 @@ class GradientSlot(Slot):
         self.bucket: Bucket | None = None
         self.was_sparse = self.is_sparse_in_step = False
         self.complaint: str | None = None
-        self.takes_mean = takes_mean
-        self.history = GradientHistory()
+        self.takes_mean, self.history = takes_mean, GradientHistory()
         self.part = OwnPart(name, parameter)
         self._view: torch.Tensor | None = None  # this gradient in the bucket
         # During backward():
@@ -234,8 +237,6 @@ class GradientSlot(Slot):
         """Write this rank's gradient to the bucket, unless autograd has done so.
 
         It writes zeros if this rank has no gradient, or if no rank has a dense one (see `code`).
-        A large gradient is kept until the next one: if it were freed here, its pages would go back
-        to the system, and the next backward() would fault them in again (4 to 8 ms for 80 MB).
         """
         assert self._view is not None
         gradient = self.parameter.grad
@@ -315,6 +316,10 @@ class GradientSlot(Slot):
 
     def _give(self, total: torch.Tensor) -> None:
         """Make .grad the tensor that a program expects there, with these values."""
+        own = self.parameter.grad
+        if own is not None and own.grad_fn is not None:  # of backward(create_graph=True)
+            self.parameter.grad = _differentiable(own, total)
+            return
         into = self._before
         if into is None or not (self._is_stashed or self.parameter.grad is into):
             into = self._packed  # of autograd, or of a hook
@@ -345,6 +350,27 @@ class GradientSlot(Slot):
     def is_in_bucket(self) -> bool:
         """True if .grad is in the memory of its bucket."""
         return _is_at(self.parameter.grad, self._view)
+
+
+class _Mean(torch.autograd.Function):
+    """The values of a mean, and the derivative of this rank's own gradient."""
+
+    @staticmethod
+    def forward(_: Any, own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """Return the values of `total`, in its memory."""
+        del own
+        return total.data
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        """Return the derivative for `own`."""
+        return gradients[0], None
+
+
+@torch.enable_grad()
+def _differentiable(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return `total`, whose derivative is that of `own`: other ranks' graphs are not here."""
+    return _Mean.apply(own, total)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _is_at(gradient: torch.Tensor | None, view: torch.Tensor | None) -> bool:
