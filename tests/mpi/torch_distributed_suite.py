@@ -228,6 +228,23 @@ def test_scatter_gives_each_rank_its_tensor(dtype, rank, size):
     assert same(out, values(rank, (3, 2), dtype))
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("call", ["scatter", "gather", "dtype of scatter"])
+def test_another_size_on_one_rank_is_told_to_all_and_the_job_goes_on(call, odd, rank, size):
+    n, dtype = (5 if rank == odd else 3), torch.float32
+    if call == "dtype of scatter":
+        n, dtype = 3, torch.float64 if rank == odd else torch.float32
+    x = torch.zeros(n, dtype=dtype)
+    others = [torch.zeros(n, dtype=dtype) for _ in range(size)] if rank == 0 else None
+    move = dist.gather if call == "gather" else dist.scatter
+    with pytest.raises(rc.MismatchError, match=r"gather|scatter") as caught:
+        move(x, others, 0)
+    assert "rank" in str(caught.value)
+    done = torch.ones(1)
+    dist.all_reduce(done)
+    assert done.item() == size
+
+
 def test_all_to_all_single_exchanges_equal_parts(rank, size):
     x = torch.cat([values(rank * size + r, (2, 3)) for r in range(size)])
     out = torch.empty_like(x)

@@ -156,6 +156,8 @@ _STAND_INS: Final[dict[str, _StandIn]] = {
     "grouped_reduce_scatter": _reduction(plan_grouped_reduce_scatter),
     "reduce": _reduction(plan_reduce),
     "reduce_scatter": _reduction(plan_reduce_scatter),
-    "scatter": lambda g, call: plan_scatter(g, call.name, None, _other_root(g, call)),
+    "scatter": lambda g, call: plan_scatter(
+        g, call.name, None, _other_root(g, call), (call.dtype, call.shape)
+    ),
     "sparse_allreduce": _grouped_gather,
 }

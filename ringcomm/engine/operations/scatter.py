@@ -28,10 +28,20 @@ from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, r
 from ringcomm.transport.channel import Channel
 
 
-def plan_scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
-    """Plan the distribution of root's rows; the other ranks pass no array."""
+def plan_scatter(
+    group: Group,
+    name: str | None,
+    x: A | None,
+    root: int,
+    due: tuple[str | None, tuple[int | None, ...] | None] = (None, None),
+) -> Plan[A]:
+    """Plan the distribution of root's rows; the other ranks pass no array.
+
+    due: dtype and shape of what each rank gets, if the ranks are to agree on them.
+    """
     x, root = arrived(x), rank_of("root", root, group)
-    call = Call("scatter", name, root=root)
+    dtype, shape = due
+    call = Call("scatter", name, None, dtype, shape, root)
     if group.rank != root:
         note_current_gpu(group.engine)  # root's array may be on a GPU
         return Scatter(group, call, None, None, root, "").on_host()

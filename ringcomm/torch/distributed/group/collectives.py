@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ringcomm.collectives.operators import AVERAGE, SUM, Op, ReductionOptions
+from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.operations.allgather_and_gather import plan_gather
@@ -26,6 +28,7 @@ from ringcomm.engine.operations.into_array import (
 )
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.scatter import plan_scatter
+from ringcomm.errors import MismatchError
 from ringcomm.torch.distributed.group.read_arguments import Reduction
 from ringcomm.torch.distributed.group.tensors_as_flat_arrays import (
     bytes_of,
@@ -176,9 +179,33 @@ def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
     if g.rank == root:
         require_one_each("gather_list", outs, g.size)
     plan: Plan[Any] = plan_gather(g, None, bytes_of(flatten(x)), root)
-    return followed_by(
-        plan, lambda whole: None if whole is None else write_parts(outs, whole.view(x.dtype))
-    )
+    expected = [out.numel() for out in outs] or [0] * g.size
+
+    async def run(t: Channel) -> None:
+        await _require_expected(x.numel(), expected, root, t)
+        whole = await plan.run(t)
+        if whole is not None:
+            write_parts(outs, whole.view(x.dtype))
+
+    call = dataclasses.replace(plan.call, kind="gather_into")  # it begins in another way
+    return dataclasses.replace(plan, call=call, run=run)
+
+
+async def _require_expected(n: int, expected: list[int], root: int, t: Channel) -> None:
+    """Raise MismatchError on every rank if one sends n elements, and root expects another number.
+
+    expected: on root, how many elements it expects of each rank.
+    """
+    rows = [
+        np.frombuffer(each, np.int64)
+        for each in await gather_alike(np.array([n, *expected], np.int64).tobytes(), t)
+    ]
+    for rank, (sent, *_) in enumerate(rows):
+        if sent != (due := rows[root][1 + rank]):
+            raise MismatchError(
+                f"gather: rank {t.members[rank]} sends {sent} elements, and gather_list[{rank}] of "
+                f"the root, rank {t.members[root]}, has {due}. Pass tensors of one size."
+            )
 
 
 def scatter(g: Group, out: Tensor, parts: Tensors, root: int) -> Plan[Any]:
@@ -193,18 +220,9 @@ def scatter(g: Group, out: Tensor, parts: Tensors, root: int) -> Plan[Any]:
                     f"{root}, the root, has {out.numel()}: pass tensors of one size"
                 )
         rows = bytes_of(concatenate(parts)).view(g.size, -1)
-    plan: Plan[Any] = plan_scatter(g, None, rows, root)
-
-    def write(row: Tensor) -> None:
-        elements = row.view(-1).view(out.dtype)
-        if elements.numel() != out.numel():
-            raise ValueError(
-                f"scatter: root sent {elements.numel()} elements, and the output of rank {g.rank} "
-                f"has {out.numel()}"
-            )
-        write_parts([out], elements)
-
-    return followed_by(plan, write)
+    due = str(out.dtype).removeprefix("torch."), (out.numel(),)
+    plan: Plan[Any] = plan_scatter(g, None, rows, root, due)
+    return followed_by(plan, lambda row: write_parts([out], row.view(-1).view(out.dtype)))
 
 
 def alltoall_single(
