@@ -102,12 +102,19 @@ def compressor_of(label: str, compression: Any) -> Compressor:
 def name_of(compressor: Any) -> str:
     """Return a text that is equal for equal compressors, by which the ranks compare theirs.
 
-    Of the attributes of an object of a script's own class, it has the numbers, texts and dtypes.
+    Of the attributes of a script's own class and object, it has the numbers, texts and dtypes.
     """
     if compressor in _BY_CODEC.values():
         return repr(compressor.codec)
     kind = compressor if isinstance(compressor, type) else type(compressor)
-    settings = {} if kind is compressor else getattr(compressor, "__dict__", {})
-    simple = (bool, int, float, str, torch.dtype)
-    values = [f"{k}={v!r}" for k, v in sorted(settings.items()) if isinstance(v, simple)]
+    owners = [*map(vars, reversed(kind.__mro__)), getattr(compressor, "__dict__", {})]
+    settings = {name: value for each in owners for name, value in each.items()}
+    values = [
+        f"{name}={value!r}"
+        for name, value in sorted(settings.items())
+        if isinstance(value, _COMPARED) and not name.startswith("__")
+    ]
     return f"{kind.__module__}.{kind.__qualname__}({', '.join(values)})"
+
+
+_COMPARED = (bool, int, float, str, torch.dtype)  # their texts are the same on all ranks

@@ -107,8 +107,9 @@ def DistributedOptimizer(
 
     Raises:
         NotInitializedError: init() has not run.
-        TypeError: a parameter is on a device of another type, or its dtype cannot be reduced, or
-            shard_state is 1 and the optimizer is not known to update each element by itself.
+        TypeError: a parameter is on a device of another type, or its dtype cannot be reduced;
+            compression is no compressor; or shard_state is 1 and the optimizer is not known to
+            update each element by itself.
         ValueError: named_parameters has no names, or they are not unique; a parameter of the
             optimizer has no name or belongs to another DistributedOptimizer; a parameter in groups
             is not the optimizer's; or an argument is out of range.

@@ -141,6 +141,22 @@ def test_a_bad_argument_on_all_ranks_is_refused_or_served(name, wire):
     run_ranks(SIZE, body)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("splits", [[1.5], ["a"], [-1], [7]], ids=str)
+@pytest.mark.parametrize("wire", ["messages", "node"], indirect=True)
+def test_ranks_whose_own_splits_are_wrong_get_their_own_error(splits, size, wire):
+    """Whatever their values: nobody else need know that these are wrong."""
+
+    def body(rank):
+        mine = [n * (rank + 1) for n in splits] * size
+        with pytest.raises((TypeError, ValueError)) as caught:
+            hvd.alltoall(torch.ones(size, 2), mine)
+        assert str(mine) in str(caught.value)
+        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    assert run_ranks(size, body) == [size] * size
+
+
 @pytest.mark.parametrize("name", sorted(GOOD.keys() - ALONE))
 @pytest.mark.parametrize("wire", at_length(["messages", "node"], ["node"]), indirect=True)
 def test_a_bad_argument_on_one_rank_is_told_to_the_others_or_can_be_mended(name, wire):

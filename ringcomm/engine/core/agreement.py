@@ -14,7 +14,7 @@ import numpy as np
 from ringcomm.arrays import DTYPES, Flat
 from ringcomm.collectives.algorithms import circulant, node, tree
 from ringcomm.collectives.message_patterns import consecutive, dissemination_steps
-from ringcomm.engine.core.call import Call, explain_mismatch
+from ringcomm.engine.core.call import Call, are_wrong_alike, explain_mismatch
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.control_header import Kind
@@ -55,14 +55,24 @@ async def agree(fingerprint: int, proposal: int, t: Channel, *, in_use: int = 0)
 
 
 async def mismatch(
-    call: Call, number: int, t: Channel, *, has_moved: bool = False
-) -> MismatchError:
+    call: Call,
+    number: int,
+    t: Channel,
+    *,
+    has_moved: bool = False,
+    problem: Exception | None = None,
+) -> Exception:
     """Return the error that names the call of each rank, the same error on all ranks.
 
+    If all ranks have a problem of one kind, such as splits that are no integers, each gets its own.
     `t` carries nothing but calls. For number and has_moved see explain_mismatch().
     """
     calls = [Call.unpack(each) for each in await gather_bytes(call.pack(), t)]
-    return MismatchError(explain_mismatch(calls, number, t.members, has_moved=has_moved))
+    if problem is not None and are_wrong_alike(calls):
+        return problem
+    error = MismatchError(explain_mismatch(calls, number, t.members, has_moved=has_moved))
+    error.__cause__ = problem
+    return error
 
 
 async def gather_counts(count: int, t: Channel) -> list[int]:

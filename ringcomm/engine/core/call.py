@@ -120,6 +120,14 @@ def _digest(data: bytes, nbytes: int) -> bytes:
     return hashlib.blake2b(data, digest_size=nbytes).digest()
 
 
+def are_wrong_alike(calls: Sequence[Call]) -> bool:
+    """Return True if all ranks make one call, and each has an error of its own, of one type."""
+    if any(call.error is None for call in calls):
+        return False
+    kinds = {(call.kind, call.name, (call.error or "").partition(":")[0]) for call in calls}
+    return len(kinds) == 1
+
+
 def explain_mismatch(
     calls: Sequence[Call], sequence: int, ranks: Sequence[int], *, has_moved: bool = False
 ) -> str:
@@ -187,8 +195,9 @@ def _sides(calls: Sequence[Call], field: str, sequence: int, ranks: Sequence[int
 
 
 def _deeds(calls: Sequence[Call], values: Sequence[str]) -> list[str]:
-    """Return "sent VALUE" for each rank, or "would receive VALUE" if a broadcast's root sends."""
-    root = calls[0].root if calls[0].kind.startswith("broadcast") else None
+    """Return "sent VALUE" for each rank, or "would receive VALUE" if the root alone sends."""
+    has_root = calls[0].kind.startswith(("broadcast", "scatter"))
+    root = calls[0].root if has_root else None
     return [
         f"{'sent' if root in (None, index) else 'would receive'} {value}"
         for index, value in enumerate(values)

@@ -44,7 +44,6 @@ from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.core.pending_operations import PendingOperation
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.progress.task import TaskCoroutine
-from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel, Disagreement, Until, Wait
 from ringcomm.transport.control_messages import Watch
 from ringcomm.transport.node.shm import NodeTeam
@@ -133,11 +132,10 @@ class Routes:
 
     async def _mismatch(
         self, work: PendingOperation, plan: Plan[Any], stream: int, *, has_moved: bool
-    ) -> MismatchError:
+    ) -> Exception:
         talk = self._channel(work, stream, CALLS)
-        error = await mismatch(plan.call, work.ticket.number, talk, has_moved=has_moved)
-        error.__cause__ = work.problem
-        return error
+        number, problem = work.ticket.number, work.problem
+        return await mismatch(plan.call, number, talk, has_moved=has_moved, problem=problem)
 
     def _channel(
         self, work: PendingOperation, stream: int, channel: int, fingerprint: int | None = None

@@ -24,7 +24,7 @@ ParameterGroups = int | Sequence[Sequence[torch.nn.Parameter]]  # a number of gr
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """Arguments of DistributedOptimizer. Raises ValueError if one is invalid."""
+    """Arguments of DistributedOptimizer. Raises ValueError or TypeError if one is invalid."""
 
     op: Op = AVERAGE
     compression: Compressor = Compression.none
