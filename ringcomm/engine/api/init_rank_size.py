@@ -61,6 +61,7 @@ _log = logging.getLogger("ringcomm")
 engine: Callable[[], Engine] = current_engine.engine
 _mpi: Started | None = None  # MPI is started once per process and survives shutdown()
 _is_mpi_broken = False  # a rank died or left early: MPI_Finalize would wait for it
+_is_exiting = False  # _at_exit() has begun
 _was_elastic = False  # of a job that goes on after it has lost ranks
 _unended: World | None = None  # shutdown() waited for others in vain; init() may end it
 _unheard: LastWords | None = None  # of a world whose shutdown() raised an error
@@ -106,8 +107,8 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         refuse_late_settings,
         refuse_silent_singleton,
         require_ranks,
+        require_running,
         start_deadline,
-        start_mpi,
     )
 
     if _unended is not None:
@@ -121,8 +122,8 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         refuse_foreign_ranks()
     with start_deadline(settings.timeout_s or math.inf):
         if _mpi is None:
-            _mpi = start_mpi()
-            atexit.register(_at_exit)  # calls MPI_Finalize, or prevents it
+            _mpi = _begin_mpi()
+        require_running(_mpi.mpi)
         refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
         require_ranks(_mpi.mpi, comm)
         refuse_late_settings(_mpi, is_fault_tolerant=is_fault_tolerant())
@@ -158,6 +159,15 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         end_outside()
     if engine.job_rank == 0:
         _warn_at_start(world, _mpi)
+
+
+def _begin_mpi() -> Started:
+    from ringcomm.transport.start_mpi import before_finalize, start_mpi
+
+    started = start_mpi()
+    atexit.register(_at_exit)  # calls MPI_Finalize, or prevents it
+    before_finalize(started.mpi, _before_finalize)
+    return started
 
 
 def _warn_at_start(world: World, started: Started) -> None:
@@ -319,10 +329,19 @@ def _end_in_order(world: World) -> None:
     _unended, _unheard, _is_mpi_broken = None, None, False
 
 
+def _before_finalize() -> None:
+    """Leave the job, because the program calls MPI_Finalize, which ends the wire."""
+    world = current()
+    if world is not None and not _is_exiting and world.words.failure is None:
+        shutdown()
+
+
 def _at_exit() -> None:
     """Leave the job. Call MPI_Finalize unless a rank has failed: it would hang then."""
+    global _is_exiting  # noqa: PLW0603
     if parent_rank_pid() is not None or _mpi is None:
         return
+    _is_exiting = True
     world = current()
     failure = None if world is None else _leave_job(world)
     if failure is not None:  # the job waits for this process, and torch takes 1.0 s of CPU to end,

@@ -1,0 +1,59 @@
+"""MPI that a program starts late or ends early: it works, or is refused before MPI aborts."""
+
+import pytest
+from harness import run_script
+
+BEGIN = """
+import atexit
+import mpi4py
+import numpy as np
+import ringcomm as rc
+
+def end():
+    from mpi4py import MPI
+    MPI.Finalize()
+
+def use():
+    rc.init()
+    assert rc.allreduce(np.ones(2)).sum() == 4
+
+"""
+CASES = {
+    "ends MPI without shutdown()": "use(); end(); assert not rc.is_initialized()",
+    "ends MPI after shutdown()": "use(); rc.shutdown(); end()",
+    "ends MPI at exit, before ringcomm does": "use(); atexit.register(end)",
+    "imports MPI before, and ends it": "from mpi4py import MPI; use(); end()",
+    "leaves a late start to ringcomm": (
+        "mpi4py.rc.initialize = False; from mpi4py import MPI; use()"
+    ),
+    "starts MPI late, and ends it": (
+        "mpi4py.rc.initialize = False; from mpi4py import MPI; MPI.Init(); use(); end()"
+    ),
+    "goes on after the end": """
+use()
+end()
+for call in (lambda: rc.allreduce(np.ones(2)), rc.init):
+    try:
+        call()
+        raise AssertionError("it was not refused")
+    except (rc.NotInitializedError, rc.ConfigError) as error:
+        print(type(error).__name__, error)
+""",
+    "starts after the end": """
+from mpi4py import MPI
+end()
+try:
+    rc.init()
+    raise AssertionError("it was not refused")
+except rc.ConfigError as error:
+    assert str(error).startswith("ringcomm.init: MPI_Finalize was called"), error
+""",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_program_that(case, tmp_path):
+    job = run_script(2, BEGIN + CASES[case], cwd=tmp_path)
+    assert job.code == 0, job.output
+    if case == "leaves a late start to ringcomm":
+        assert "too late" not in job.output
