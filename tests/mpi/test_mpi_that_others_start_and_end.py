@@ -57,3 +57,22 @@ def test_a_program_that(case, tmp_path):
     assert job.code == 0, job.output
     if case == "leaves a late start to ringcomm":
         assert "too late" not in job.output
+
+
+def test_a_hook_that_ends_mpi_hides_no_failure(tmp_path):
+    """The others hear what the rank raised, and not that it left in order."""
+    text = """
+import sys
+def hook(*error):
+    end()
+    sys.__excepthook__(*error)
+use()
+sys.excepthook = hook
+if rc.rank() == 1:
+    raise ValueError("boom")
+rc.allreduce(np.ones(2))
+"""
+    job = run_script(2, BEGIN + text, cwd=tmp_path)
+    assert job.code == 1, job.output
+    assert "raised ValueError" in job.output
+    assert "called shutdown()" not in job.output

@@ -332,8 +332,13 @@ def _end_in_order(world: World) -> None:
 def _before_finalize() -> None:
     """Leave the job, because the program calls MPI_Finalize, which ends the wire."""
     world = current()
-    if world is not None and not _is_exiting and world.words.failure is None:
+    if world is None or _is_exiting:
+        return
+    world.words.notice_unseen_exception()  # a sys.excepthook of the program may be what calls
+    if world.words.failure is None:
         shutdown()
+    else:
+        tell_the_others(world.words.failure)
 
 
 def _at_exit() -> None:
