@@ -1,9 +1,10 @@
 """Ranks as threads, each with a simulated GPU."""
 
 import simulated_gpu as sim
-from harness import run_ranks
+from harness import outcomes, run_ranks
 from simulated_nccl import FakeNccl
 
+from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor.gpus import Gpus
 
@@ -23,6 +24,21 @@ def on_gpus(size, body, folder, *, transport="auto", seed=0, settings=None, **op
             gpu.close()
 
     return run_ranks(size, main, settings=settings)
+
+
+def with_fault(size, body, folder, *, timeout_s=120, settings=None, **options):
+    """Return each rank's result or exception; GPUs are closed when all are through."""
+    gpus = {}
+
+    def main(rank):
+        gpus[rank] = begin(rank, folder, **options)
+        return body(rank, gpus[rank])
+
+    try:
+        return outcomes(size, main, settings=Settings(timeout_s=timeout_s, **settings or {}))
+    finally:
+        for gpu in gpus.values():
+            gpu.close()
 
 
 def begin(rank, folder, transport="auto", seed=0, **options):

@@ -80,7 +80,11 @@ class SimulatedGpu:
         longest: the most entries that a stream has had.
         n_updates: launches of the kernel that updates.
         n_packs: of the one that packs.
-        n_queries: how often it was asked for an event.
+        n_late_loads: kernels that a launch had to load.
+        strays: streams that were left for GPU 0, as its thread used no other GPU.
+        depth: entries that a stream takes before it blocks.
+        is_loading: a function is being loaded, or has been.
+        context: the lock of the context, which each call of CUDA takes.
         registered: addresses of host memory that it reaches.
     """
 
@@ -114,24 +118,38 @@ class SimulatedGpu:
         self._is_frozen = False
         self.failure = None
         self.set_room(1 << 20)
-        self.n_done = self.longest = self.n_updates = self.n_packs = self.n_queries = 0
+        self.n_done = self.longest = self.n_updates = self.n_packs = 0
+        self.n_late_loads = self.strays = 0
+        self.depth = 1000
+        self.context = threading.RLock()
+        self.is_loading = threading.Event()
+        self._captures, self._loaded = {}, set()
         self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
         self._thread.start()
 
     # --- Device -----------------------------------------------------------------------------------
     @contextlib.contextmanager
     def active(self):
-        yield
+        with on_gpu(self):
+            yield
+
+    @contextlib.contextmanager
+    def _call(self, *, is_unsafe=False):
+        """Take the context's lock, as each call of CUDA does; others may hold it long."""
+        with self.context:
+            if is_unsafe and self._captures and not _here.leaves_captures_alone:
+                self._captures = dict.fromkeys(self._captures, False)
+            yield
 
     def new_stream(self):
         handle = next(_serial)
-        with self._lock:
+        with self._call(), self._lock:
             self._streams[handle] = deque()
         return handle
 
     def new_event(self):
         handle = next(_serial)
-        with self._lock:
+        with self._call(), self._lock:
             self._recorded[handle] = self._reached[handle] = 0
         return handle
 
@@ -146,31 +164,65 @@ class SimulatedGpu:
             self._freed.remove(stream)
             del self._streams[stream]
 
-    def free_event(self, event):
-        pass  # a later use of it is looked up, and works: CUDA defers the end of an event, too
-
     def record(self, event, stream):
         with self._lock:
             self._recorded[event] += 1
             turn = self._recorded[event]
-        self.give(stream, lambda: self._reached.__setitem__(event, turn))
+        self.enqueue(stream, lambda: self._note(event, turn))
+
+    def _note(self, event, turn):
+        self._reached[event] = max(turn, self._reached[event])
 
     def await_event(self, stream, event):
         turn = self._recorded[event]
-        self.give(stream, lambda: None, lambda: self._reached[event] >= turn)
+        self.enqueue(stream, lambda: None, lambda: self._reached[event] >= turn)
 
-    def is_reached(self, event):
-        self.n_queries += 1
+    def query(self, event):
+        """Ask for an event, as ringcomm never does: that ends captures by other threads."""
+        with self._call(is_unsafe=True):
+            return self._is_reached(event)
+
+    def _is_reached(self, event):
         if self.failure is not None:
             raise RingcommError(f"the simulated GPU failed: {self.failure!r}") from self.failure
-        if self._is_closed:
-            return True
-        return self._reached[event] >= self._recorded[event]
+        return self._is_closed or self._reached[event] >= self._recorded[event]
+
+    def require_sound(self, stream):
+        with self._call(is_unsafe=True):
+            if self.failure is not None:
+                raise RingcommError(f"the simulated GPU failed: {self.failure!r}") from self.failure
+            if self._is_closed:
+                raise RingcommError("the simulated GPU is closed")
+
+    def is_capturing(self, stream):
+        return stream in self._captures
+
+    def leave_captures_alone(self):
+        _here.leaves_captures_alone = True
 
     def copy(self, stream, target, source, nbytes):
-        self.give(stream, lambda: ctypes.memmove(target, source, nbytes))
+        self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def load(self, kernel):
+        self.load_function(kernel.defines)
+
+    def load_function(self, name):
+        """Load a function, as a library does with the first launch: once all streams are idle."""
+        with self._call(is_unsafe=True):
+            if name in self._loaded:
+                return
+            self.is_loading.set()
+            while any(self._streams.values()) and not self._is_closed:
+                time.sleep(_IDLE_S)  # the scheduler, and others, bring it about
+            self._loaded.add(name)
 
     def launch(self, stream, kernel):
+        with self._call():
+            self.n_late_loads += kernel.defines not in self._loaded
+            self.load_function(kernel.defines)
+            self._launch(stream, kernel)
+
+    def _launch(self, stream, kernel):
         self.n_updates += isinstance(kernel, UpdateKernel)
         self.n_packs += isinstance(kernel, PackKernel)
 
@@ -179,7 +231,7 @@ class SimulatedGpu:
                 gpu_emulation.launch(kernel)
 
         is_reduction = isinstance(kernel, ReduceKernel)
-        self.give(stream, (lambda: _reduce(kernel)) if is_reduction else work)
+        self.enqueue(stream, (lambda: _reduce(kernel)) if is_reduction else work)
 
     def set_room(self, nbytes):
         """Give tables for packing this much room."""
@@ -187,6 +239,10 @@ class SimulatedGpu:
         self.layouts = Layouts(self._room, self._room.ctypes.data)
 
     def allocate(self, nbytes):
+        with self._call(is_unsafe=True):
+            return self._allocate(nbytes)
+
+    def _allocate(self, nbytes):
         file = _File(self._folder / f"{os.getpid()}-{next(_serial)}", nbytes)
         self._files.append(file)  # what is used too late finds other values, and no fault
         return file
@@ -194,7 +250,7 @@ class SimulatedGpu:
     def pooled(self, nbytes):
         """Return memory; on stream 0, as pools do, that of an array of it that was dropped."""
         kept = self.pool.get(nbytes) if current_stream() == 0 else None
-        return kept.pop() if kept else self.allocate(nbytes)
+        return kept.pop() if kept else self._allocate(nbytes)
 
     def export(self, memory):
         assert self.can_export
@@ -210,21 +266,22 @@ class SimulatedGpu:
 
     def register(self, memory):
         assert memory.ctypes.data % 4096 == 0, "only whole pages can be registered"
-        self.registered.add(memory.ctypes.data)
+        with self._call(is_unsafe=True):
+            self.registered.add(memory.ctypes.data)
         return memory.ctypes.data
 
     def unregister(self, memory):
         self.registered.remove(memory.ctypes.data)
 
     def write_value(self, stream, address, value):
-        assert self.has_stream_values
         flag = ctypes.c_uint32.from_address(address)
-        self.give(stream, lambda: setattr(flag, "value", value))
+        self.enqueue(stream, lambda: setattr(flag, "value", value))
 
     def await_value(self, stream, address, value):
         assert self.has_stream_values
         flag = ctypes.c_uint32.from_address(address)
-        self.give(stream, lambda: None, lambda: (flag.value - value) % (1 << 32) < 1 << 31)
+        is_there = lambda: (flag.value - value) % (1 << 32) < 1 << 31  # noqa: E731
+        self.enqueue(stream, lambda: None, is_there)
 
     def close(self):
         with self._lock:
@@ -238,6 +295,22 @@ class SimulatedGpu:
             kept.clear()
 
     # --- what tests look at, and the fake NCCL uses -----------------------------------------------
+    def enqueue(self, stream, action, is_ready=lambda: True):
+        """Put something on a stream by a call, which blocks as long as the stream is full."""
+        with self._call():
+            if self._captures.get(stream) is not None:
+                self._captures[stream] = False  # it awaits, or writes, what is outside of the graph
+            while len(self._streams.get(stream, ())) >= self.depth and not self._is_closed:
+                time.sleep(_IDLE_S)  # the scheduler makes room
+            self.give(stream, action, is_ready)
+
+    def begin_capture(self, stream):
+        """Make a stream capture a graph; end_capture() returns True if nothing has disturbed it."""
+        self._captures[stream] = True
+
+    def end_capture(self, stream):
+        return self._captures.pop(stream)
+
     def give(self, stream, action, is_ready=lambda: True):
         """Put something on a stream; on HOST it happens now."""
         if stream == HOST:
@@ -259,10 +332,12 @@ class SimulatedGpu:
 
     def finish(self, stream=0, timeout_s=120):
         """Wait until a stream is through, as torch.cuda.synchronize() does."""
-        event = self.new_event()
-        self.record(event, stream)
+        event = next(_serial)
+        with self._lock:
+            self._recorded[event], self._reached[event] = 1, 0
+        self.give(stream, lambda: self._note(event, 1))
         deadline = time.monotonic() + timeout_s
-        while not self.is_reached(event):
+        while not self._is_reached(event):
             assert time.monotonic() < deadline, f"stream {stream} is stuck: {self.describe()}"
             time.sleep(_IDLE_S)  # as a host waits for a GPU
 
@@ -279,8 +354,8 @@ class SimulatedGpu:
     def _run(self):
         while True:
             with self._lock:
-                if self._is_closed:
-                    return
+                if self._is_closed or self.failure is not None:
+                    return  # after an error no stream goes on
                 busy = [queue for queue in self._streams.values() if queue]
                 if not busy:
                     self._lock.wait()
@@ -384,6 +459,7 @@ def _numpy_dtype(dtype):
 class _Here(threading.local):
     gpu = None
     streams = (0,)
+    leaves_captures_alone = False
 
 
 _here = _Here()
@@ -412,6 +488,18 @@ def on_stream(stream, gpu=None):
         yield
     finally:
         _here.streams, _here.gpu = before
+        if _here.gpu is None and gpu is not None:
+            gpu.strays += 1  # cudaSetDevice(0) makes a context there
+
+
+@contextlib.contextmanager
+def on_gpu(gpu):
+    """Make this the GPU of this thread for a while, as a context that is pushed."""
+    before, _here.gpu = _here.gpu, gpu
+    try:
+        yield
+    finally:
+        _here.gpu = before
 
 
 def array(values):

@@ -4,9 +4,11 @@ import itertools
 import json
 import os
 import re
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from simulated_gpu import SimulatedGpu, bytes_at
@@ -42,12 +44,15 @@ _OPS = {code: op for op, code in nccl_module.OPERATORS.items() if op.value != "a
 class FakeCommunicator:
     """What NCCL does to memory, one call after another; ranks that call different things stick."""
 
+    late_connections: ClassVar = []  # kinds of operations that blocked who launched the first one
+
     def __init__(self, gpu, folder, name, rank, size):
         self._gpu, self._folder, self._name = gpu, folder, name
         self._rank, self._size = rank, size
         self._n_calls = 0
         self._group = None
         self.is_aborted = False
+        self._connected = set()
         self._publish("join", {})
         deadline = time.monotonic() + 30
         while not self._all("join"):
@@ -131,6 +136,7 @@ class FakeCommunicator:
 
     def _enqueue(self, kind, what, sources, work, stream, *, is_alike=True):
         """Put three things on the stream: show what is called, compute from all, write it."""
+        self._connect(kind)
         turn = self._n_calls
         self._n_calls += 1
         names = [f"{self._name}.{turn}.data.{self._rank}.{i}" for i in range(len(sources))]
@@ -156,9 +162,22 @@ class FakeCommunicator:
             for at, data in results:
                 bytes_at(at, data.nbytes)[:] = data
 
-        self._gpu.give(stream, show)
-        self._gpu.give(stream, compute, lambda: self.is_aborted or self._all(f"{turn}.call"))
-        self._gpu.give(stream, write, lambda: self.is_aborted or self._all(f"{turn}.done"))
+        self._gpu.enqueue(stream, show)
+        self._gpu.enqueue(stream, compute, lambda: self.is_aborted or self._all(f"{turn}.call"))
+        self._gpu.enqueue(stream, write, lambda: self.is_aborted or self._all(f"{turn}.done"))
+
+    def _connect(self, kind):
+        """Block with the first operation of a kind until all ranks have called it."""
+        if kind in self._connected:
+            return
+        self._connected.add(kind)
+        if threading.current_thread().name != "ringcomm-nccl":
+            self.late_connections.append(kind)
+        self._publish(f"connect {kind}", {})
+        deadline = time.monotonic() + 60
+        while not (self.is_aborted or self._all(f"connect {kind}")):
+            assert time.monotonic() < deadline, f"not all ranks call {kind}"
+            time.sleep(_IDLE_S)  # files of other processes
 
     def _reduced(self, calls, start, count, dtype, op):
         nbytes = count * _TYPES[dtype].itemsize

@@ -7,29 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 import simulated_gpu as sim
-from gpu_ranks import begin, choose
-from harness import outcomes
+from gpu_ranks import choose, with_fault
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES
-from ringcomm.config import Settings
 from ringcomm.gpu.executor import team as gpu_team
 from ringcomm.gpu.transports import ipc
-
-
-def with_fault(size, body, folder, *, timeout_s=120, settings=None, **options):
-    """Return each rank's result or exception; GPUs are closed when all are through."""
-    gpus = {}
-
-    def main(rank):
-        gpus[rank] = begin(rank, folder, **options)
-        return body(rank, gpus[rank])
-
-    try:
-        return outcomes(size, main, settings=Settings(timeout_s=timeout_s, **settings or {}))
-    finally:
-        for gpu in gpus.values():
-            gpu.close()
 
 
 def synchronize(gpu):
@@ -173,12 +156,12 @@ def test_what_is_half_on_a_stream_when_a_rank_dies_ends(tmp_path, monkeypatch):
         rc.barrier()
         n_put = 0
 
-        async def put_two(team, t, job):
+        async def put_two(team, t, *job):
             nonlocal n_put
             n_put += 1
             if rank == 1 and n_put == 2:
                 raise ValueError("boom")
-            await put(team, t, job)
+            return await put(team, t, *job)
 
         by_rank[rank] = put_two
         if rank == 1:
@@ -194,8 +177,8 @@ def test_what_is_half_on_a_stream_when_a_rank_dies_ends(tmp_path, monkeypatch):
 
     by_rank = {}
 
-    async def put_by_rank(team, t, job):
-        await by_rank.get(t.rank, partial(put))(team, t, job)
+    async def put_by_rank(team, t, *job):
+        return await by_rank.get(t.rank, partial(put))(team, t, *job)
 
     monkeypatch.setattr(gpu_team.GpuTeam, "put", put_by_rank)
     first, _, third = with_fault(3, body, tmp_path, settings={"fusion_mib": 0.008}, **choose("ipc"))

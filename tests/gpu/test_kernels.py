@@ -26,6 +26,7 @@ from ringcomm.gpu.kernels.pack import (
 )
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel, adam_numbers, sgd_numbers
+from ringcomm.gpu.kernels.write import WriteKernel
 
 F16, BF16, F32, F64 = (DTYPES[name] for name in (*HALVES, "float32", "float64"))
 FLOATS = [*HALVES, "float32", "float64", "complex64", "complex128"]
@@ -529,3 +530,12 @@ def test_a_planted_fault_is_caught(fault):
     assert source().count(old) == 1
     with pytest.raises(AssertionError):
         check(source().replace(old, new))
+
+
+# --- WRITE ----------------------------------------------------------------------------------------
+def test_a_number_is_written_once():
+    memory = Memory()
+    word = memory.place(np.zeros(1, np.uint32))
+    launch(WriteKernel(word.ctypes.data, 0xFFFFFFF0))
+    memory.check()
+    assert word[0] == 0xFFFFFFF0

@@ -236,30 +236,3 @@ def test_results_come_behind_what_their_memory_was_before(has_event, tmp_path, m
         if not all(seen):
             break
     assert all(seen) == has_event
-
-
-def test_the_gpu_is_asked_for_the_earliest_of_what_is_under_way(tmp_path):
-    """Each question takes a microsecond of the thread that does all else."""
-
-    def asked(gpu):
-        begin = gpu.n_queries
-        for _ in range(100):
-            rc.barrier()
-        return gpu.n_queries - begin
-
-    def body(rank):
-        gpu = sim.current_gpu()
-        x = sim.array(np.ones(10))
-        rc.allreduce_(x)
-        gpu.finish(0)
-        gpu.freeze()
-        counts = []
-        for n in (1, 30):
-            for number in range(n):
-                rc.allreduce_async_(sim.array(np.ones(10)), name=f"{n}.{number}").wait()
-            counts.append(asked(gpu))
-        gpu.thaw()
-        return counts
-
-    for one, many in on_gpus(2, body, tmp_path):
-        assert 0 < many < 3 * one

@@ -22,7 +22,7 @@ class Device(Allocator, Protocol):
         uuid: identifies the GPU; the same in every process.
         reaches: uuids of the GPUs of this host whose memory this GPU can reach, including its own.
         can_export: other processes can map its memory.
-        has_stream_values: a stream can write values to host memory, and wait for them.
+        has_stream_values: a stream can wait for values in host memory.
         regions: its memory that other processes can map.
         layouts: the chunk tables of the arrays that it packs.
     """
@@ -44,20 +44,30 @@ class Device(Allocator, Protocol):
     def new_event(self) -> int:
         """Return an event; it counts as reached until it is recorded."""
 
-    def free_event(self, event: int) -> None:
-        """Free an event; a stream that already waits for it goes on waiting."""
-
     def record(self, event: int, stream: int) -> None:
         """Record an event, which is reached once the stream's work so far is done."""
 
     def await_event(self, stream: int, event: int) -> None:
         """Make the stream wait until the last recording of the event is reached."""
 
-    def is_reached(self, event: int) -> bool:
-        """Return True if the event is reached. Raises RingcommError if the GPU has failed."""
+    def require_sound(self, stream: int) -> None:
+        """Raise RingcommError if the GPU has failed; asks for the state of a stream."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Return True if the stream captures a CUDA graph."""
+
+    def leave_captures_alone(self) -> None:
+        """Keep calls of this thread from ending the capture of a CUDA graph by another thread."""
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Copy between addresses of GPU memory or of registered host memory."""
+
+    def load(self, kernel: Kernel) -> None:
+        """Compile and load a kernel, which launch() would do, too.
+
+        The driver may load it only once all streams are idle, so call this before a stream waits
+        for another rank. Raises ConfigError if the kernel cannot be compiled.
+        """
 
     def launch(self, stream: int, kernel: Kernel) -> None:
         """Launch a kernel."""

@@ -1,4 +1,4 @@
-"""Functions of NVIDIA's driver that cupy lacks: stream values, contexts and uuids."""
+"""Functions of NVIDIA's driver that cupy lacks: stream values, captures, contexts and uuids."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ringcomm.errors import ConfigError, RingcommError
 # The numbers of cuda.h.
 _WAIT_GEQ, _WRITE_WITH_BARRIER = 0, 0
 _ERROR_NOT_SUPPORTED = 801
+_ERROR_IMPLICIT_CAPTURE = 906  # of the default stream, while a stream that it waits for captures
+_CAPTURE_MODE_RELAXED = 2
 CAN_FLUSH_REMOTE_WRITES = 98
 _WAIT_FLUSH = 1 << 30
 
@@ -29,6 +31,8 @@ class CudaDriver:
             self._uuid = self._cuda.cuDeviceGetUuid_v2
             self._device_pointer = self._cuda.cuMemHostGetDevicePointer_v2
             self._retain = self._cuda.cuDevicePrimaryCtxRetain
+            self._is_capturing = self._cuda.cuStreamIsCapturing
+            self._exchange_mode = self._cuda.cuThreadExchangeStreamCaptureMode
             self.push = self._cuda.cuCtxPushCurrent_v2
             self.pop = self._cuda.cuCtxPopCurrent_v2
         except (OSError, AttributeError) as error:
@@ -38,6 +42,7 @@ class CudaDriver:
             ) from error
         for function in (self._write, self._wait):
             function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        self._is_capturing.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 
     def write_value(self, stream: int, address: int, value: int) -> None:
         """See Device."""
@@ -56,6 +61,21 @@ class CudaDriver:
         """
         code: int = self._write(stream, address, 0, _WRITE_WITH_BARRIER)
         return code != _ERROR_NOT_SUPPORTED
+
+    def is_capturing(self, stream: int) -> bool:
+        """See Device."""
+        status = ctypes.c_int()
+        code: int = self._is_capturing(stream, ctypes.byref(status))
+        if code == _ERROR_IMPLICIT_CAPTURE:
+            return True
+        self.require("cuStreamIsCapturing", code)
+        return status.value != 0
+
+    def relax_captures(self) -> None:
+        """See Device.leave_captures_alone()."""
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        code = self._exchange_mode(ctypes.byref(mode))
+        self.require("cuThreadExchangeStreamCaptureMode", code)
 
     def context(self, index: int) -> Context:
         """Return the primary context of a GPU, which CUDA's runtime, torch and cupy use."""

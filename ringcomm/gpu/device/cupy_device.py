@@ -17,6 +17,7 @@ from ringcomm.gpu.device.ipc_memory import Regions
 from ringcomm.gpu.device.pack_layouts import Layouts
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, whole_pages
 from ringcomm.gpu.kernels.compiling import Kernels
+from ringcomm.gpu.kernels.write import WriteKernel
 from ringcomm.nvidia.find_software import probe
 from ringcomm.nvidia.judge_software import require
 
@@ -62,19 +63,20 @@ class _CudaDevice:
         self._context = self._driver.context(index)
         self._registered: dict[int, tuple[Bytes, int]] = {}
         # Functions of CUDA that serve as methods of Device.
-        self.free_event: Any = self._runtime.eventDestroy
         self.record: Any = self._runtime.eventRecord
         self.await_event: Any = self._runtime.streamWaitEvent
-        self.write_value = self._driver.write_value
         self.regions = Regions(self)
         with self.active():
             room = whole_pages(_ROOM_FOR_TABLES)
             self.layouts = Layouts(room, self.register(room))
-            self.launch = Kernels(index).launch
+            kernels = Kernels(index)
+            self.launch, self.load = kernels.launch, kernels.load
             self.reaches = self._neighbours()
             self._flushes = bool(self._runtime.deviceGetAttribute(CAN_FLUSH_REMOTE_WRITES, index))
             self.can_export = self._try_export()
             self.has_stream_values = self._try_values()
+            if not self.has_stream_values:
+                self.load(WriteKernel(0, 0))
 
     def active(self) -> AbstractContextManager[object]:
         return self._context
@@ -91,15 +93,20 @@ class _CudaDevice:
         event: int = self._runtime.eventCreateWithFlags(_WITHOUT_TIMING)
         return event
 
-    def is_reached(self, event: int) -> bool:
-        status = self._runtime.eventQuery(event)
+    def require_sound(self, stream: int) -> None:
+        status = self._runtime.streamQuery(stream)
         if status not in (0, _NOT_READY):
             raise RingcommError(
                 f"GPU {self.index} ({self._name}) failed with CUDA's error {status}; nothing that "
                 "is on it can be used any more. The cause may be a kernel of this program: run it "
                 "with CUDA_LAUNCH_BLOCKING=1"
             )
-        return bool(status == 0)
+
+    def is_capturing(self, stream: int) -> bool:
+        return self._driver.is_capturing(stream)
+
+    def leave_captures_alone(self) -> None:
+        self._driver.relax_captures()
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         self._runtime.memcpyAsync(target, source, nbytes, _ANY_DIRECTION, stream)
@@ -136,6 +143,12 @@ class _CudaDevice:
                 self._runtime.hostRegister(at, memory.nbytes, _PORTABLE_AND_MAPPED)
                 self._registered[at] = memory, self._driver.device_pointer(at)
         return self._registered[at][1]
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        if self.has_stream_values:
+            self._driver.write_value(stream, address, value)
+        else:
+            self.launch(stream, WriteKernel(address, value))
 
     def await_value(self, stream: int, address: int, value: int) -> None:
         self._driver.await_value(stream, address, value, flushes=self._flushes)

@@ -8,7 +8,7 @@ from typing import Final
 from ringcomm.arrays.base import Span
 from ringcomm.collectives.message_patterns import consecutive
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.kernels.pack import PACKED_ITEMSIZES
+from ringcomm.gpu.kernels.pack import PACKED_ITEMSIZES, PackKernel
 
 _WORTH_A_KERNEL: Final = 3  # arrays
 
@@ -21,6 +21,13 @@ def pack(device: Device, stream: int, arrays: Sequence[Span], buffer: Span) -> N
 def unpack(device: Device, stream: int, arrays: Sequence[Span], buffer: Span) -> None:
     """Copy arrays from the buffer to which pack() copied them."""
     _copy(device, stream, arrays, buffer, unpacks=True)
+
+
+def load(device: Device, itemsize: int) -> None:
+    """Load the kernels that pack and unpack elements of a size; see Device.load()."""
+    if itemsize in PACKED_ITEMSIZES:
+        for unpacks in (False, True):
+            device.load(PackKernel((), 0, itemsize, unpacks, 0, 0))
 
 
 def _copy(

@@ -24,7 +24,6 @@ class Block:
 
     whole: Bytes
     nbytes: int  # the argument of take()
-    address: int  # on the GPU
 
     @property
     def bytes(self) -> Bytes:
@@ -46,10 +45,11 @@ class HostPool:
         self._lock = threading.Lock()
         self._free: dict[int, list[Block]] = {}
         self._returned: deque[Block] = deque()  # __del__ adds to it, maybe while the lock is held
+        self._registered: set[int] = set()  # addresses of blocks
         self._all: list[Bytes] = []
 
     def take(self, nbytes: int) -> Block:
-        """Return uninitialised memory. Raises MemoryError."""
+        """Return uninitialised memory; calls no function of CUDA. Raises MemoryError."""
         size = max(_SMALLEST, 1 << max(nbytes - 1, 0).bit_length())
         with self._lock:
             while self._returned:
@@ -59,7 +59,15 @@ class HostPool:
             block = kept.pop() if kept else None
         if block is None:
             return self._new(size, nbytes)
-        return Block(block.whole, nbytes, block.address)
+        return Block(block.whole, nbytes)
+
+    def address(self, block: Block) -> int:
+        """Return the block's address on the GPU; registers a new block, which calls CUDA."""
+        with self._lock:
+            if block.whole.ctypes.data not in self._registered:
+                self._registered.add(block.whole.ctypes.data)
+                self._all.append(block.whole)
+            return self._device.register(block.whole)
 
     def give_back(self, block: Block) -> None:
         """Keep a block, which no stream uses any more, for a later take(). Takes no lock."""
@@ -95,10 +103,7 @@ class HostPool:
             self._device.unregister(memory)
 
     def _new(self, size: int, nbytes: int) -> Block:
-        whole = whole_pages(size, self._take)
-        address = self._device.register(whole)
-        self._all.append(whole)
-        return Block(whole, nbytes, address)
+        return Block(whole_pages(size, self._take), nbytes)
 
 
 def whole_pages(nbytes: int, take: Callable[[int], Bytes | None] = lambda _: None) -> Bytes:

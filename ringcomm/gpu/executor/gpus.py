@@ -11,7 +11,7 @@ from ringcomm.arrays.base import Array, DeviceAdapter
 from ringcomm.engine.core.layer_hooks import Extension
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue
+from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, refuse_capture
 from ringcomm.gpu.executor.team import GpuTeam
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Gpus:
         for team in self._teams.values():
             team.close(is_clean=is_clean)
         for memory in self._memories.values():
-            memory.host.close(is_clean=is_clean)
+            memory.close(is_clean=is_clean)
         self._teams.clear()
         self._engine.extensions.drop(_GPUS)  # ends the reference cycle with the engine
 
@@ -177,6 +177,7 @@ def issue_of(group: Group, adapter: DeviceAdapter, *arrays: Array) -> Issue:
 
     Raises:
         ConfigError: the GPU cannot be used.
+        RingcommError: the caller's stream captures a CUDA graph.
         ValueError: the arrays are on several GPUs.
     """
     indices = sorted({adapter.device(x) for x in arrays})
@@ -184,4 +185,5 @@ def issue_of(group: Group, adapter: DeviceAdapter, *arrays: Array) -> Issue:
         raise ValueError(f"the arrays are on GPUs {indices}: one call takes arrays of one GPU")
     memory = Gpus.of(group.engine).memory(indices[0])
     stream = adapter.stream(indices[0])
-    return Issue(adapter, memory, stream, [Event(memory.device, stream)])
+    refuse_capture(memory.device, stream)
+    return Issue(adapter, memory, stream, [Event(memory, stream)])

@@ -83,18 +83,8 @@ class _Course:
         team = Gpus.of(self.group.engine).team(self.group)
         async with team.turn(t, self.issue):
             if team.transport is not None and not self.host_only:
-                stream = team.begin(self.issue)
-                todo = jobs(team)
-                keeps = (*todo, *self.sources)
-                try:
-                    for job in todo:
-                        await team.put(t, job)
-                    with self.issue.on(stream):
-                        result = self.finish()
-                except BaseException:  # a death, or an error of CUDA; follow() is not called
-                    team.break_off(keeps)
-                    raise
-                return team.follow(t, self.issue, stream, result, keeps=keeps)
+                keeps = self.sources
+                return await team.carry_out(t, self.issue, jobs, self.finish, keeps)
         if team.transport is not None:
             team.announce(self.host_only)
         return await through_host(
@@ -189,7 +179,8 @@ def _gathering(o: Gathering) -> Plan[Any]:
     async def run(t: Channel) -> Any:
         rows = await gather_counts(shape[0], t)
         is_due = o.root in (None, t.rank)
-        out = issue.empty(x, (sum(rows), *shape[1:])) if is_due else None
+        wanted = (sum(rows), *shape[1:])
+        out = await issue.memory.launcher.call(lambda: issue.empty(x, wanted)) if is_due else None
         parts = consecutive([n * width for n in rows])
         takers = range(t.size) if o.root is None else [o.root]
         pulls = tuple(
@@ -249,7 +240,8 @@ def _alltoall(o: Alltoall) -> Plan[Any]:
         rows = await gather_alike(np.array(o.sent, np.int64).tobytes(), t)
         table = np.frombuffer(b"".join(rows), np.int64).reshape(t.size, t.size)
         received = table[:, t.rank].tolist()
-        out = issue.empty(x, (sum(received), *shape[1:]))
+        wanted = (sum(received), *shape[1:])
+        out = await issue.memory.launcher.call(lambda: issue.empty(x, wanted))
         result = (out, received) if o.return_splits else out
         course = _Course(group, issue, [source], [out], lambda: result, o.on_mirrors)
         job = Job(Move(span, adapter.span(out), _exchanges(table, width)))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from ringcomm.arrays.base import Array, Bytes, DeviceAdapter, Flat, Span
 from ringcomm.engine.core.engine_state import n_forks
 from ringcomm.engine.core.plan import Deferred
+from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.device.shared_pinned_pool import HostPool
+from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool, whole_pages
+from ringcomm.gpu.executor.launcher import Launcher
 
 R = TypeVar("R")
 _LOOK_EVERY_S = 2e-5
+_LINE_NBYTES = 128  # no two words of different streams share a cache line
 
 
 class GpuMemory:
@@ -29,13 +34,20 @@ class GpuMemory:
     Attributes:
         host: host memory for copies, shared by the ranks of the node if possible.
         copy_stream: the stream for copies to and from host memory.
+        copies: the marks of copy_stream.
+        launcher: the thread that calls CUDA for the progress loop.
+        spare_events: events that nobody uses any more.
     """
 
     def __init__(self, device: Device, take: Callable[[int], Bytes | None]) -> None:
         self.device = device
+        self.host = HostPool(device, take)
+        self.spare_events: deque[int] = deque()
+        self._spare_lines: deque[tuple[Bytes, int]] = deque()
         with device.active():
             self.copy_stream = device.new_stream()
-        self.host = HostPool(device, take)
+        self.launcher = Launcher(device, self.copy_stream)
+        self.copies = Marks(self, self.copy_stream)
 
     def upload(self, x: Flat, target: Span, ready: Event) -> None:
         """Copy host memory to the GPU once `ready` is reached; blocks until the copy is done."""
@@ -45,62 +57,110 @@ class GpuMemory:
         block.bytes[:] = x.bytes
         with self.device.active():
             self.device.await_event(self.copy_stream, ready.handle)
-            self.device.copy(self.copy_stream, target.address, block.address, target.nbytes)
-        here = Event(self.device, self.copy_stream)
-        while not here.is_reached:
+            at = self.host.address(block)
+            self.device.copy(self.copy_stream, target.address, at, target.nbytes)
+            here = Reached(self.copies.make())
+        while not here.test():
             time.sleep(_LOOK_EVERY_S)  # only this short copy is awaited
         self.host.give_back(block)
 
+    def take_line(self) -> tuple[Bytes, int]:
+        """Return zeroed host memory for the word of one stream, and its address on the GPU."""
+        if not self._spare_lines:
+            page = whole_pages(PAGE_NBYTES)
+            at = self.host.register(page)
+            starts = range(0, PAGE_NBYTES, _LINE_NBYTES)
+            self._spare_lines.extend((page[i : i + _LINE_NBYTES], at + i) for i in starts)
+        line, address = self._spare_lines.popleft()
+        line[:] = 0
+        return line, address
 
-class Event:
-    """The present end of a stream's work; the event is reached once that work is done.
+    def give_line(self, line: Bytes, address: int) -> None:
+        """Keep a line, to which no stream writes any more, for a later take_line()."""
+        self._spare_lines.append((line, address))
 
-    Attributes:
-        was_reached: is_reached has returned True.
+    def close(self, *, is_clean: bool) -> None:
+        """End the thread, and free the memory if `is_clean`: no stream uses it."""
+        self.launcher.stop()
+        self.host.close(is_clean=is_clean)
+
+
+class Marks:
+    """Counts how far a stream has come, in a word of host memory that the stream writes.
+
+    Who reads the word calls no function of CUDA. Such a call may block as long as the stream waits
+    for another rank, and the query of an event ends the capture of a CUDA graph.
     """
 
-    def __init__(self, device: Device, stream: int) -> None:
-        self._device = device
-        self._n_forks = n_forks()
-        self.was_reached = False
-        with device.active():
-            self.handle = device.new_event()
-            device.record(self.handle, stream)
+    def __init__(self, memory: GpuMemory, stream: int) -> None:
+        self.launcher = memory.launcher
+        self._device, self._stream = memory.device, stream
+        self._line, self._address = memory.take_line()
+        self._word = self._line[:4].view(np.uint32)
+        self._n_made = 0
+
+    def make(self) -> Mark:
+        """Return a mark of the stream's present end; within `device.active()`."""
+        self._n_made = (self._n_made + 1) % (1 << 32)
+        self._device.write_value(self._stream, self._address, self._n_made)
+        return Mark(self, self._n_made)
+
+    def has_passed(self, number: int) -> bool:
+        """Return True if the stream has written this number, or a later one."""
+        return (int(self._word[0]) - number) % (1 << 32) < 1 << 31
+
+    def close(self, memory: GpuMemory) -> None:
+        """Give the word back, once the stream's work is done."""
+        memory.give_line(self._line, self._address)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in the work of a stream."""
+
+    marks: Marks
+    number: int
 
     @property
     def is_reached(self) -> bool:
-        """True if the event is reached. Raises RingcommError if the GPU has failed."""
-        if not self.was_reached:
-            with self._device.active():
-                self.was_reached = self._device.is_reached(self.handle)
-        return self.was_reached
+        """True once the stream's work up to the mark is done. Calls no function of CUDA."""
+        return self.marks.has_passed(self.number)
+
+
+class Event:
+    """The present end of a stream's work, for which other streams can wait."""
+
+    def __init__(self, memory: GpuMemory, stream: int) -> None:
+        self._memory = memory
+        self._n_forks = n_forks()
+        device = memory.device
+        with device.active():
+            spare = memory.spare_events
+            self.handle = spare.popleft() if spare else device.new_event()
+            device.record(self.handle, stream)
 
     def __del__(self) -> None:
-        if hasattr(self, "handle") and n_forks() == self._n_forks and not sys.is_finalizing():
-            with self._device.active():
-                self._device.free_event(self.handle)
+        # Any thread may come here, also one that must not call CUDA. A stream that waits for an
+        # event waits for the recording that was the last at that time.
+        if hasattr(self, "handle") and n_forks() == self._n_forks:
+            self._memory.spare_events.append(self.handle)
 
 
 class Reached:
-    """Request that waits for an event.
-
-    `behind` is an earlier event of the same stream, for which another Reached waits. So only the
-    earliest of many events of a stream is polled.
-    """
+    """Request that waits for a mark."""
 
     source = -1
 
-    def __init__(self, event: Event, behind: Event | None = None) -> None:
-        self._event = event
-        self._behind = behind
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+        self._launcher = mark.marks.launcher
 
     def test(self) -> bool:
-        """Return True if the event is reached. Raises RingcommError if the GPU has failed."""
-        if self._behind is not None:
-            if not self._behind.was_reached:
-                return False
-            self._behind = None
-        return self._event.is_reached
+        """Return True if the mark is reached. Raises RingcommError if the GPU has failed."""
+        if self._mark.is_reached:
+            return True
+        self._launcher.require_sound()
+        return False
 
     def cancel(self) -> None:
         """Do nothing: a stream cannot be stopped."""
@@ -116,7 +176,11 @@ class Issue:
     ready: list[Event]  # all are reached once the arrays can be read, or be written to
 
     def on(self, stream: int) -> AbstractContextManager[object]:
-        """Return a context in which `stream` is the array library's current stream on the GPU."""
+        """Return a context in which `stream` is the array library's current stream on the GPU.
+
+        Only for the launcher's thread, which is in the GPU's context: the libraries leave a stream
+        by going back to the thread's former GPU, which is else GPU 0.
+        """
         return self.adapter.on_stream(self.memory.device.index, stream)
 
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
@@ -127,7 +191,7 @@ class Issue:
         """
         with self.on(self.stream):
             made = self.adapter.empty(like, shape)
-        self.ready.append(Event(self.memory.device, self.stream))
+        self.ready.append(Event(self.memory, self.stream))
         return made
 
     def let_wait(self, stream: int) -> None:
@@ -145,12 +209,19 @@ class Launched(Deferred, Generic[R]):
         result: the operation's result.
         issue: the operation's Issue.
         done: the event that is reached once the result is complete.
+        mark: a mark that is reached then, too.
         require_unbroken: function that raises the error that has broken the engine, if any.
     """
 
     def __init__(
-        self, result: R, issue: Issue, done: Event, require_unbroken: Callable[[], None]
+        self,
+        result: R,
+        issue: Issue,
+        done: Event,
+        mark: Mark,
+        require_unbroken: Callable[[], None],
     ) -> None:
+        self.mark = mark
         self._result = result
         self._issue = issue
         self._done = done
@@ -161,9 +232,22 @@ class Launched(Deferred, Generic[R]):
 
         Raises:
             PeerFailedError, CommTimeoutError: the operation will never complete.
+            RingcommError: the caller's stream captures a CUDA graph.
         """
         self._require_unbroken()
         device = self._issue.memory.device
         with device.active():
-            device.await_event(self._issue.adapter.stream(device.index), self._done.handle)
+            stream = self._issue.adapter.stream(device.index)
+            refuse_capture(device, stream)
+            device.await_event(stream, self._done.handle)
         return self._result
+
+
+def refuse_capture(device: Device, stream: int) -> None:
+    """Raise RingcommError if a stream captures a CUDA graph."""
+    if device.is_capturing(stream):
+        raise RingcommError(
+            f"stream {stream:#x} of GPU {device.index} captures a CUDA graph, which cannot contain "
+            "operations of ringcomm: the ranks agree on each of them on the CPU. Call ringcomm, "
+            "and wait() of its handles, before the capture begins or after its end"
+        )

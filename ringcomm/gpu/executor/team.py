@@ -3,20 +3,21 @@
 The ranks agree on an operation as on any other. Then the group's first rank gives the operation its
 place in the order of launches: streams that wait for each other need the same order on all ranks.
 In this order, each rank enqueues its part on its stream, and returns. The caller does not wait for
-the result, but the caller's stream does. A task, see follow(), watches the stream. The task has the
+the result, but the caller's stream does. A task, see _watch(), watches the stream. The task has the
 same deadline as any operation, and ends the stream's waits if a rank dies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -25,8 +26,8 @@ from ringcomm.collectives.algorithms import tree
 from ringcomm.engine.core.agreement import gather_alike, node_or
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.device.packing import pack, unpack
-from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Reached
+from ringcomm.gpu.device import packing
+from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Mark, Marks, Reached
 from ringcomm.gpu.executor.transport_setup import set_up_transport
 from ringcomm.gpu.transports.base import GpuTransport, Job
 from ringcomm.gpu.transports.nccl_base import NcclBinding
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringcomm")
 _RELEASE_EVERY_S, _RELEASE_OFTEN_FOR_S, _RELEASE_SELDOM_S = 0.005, 10.0, 0.2
-# A stream with about 1000 entries blocks a thread that adds more; a phase adds 4 per rank.
+# A stream with about 1000 entries blocks a thread that adds more; a phase adds 4 per rank, and most
+# operations have 3 phases or fewer.
+MOST_UNDER_WAY: Final = 16
 _PHASES_AHEAD = 16
 _ERROR_WITHIN_S = 1.0
 R = TypeVar("R")
@@ -69,7 +72,8 @@ class GpuTeam:
         self._n_alone = 0  # operations that do not wait for other ranks
         self._n_ordered = 0  # on the first rank: the number of operations that have a place
         self._turn = 0  # the place of the operation that may launch
-        self._newest: dict[int, Event] = {}  # stream: last event that is followed
+        self._under_way: deque[Mark] = deque()  # of operations that wait for other ranks
+        self._marks: Marks | None = None
         self._memory: GpuMemory | None = None
         self.choice: GpuChoice | None = None
         self.transport: GpuTransport | None = None
@@ -95,6 +99,8 @@ class GpuTeam:
             if self._memory is None:
                 made = await set_up_transport(self._provider, self._engine, issue.memory, t)
                 (self.choice, self.transport), self._memory = made, issue.memory
+                if self.transport is not None:
+                    self._marks = Marks(issue.memory, self.transport.stream)
             else:
                 self._require_same_gpu(t, issue)
             yield
@@ -120,67 +126,109 @@ class GpuTeam:
         return int(number[0])
 
     # --- launches ---------------------------------------------------------------------------------
-    async def put(self, t: Channel, job: Job) -> None:
-        """Enqueue a job in the turn of its operation."""
-        transport, device = self._own_transport, self._gpu.device
-        outlines = await gather_alike(transport.outline(job.work), t)
-        if job.buffer is not None:
-            with device.active():
-                pack(device, transport.stream, job.packed, job.buffer)
-        phases = transport.phases(job.work, outlines)
-        is_over = object()
-        for number in itertools.count(1):
-            with device.active():
-                if next(phases, is_over) is is_over:
-                    break
-                if transport.meets_on_stream:
-                    transport.meet()
-            if not transport.meets_on_stream or number % _PHASES_AHEAD == 0:
-                await Wait((Reached(Event(device, transport.stream)),))
-            if not transport.meets_on_stream:
-                await gather_alike(b"here", t)
-        if job.buffer is not None:
-            with device.active():
-                unpack(device, transport.stream, job.unpacked, job.buffer)
-
-    def begin(self, issue: Issue) -> int:
-        """Make the team's stream wait for the arrays of an operation; return the stream."""
-        stream = self._own_transport.stream
-        issue.let_wait(stream)
-        return stream
-
-    def break_off(self, keeps: object) -> None:
-        """End the stream's waits after an operation was enqueued only in part.
-
-        `keeps` lives until the stream's work is done.
-        """
-        self._end_waits(Event(self._gpu.device, self._own_transport.stream), keeps)
-
-    def follow(
+    async def carry_out(
         self,
         t: Channel,
         issue: Issue,
-        stream: int,
-        result: R,
-        *,
+        jobs: Callable[[GpuTeam], Sequence[Job]],
+        finish: Callable[[], R],
         keeps: Sequence[object],
-        waits_for_others: bool = True,
     ) -> Launched[R]:
-        """Return the deferred result, and watch the stream until its work so far is done.
+        """Enqueue an operation in its turn, and watch the stream until the operation is done.
 
         Args:
             t: the operation's channel.
             issue: the operation's Issue.
-            stream: the stream on which the operation is enqueued.
-            result: the operation's result.
+            jobs: function that returns what to enqueue.
+            finish: function that is called last, while the team's stream is the current stream;
+                returns the result.
             keeps: objects that live until the stream's work is done.
-            waits_for_others: the stream waits for other ranks, so their deaths end the operation.
         """
-        done = Event(issue.memory.device, stream)
-        reached = Reached(done, behind=self._newest.get(stream))
-        self._newest[stream] = done
-        launched = Launched(result, issue, done, self._engine.state.require_unbroken)
-        if waits_for_others:
+        await self._await_room()
+        todo = await issue.memory.launcher.call(lambda: jobs(self))
+        keeps = (*todo, *keeps)
+        try:
+            for job in todo[:-1]:
+                await self.put(t, job, issue)
+            launched = await self.put(t, todo[-1], issue, partial(self._end, issue, finish))
+        except BaseException:  # a death, or an error of CUDA: nothing watches the stream so far
+            self._break_off(keeps)
+            raise
+        assert launched is not None
+        self._under_way.append(launched.mark)
+        self._watch(t, launched, keeps, waits_for_others=True)
+        return launched
+
+    async def _await_room(self) -> None:
+        """Wait until few operations are under way, so that no launch blocks on a full stream."""
+        while self._under_way and self._under_way[0].is_reached:
+            self._under_way.popleft()
+        while len(self._under_way) >= MOST_UNDER_WAY:
+            await Wait((Reached(self._under_way.popleft()),))
+
+    async def put(
+        self, t: Channel, job: Job, issue: Issue, end: Callable[[], R] | None = None
+    ) -> R | None:
+        """Enqueue a job, then call end(), if any; return its result."""
+        call, transport = self._gpu.launcher.call, self._own_transport
+        outline = await call(partial(transport.outline, job.work))
+        steps = self._enqueue(job, await gather_alike(outline, t), issue)
+
+        def step() -> Mark | R | None:
+            mark = next(steps, None)
+            return end() if mark is None and end is not None else mark
+
+        while True:
+            made: Mark | R | None = await call(step)
+            if not isinstance(made, Mark):
+                return made
+            await Wait((Reached(made),))
+            if not transport.meets_on_stream:
+                await gather_alike(b"here", t)
+
+    def _enqueue(self, job: Job, outlines: Sequence[bytes], issue: Issue) -> Iterator[Mark]:
+        """Enqueue a job. Yield a mark where this rank has to wait until it is reached.
+
+        Where the streams of the ranks do not meet, the ranks have to meet after each such wait.
+        """
+        transport, device, stream = self._own_transport, self._gpu.device, self._stream
+        phases = transport.phases(job.work, outlines)  # loads the kernels, before the first wait
+        if job.buffer is not None:
+            packing.load(device, job.buffer.dtype.itemsize)
+        issue.let_wait(stream)
+        if job.buffer is not None:
+            packing.pack(device, stream, job.packed, job.buffer)
+        for number, _ in enumerate(phases, 1):
+            if transport.meets_on_stream:
+                transport.meet()
+            if not transport.meets_on_stream or number % _PHASES_AHEAD == 0:
+                yield self._own_marks.make()
+        if job.buffer is not None:
+            packing.unpack(device, stream, job.unpacked, job.buffer)
+
+    def _end(self, issue: Issue, finish: Callable[[], R]) -> Launched[R]:
+        with issue.on(self._stream):
+            result = finish()
+        return self.launched(issue, self._own_marks, self._stream, result)
+
+    def launched(self, issue: Issue, marks: Marks, stream: int, result: R) -> Launched[R]:
+        """Return the deferred result of what is on a stream now; see Launcher.call()."""
+        done = Event(issue.memory, stream)
+        mark = marks.make()
+        return Launched(result, issue, done, mark, self._engine.state.require_unbroken)
+
+    def follow(self, t: Channel, launched: Launched[R], keeps: Sequence[object]) -> Launched[R]:
+        """Watch a stream that waits for no other rank until an operation is done; return that.
+
+        `keeps` lives until then.
+        """
+        self._watch(t, launched, keeps, waits_for_others=False)
+        return launched
+
+    def _watch(
+        self, t: Channel, launched: Launched[R], keeps: Sequence[object], *, waits_for_others: bool
+    ) -> None:
+        if waits_for_others:  # their deaths end the operation
             self.n_launched += 1
             members: tuple[int, ...] = self._members
             ticket = Ticket(None, self._base, self.n_launched)
@@ -188,31 +236,28 @@ class GpuTeam:
             self._n_alone += 1
             members = (self._engine.job_rank,)
             ticket = Ticket(None, self._own, self._n_alone)
-
-        group = self._group()
+        group, mark = self._group(), launched.mark
 
         async def watch() -> None:
-            kept = [keeps, result, group]  # the group must outlive the work of its streams
+            kept = [keeps, launched, group]  # the group must outlive the work of its streams
             is_reached = False
             try:
-                await Wait((reached,))
+                await Wait((Reached(mark),))
                 is_reached = True
             finally:
                 if not is_reached:
-                    self._end_waits(done, kept)
+                    self._end_waits(lambda: mark.is_reached, kept)
 
         label = f"{self._engine.pending.label_of(t.key)} on the GPU"
         late = self._late if waits_for_others else tuple
         self._engine.extensions.follow_up(label, members, watch(), ticket, late=late)
-        return launched
 
     def _late(self) -> tuple[int, ...]:
         return tuple(self._members[rank] for rank in self._own_transport.late)
 
     def scratch(self, nbytes: int) -> Span:
         """See GpuTransport."""
-        with self._gpu.device.active():
-            return self._own_transport.scratch(nbytes)
+        return self._own_transport.scratch(nbytes)
 
     def announce(self, why: str) -> None:
         """Warn, on the first rank and once per reason, that an operation uses host memory."""
@@ -228,6 +273,8 @@ class GpuTeam:
         self._engine.extensions.drop_entered(self._base)
         if self.transport is not None:
             self.transport.close(is_clean=is_clean)
+            if is_clean:
+                self._own_marks.close(self._gpu)
 
     @property
     def _gpu(self) -> GpuMemory:
@@ -239,8 +286,29 @@ class GpuTeam:
         assert self.transport is not None
         return self.transport
 
-    def _end_waits(self, done: Event, keeps: object) -> None:
-        """End the stream's waits until `done` is reached; the results are then worthless."""
+    @property
+    def _own_marks(self) -> Marks:
+        assert self._marks is not None
+        return self._marks
+
+    @property
+    def _stream(self) -> int:
+        return self._own_transport.stream
+
+    def _break_off(self, keeps: object) -> None:
+        """End the stream's waits after an operation was enqueued only in part.
+
+        `keeps` lives until the stream's work is done.
+        """
+        # Made after the call that enqueues this operation, which may still be under way.
+        making = self._gpu.launcher.submit(self._own_marks.make)
+        self._end_waits(lambda: making.is_over and making.result().is_reached, keeps)
+
+    def _end_waits(self, is_over: Callable[[], bool], keeps: object) -> None:
+        """End the stream's waits until is_over(); the results are then worthless.
+
+        Calls no function of CUDA: it may block until the waits have ended.
+        """
         transport = self.transport
         if transport is None:
             return
@@ -251,8 +319,9 @@ class GpuTeam:
             while not self._engine.state.is_broken and time.monotonic() < begin + _ERROR_WITHIN_S:
                 time.sleep(_RELEASE_EVERY_S)
             with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
-                while not done.is_reached:  # the stream may come to another wait
+                while not is_over():  # the stream may come to another wait
                     transport.release()
+                    self._gpu.launcher.require_sound()
                     is_soon = time.monotonic() < begin + _RELEASE_OFTEN_FOR_S
                     time.sleep(_RELEASE_EVERY_S if is_soon else _RELEASE_SELDOM_S)
             del keeps_alive[:]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from ringcomm.arrays.base import Bytes
 from ringcomm.engine.core.agreement import broadcast_bytes, gather_alike, gather_bytes
 from ringcomm.errors import ConfigError
+from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.ipc_allocator_and_address import NOWHERE, Address
 from ringcomm.gpu.device.shared_pinned_pool import whole_pages
 from ringcomm.gpu.executor.streams import GpuMemory
@@ -56,7 +57,8 @@ async def set_up_transport(
         ConfigError: on all ranks, if RINGCOMM_GPU_TRANSPORT names an unusable transport.
     """
     setup = _Setup(provider, engine, memory, t)
-    facts = [Facts.unpack(each) for each in await gather_bytes(setup.facts().pack(), t)]
+    own = await memory.launcher.call(setup.facts)
+    facts = [Facts.unpack(each) for each in await gather_bytes(own.pack(), t)]
     choice = choose_transport(facts, engine.settings.gpu_transport)
     transport = None
     while choice.transport != "staged":
@@ -111,38 +113,42 @@ class _Setup:
         return None, found[0]
 
     async def _nccl(self) -> _Attempt[GpuTransport]:
-        t, device = self._t, self._device
+        t, device, call = self._t, self._device, self._memory.launcher.call
         made = _Attempt[bytes](None, _ON_THE_FIRST)
         if t.rank == 0:
-            made = _attempt(lambda: self._provider().unique_id())
+            made = await call(lambda: _attempt(lambda: self._provider().unique_id()))
         unique_id = await broadcast_bytes(made.result or b"", 0, t)
         if not unique_id:
             return _Attempt(None, made.problem)
 
-        def connect() -> GpuTransport:
-            with device.active():
-                communicator = self._provider().connect(unique_id, t.rank, t.size)
-                return NcclTransport(device, communicator, t.rank, t.size)
-
-        attempts: list[_Attempt[GpuTransport]] = []
-        thread = threading.Thread(
-            target=lambda: attempts.append(_attempt(connect)), name="ringcomm-nccl", daemon=True
-        )
-        thread.start()  # connect() blocks until all ranks connect
-        await Wait((Until(lambda: not thread.is_alive()),))
-        return attempts[0]
+        connecting = _Connecting(device)
+        try:
+            # A rank that lacks a communicator must not leave the others alone with theirs.
+            attempt = await connecting.run(
+                lambda: NcclTransport(
+                    device, self._provider().connect(unique_id, t.rank, t.size), t.rank, t.size
+                )
+            )
+            problems = await gather_bytes(attempt.problem.encode(), t)
+            if any(problems):
+                return attempt
+            return await connecting.run(connecting.transport.connect_all)
+        except BaseException:  # a rank has died, or did not come in time
+            connecting.give_up()
+            raise
 
     async def _ipc(self) -> _Attempt[GpuTransport]:
-        t = self._t
+        t, call = self._t, self._memory.launcher.call
         flags, problem = await self._flags()
         made = _Attempt[tuple[IpcTransport, Address]](None, problem)
         if flags is not None:
-            made = _attempt(lambda: self._connect_ipc(flags))
+            made = await call(lambda: _attempt(lambda: self._connect_ipc(flags)))
         transport, address = made.result or (None, NOWHERE)
         addresses = [Address.unpack(each) for each in await gather_alike(address.pack(), t)]
         if transport is None:
             return _Attempt(None, made.problem)
-        return _Attempt(transport, _attempt(lambda: transport.try_out(addresses)).problem)
+        tried = await call(lambda: _attempt(lambda: transport.try_out(addresses)))
+        return _Attempt(transport, tried.problem)
 
     async def _flags(self) -> _Attempt[Bytes]:
         """Return memory for the flags; the first rank makes it, and all ranks map it."""
@@ -168,7 +174,56 @@ class _Setup:
 
     def _connect_ipc(self, flags: Bytes) -> tuple[IpcTransport, Address]:
         t, memory, regions = self._t, self._memory, self._device.regions
-        with self._device.active():
-            address = regions.find(regions.take(1))
-            transport = IpcTransport(self._device, t.rank, t.size, flags=flags, host=memory.host)
+        address = regions.find(regions.take(1))
+        transport = IpcTransport(self._device, t.rank, t.size, flags=flags, host=memory.host)
         return transport, address
+
+
+class _Connecting:
+    """Threads that make a communicator and its connections, which blocks until all ranks do.
+
+    NCCL makes the connections of a kind of operation with the first one, and blocks meanwhile. If a
+    rank dies, only an abort ends that.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._transport: NcclTransport | None = None
+        self._is_given_up = False
+
+    @property
+    def transport(self) -> NcclTransport:
+        """The transport that a run() has made."""
+        assert self._transport is not None
+        return self._transport
+
+    async def run(self, call: Callable[[], NcclTransport | None]) -> _Attempt[GpuTransport]:
+        """Make a call in a thread; keep the transport that it returns, if any."""
+        attempts: list[_Attempt[GpuTransport]] = []
+
+        def main() -> None:
+            with self._device.active():
+                self._device.leave_captures_alone()
+                made = _attempt(call)
+                if made.result is not None:
+                    self._keep(made.result)
+            attempts.append(_Attempt(self._transport, made.problem))
+
+        thread = threading.Thread(target=main, name="ringcomm-nccl", daemon=True)
+        thread.start()
+        await Wait((Until(lambda: not thread.is_alive()),))
+        return attempts[0]
+
+    def give_up(self) -> None:
+        """Abort the communicator: now, or as soon as there is one."""
+        with self._lock:
+            self._is_given_up = True
+        if self._transport is not None:
+            self._transport.release()
+
+    def _keep(self, transport: NcclTransport) -> None:
+        with self._lock:
+            self._transport = transport
+        if self._is_given_up:
+            transport.release()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.arrays import adapter_for, device_adapter_of_kind, first_device_kind
@@ -16,10 +17,9 @@ from ringcomm.arrays.base import Array, Bytes, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.arrays.host_mirror import Mirror
 from ringcomm.engine.core.plan import Plan
-from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.shared_pinned_pool import Block
 from ringcomm.gpu.executor.gpus import Gpus, issue_of
-from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Reached
+from ringcomm.gpu.executor.streams import GpuMemory, Issue, Launched, Mark, Reached
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class _Lease:
         for block in self._blocks:
             offset = at - block.whole.ctypes.data
             if 0 <= offset < block.whole.nbytes:
-                return block.address + offset
+                return self._pool.address(block) + offset
         raise AssertionError("a mirror lies in memory from take()")
 
     def __del__(self) -> None:
@@ -90,19 +90,23 @@ async def through_host(
     ]
     whole = _Piece(mirrors, spans, targets)
     pieces = whole.cut() if is_elementwise else [whole]
-    device = issue.memory.device
-    issue.let_wait(stream)
-    with device.active():
-        fetched = [piece.fetch(device, stream, lease) for piece in pieces]
-    for piece, here in zip(pieces, fetched, strict=True):
+    memory = issue.memory
+
+    def fetch_all() -> list[Mark]:
+        issue.let_wait(stream)
+        return [piece.fetch(memory, lease) for piece in pieces]
+
+    for piece, here in zip(pieces, await memory.launcher.call(fetch_all), strict=True):
         await Wait((Reached(here),))
         made = await on_mirrors(piece.mirrors).run(t)
-        with device.active():
-            piece.bring(made, device, stream, lease)
-    with issue.on(stream):
-        result = finish()
-    keeps = (sources, lease)
-    return team.follow(t, issue, stream, result, keeps=keeps, waits_for_others=False)
+        await memory.launcher.call(partial(piece.bring, made, memory, lease))
+
+    def end() -> Launched[Any]:
+        with issue.on(stream):
+            result = finish()
+        return team.launched(issue, memory.copies, stream, result)
+
+    return team.follow(t, await memory.launcher.call(end), (sources, lease))
 
 
 @dataclass(frozen=True)
@@ -122,11 +126,13 @@ class Staging:
         lease = _Lease(issue.memory)
         span = issue.adapter.span(x)
         mirror = Mirror.make(span.dtype, issue.adapter.shape(x), lease.take)
-        device, stream = issue.memory.device, issue.memory.copy_stream
-        issue.let_wait(stream)
-        with device.active():
-            here = _Piece([mirror], [span], []).fetch(device, stream, lease)
-        await Wait((Reached(here),))
+        memory = issue.memory
+
+        def fetch() -> Mark:
+            issue.let_wait(memory.copy_stream)
+            return _Piece([mirror], [span], []).fetch(memory, lease)
+
+        await Wait((Reached(await memory.launcher.call(fetch)),))
         return mirror, lease
 
     async def bring(
@@ -143,22 +149,25 @@ class Staging:
         span = issue.adapter.span(out)
         mirror = Mirror.make(span.dtype, issue.adapter.shape(out), lease.take)
         await fill(mirror)
-        device, stream = issue.memory.device, issue.memory.copy_stream
-        issue.let_wait(stream)
-        with device.active():
-            _Piece([], [], [span]).bring(mirror, device, stream, lease)
-        with issue.on(stream):
-            result = finish()
-        team = Gpus.of(self.group.engine).team(self.group)
-        keeps = (out, lease)
-        return team.follow(t, issue, stream, result, keeps=keeps, waits_for_others=False)
+        memory, team = issue.memory, Gpus.of(self.group.engine).team(self.group)
+        stream = memory.copy_stream
+
+        def bring() -> Launched[Any]:
+            issue.let_wait(stream)
+            _Piece([], [], [span]).bring(mirror, memory, lease)
+            with issue.on(stream):
+                result = finish()
+            return team.launched(issue, memory.copies, stream, result)
+
+        return team.follow(t, await memory.launcher.call(bring), (out, lease))
 
 
 def make(group: Group, kind: str, dtype: DType, shape: tuple[int, ...]) -> tuple[Array, Staging]:
     """Return an uninitialised array of the library `kind` on Gpus.any_memory, and its Staging."""
     adapter = device_adapter_of_kind(kind)
     memory = Gpus.of(group.engine).any_memory
-    with adapter.on_stream(memory.device.index, 0):
+    device = memory.device
+    with device.active(), adapter.on_stream(device.index, 0):
         out = adapter.make(dtype, shape)
         return out, Staging(group, issue_of(group, adapter, out))
 
@@ -188,18 +197,18 @@ class _Piece:
         parts = [slice(at, at + step) for at in range(0, max(source.count, 1), step)]
         return [_Piece([mirror.line(p)], [source[p]], [target[p]]) for p in parts]
 
-    def fetch(self, device: Device, stream: int, lease: _Lease) -> Event:
-        """Copy the sources to the mirrors; return an event that is reached after the copies."""
+    def fetch(self, memory: GpuMemory, lease: _Lease) -> Mark:
+        """Copy the sources to the mirrors; return a mark that is reached after the copies."""
         for mirror, source in zip(self.mirrors, self.sources, strict=True):
             if source.nbytes:
                 at = lease.address(mirror.flat.bytes)
-                device.copy(stream, at, source.address, source.nbytes)
-        return Event(device, stream)
+                memory.device.copy(memory.copy_stream, at, source.address, source.nbytes)
+        return memory.copies.make()
 
-    def bring(self, made: Any, device: Device, stream: int, lease: _Lease) -> None:
+    def bring(self, made: Any, memory: GpuMemory, lease: _Lease) -> None:
         """Copy the results `made` to the targets."""
         results = made if isinstance(made, list) else [made]
         for target, result in zip(self.targets, results, strict=True):
             if target is not None and target.nbytes:
                 at = lease.address(result.flat.bytes)
-                device.copy(stream, target.address, at, target.nbytes)
+                memory.device.copy(memory.copy_stream, target.address, at, target.nbytes)

@@ -42,11 +42,17 @@ class Kernels:
         grid = kernel.grid(self._n_processors)
         function((grid,), (BLOCK,), kernel.arguments, 0, SimpleNamespace(ptr=stream))
 
+    def load(self, kernel: Kernel) -> None:
+        """See Device."""
+        if kernel.defines not in self._functions:
+            self._compile(kernel.defines)
+
     def _compile(self, defines: tuple[str, ...]) -> Any:
         with self._lock:
             if defines not in self._functions:
                 module = cupy.cuda.function.Module()
                 module.load(compile_for(self._capability, defines))
+                # With lazy loading, the default, the driver loads a function when it is asked for.
                 self._functions[defines] = module.get_function(ENTRY)
             return self._functions[defines]
 

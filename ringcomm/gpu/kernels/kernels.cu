@@ -9,6 +9,7 @@
 #define PACK 2    // RC_TYPE, RC_TENSORS
 #define UNPACK 3  // as PACK
 #define UPDATE 4  // RC_TYPE of gradients, RC_TARGET of weights; RC_RULE, RC_SOURCES, RC_TARGETS
+#define WRITE 5   // no others
 
 #define RC_INLINE __device__ __forceinline__
 // 2 blocks per processor leave a thread up to 128 registers. Without this bound, ptxas of CUDA 13
@@ -679,6 +680,14 @@ RC_GLOBAL rc_entry(const __grid_constant__ Pointers<RC_SOURCES> grads,
         update_pieces<G, W, RC_RULE, decltype(is_vector)::value>(grads, weights, owned, numbers,
                                                                  scale, i, step, end);
       });
+}
+#endif
+
+// --- WRITE: one number ---------------------------------------------------------------------------
+
+#if RC_KERNEL == WRITE
+RC_GLOBAL rc_entry(u64 target, u32 value) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) *reinterpret_cast<volatile u32*>(target) = value;
 }
 #endif
 

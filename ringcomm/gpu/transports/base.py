@@ -114,6 +114,7 @@ class GpuTransport(Protocol):
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
         """Enqueue this rank's part of a work; all ranks enqueue their works in the same order.
 
+        Loads all kernels before it returns, and enqueues nothing before the first `next()`.
         Yields between phases: all ranks must have reached this point before any rank goes on.
 
         Args:

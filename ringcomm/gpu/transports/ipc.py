@@ -8,6 +8,7 @@ So writing the flags ends all waits, see release(), and reading them shows which
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,6 +21,7 @@ from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool
 from ringcomm.gpu.transports import ipc_stream_commands
 from ringcomm.gpu.transports.base import Reduce, Update, Work
 from ringcomm.gpu.transports.ipc_stream_commands import (
+    Command,
     Copy,
     Outline,
     View,
@@ -86,8 +88,11 @@ class IpcTransport:
             self._device.await_value(self.stream, address, self._phase)
 
     def release(self) -> None:
-        """Set all flags to a value for which no stream waits."""
-        self._flags[:] = (self._phase + _FAR) % (1 << 32)
+        """Set the flags of the others to a value for which no stream waits.
+
+        The others wait for this rank's flag until one of them knows of the error, too.
+        """
+        self._flags[np.arange(len(self._flags)) != self._rank] = (self._phase + _FAR) % (1 << 32)
 
     @property
     def late(self) -> tuple[int, ...]:
@@ -127,7 +132,14 @@ class IpcTransport:
             lambda: self._own_staging().address,
             lambda rank, address: self._peers[rank].find(address),
         )
-        for number, commands in enumerate(ipc_stream_commands.phases(work, view)):
+        by_phase = list(ipc_stream_commands.phases(work, view))
+        for each in itertools.chain(*by_phase):
+            if not isinstance(each, Copy):
+                self._device.load(each)
+        return self._enqueue(by_phase)
+
+    def _enqueue(self, by_phase: Sequence[Sequence[Command]]) -> Iterator[None]:
+        for number, commands in enumerate(by_phase):
             if number:
                 yield
             for each in commands:

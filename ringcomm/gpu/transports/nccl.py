@@ -8,7 +8,8 @@ NCCL moves the elements to the owners and the results back: as many bytes as its
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DTYPES
@@ -22,6 +23,7 @@ from ringcomm.gpu.transports.slices import even_parts
 from ringcomm.transport.node import To
 
 _BYTE = DTYPES["uint8"]
+_WARM_UP = 128  # bytes
 # The numbers of nccl.h. A complex array is summed as twice as many reals.
 DATA_TYPES = {
     "int8": 0,
@@ -62,6 +64,25 @@ class NcclTransport:
         self._is_aborted = False
         self.stream = device.new_stream()
 
+    def connect_all(self) -> None:
+        """Make the connections of all kinds of operations; blocks until all ranks do so.
+
+        Else the first operation of a kind would block the thread that launches.
+        """
+        nbytes = _WARM_UP * self._size
+        memory = self._take("pieces", nbytes)
+        own, others = memory[:_WARM_UP], self._others
+        at, one = memory.address, (_WARM_UP, DATA_TYPES["uint8"])
+        add = OPERATORS[SUM]
+        self._comm("ncclAllReduce", at, at, *one, add, self.stream)
+        self._comm("ncclReduce", at, at, *one, add, 0, self.stream)
+        self._comm("ncclReduceScatter", at, at, *one, add, self.stream)
+        self._comm("ncclBroadcast", at, at, *one, 0, self.stream)
+        self._exchange(
+            [(own, r) for r in others],
+            [(memory[_WARM_UP * k :][:_WARM_UP], r) for k, r in enumerate(others, 1)],
+        )
+
     def outline(self, work: Work) -> bytes:
         """Return no bytes: NCCL needs no outlines."""
         del work
@@ -76,14 +97,26 @@ class NcclTransport:
         if isinstance(work, Update):
             raise RingcommError("NCCL cannot take a step of an optimizer: only ipc can")
         if isinstance(work, Move):
-            self._move(work)
-        elif work.source.count == 0:
-            pass
-        elif is_native(work):
-            self._reduce(work)
-        else:
-            self._combine(work)
-        return iter(())
+            return self._in_one_phase(partial(self._move, work))
+        if work.source.count == 0:
+            return iter(())
+        return self._in_one_phase(self._reduction(work))
+
+    def _in_one_phase(self, enqueue: Callable[[], None]) -> Iterator[None]:
+        enqueue()
+        yield from ()
+
+    def _reduction(self, work: Reduce) -> Callable[[], None]:
+        """Load the kernel of a reduction; return the function that enqueues the reduction."""
+        if not is_native(work):
+            return self._combination(work)
+        division = None
+        if work.op is AVERAGE and work.target is not None and work.target.count:
+            x = work.target
+            here = (x.address,)
+            division = ReduceKernel(here, here, x.count, x.dtype, SUM, self._size)
+            self._device.load(division)
+        return partial(self._reduce, work, division)
 
     def release(self) -> None:
         """Abort the communicator in a thread, because the abort may take long."""
@@ -110,7 +143,7 @@ class NcclTransport:
             self._memory.clear()
 
     # --- reductions by NCCL -----------------------------------------------------------------------
-    def _reduce(self, work: Reduce) -> None:
+    def _reduce(self, work: Reduce, division: ReduceKernel | None) -> None:
         dtype, count = _as_nccl(work.source)
         op, source = OPERATORS[work.op], work.source.address
         target = 0 if work.target is None else work.target.address
@@ -121,42 +154,39 @@ class NcclTransport:
         else:
             each = count // self._size
             self._comm("ncclReduceScatter", source, target, each, dtype, op, self.stream)
-        if work.op is AVERAGE and work.target is not None:
-            x = work.target
-            if x.count:
-                here = (x.address,)
-                division = ReduceKernel(here, here, x.count, x.dtype, SUM, self._size)
-                self._device.launch(self.stream, division)
+        if division is not None:
+            self._device.launch(self.stream, division)
 
     # --- reductions by the owners of the elements -------------------------------------------------
-    def _combine(self, work: Reduce) -> None:
-        """Send elements to their owners, which combine them and send the results."""
+    def _combination(self, work: Reduce) -> Callable[[], None]:
+        """Return the function that sends elements to their owners, which send the results.
+
+        Loads the kernel with which the owners combine the elements.
+        """
         item = work.dtype.itemsize
         parts = work.parts or even_parts(work.source.count, self._size, item)
-        own = parts[self._rank]
-        count = own.stop - own.start
-        pieces = self._gather_pieces(work, parts)
-        result = self._result(work, own)
-        if count:
-            divisor = work.op.divisor(self._size)
-            to = (result.address,)
-            combination = ReduceKernel(pieces, to, count, work.dtype, work.op, divisor)
-            self._device.launch(self.stream, combination)
-        if work.to is not To.OWNER:
-            self._spread(work, parts, result)
-
-    def _gather_pieces(self, work: Reduce, parts: Sequence[slice]) -> tuple[int, ...]:
-        """Fetch the elements that this rank owns from all ranks; return their addresses."""
         own = work.source[parts[self._rank]]
         room = -(-own.nbytes // 256) * 256
         received = self._take("pieces", max(1, room * self._size)).address
-        self._exchange(
-            [(work.source[parts[r]], r) for r in self._others],
-            [(Span(received + r * room, own.nbytes, _BYTE), r) for r in self._others],
-        )
-        return tuple(
-            own.address if r == self._rank else received + r * room for r in range(self._size)
-        )
+        pieces = [received + r * room for r in range(self._size)]
+        here = tuple(own.address if r == self._rank else at for r, at in enumerate(pieces))
+        result = self._result(work, parts[self._rank])
+        divisor = work.op.divisor(self._size)
+        to = (result.address,)
+        kernel = ReduceKernel(here, to, own.count, work.dtype, work.op, divisor)
+        self._device.load(kernel)
+
+        def enqueue() -> None:
+            self._exchange(
+                [(work.source[parts[r]], r) for r in self._others],
+                [(Span(pieces[r], own.nbytes, _BYTE), r) for r in self._others],
+            )
+            if own.count:
+                self._device.launch(self.stream, kernel)
+            if work.to is not To.OWNER:
+                self._spread(work, parts, result)
+
+        return enqueue
 
     def _result(self, work: Reduce, own: slice) -> Span:
         """Return the memory for the results of the elements that this rank owns."""
