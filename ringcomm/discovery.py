@@ -23,7 +23,7 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, "RINGCOMM"):
         return
     make = _later("entry", "make")
-    dist.Backend.register_backend("ringcomm", make, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("ringcomm", make, extended_api=True, devices=["cpu", "cuda"])
     dist.register_rendezvous_handler("mpi", _later("rendezvous", "by_mpi"))
 
 

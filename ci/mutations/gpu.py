@@ -238,4 +238,13 @@ GPU = [
         "each rank takes half a gigabyte of GPU 0",
         ("gpu/test_blocked_calls.py",),
     ),
+    Mutation(
+        "gpu-c10d-copies-too-early",
+        "gpu",
+        "torch/distributed/group/collectives.py",
+        "            return Followed(result, after)",
+        "            after(result._result)",
+        "torch.distributed copies a result that is not there yet",
+        ("gpu/test_torch_distributed.py",),
+    ),
 ]

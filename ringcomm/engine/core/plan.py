@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -31,6 +32,23 @@ class AllDeferred(Deferred):
     def take(self) -> list[Any]:
         """Take and return all results."""
         return [each.take() if isinstance(each, Deferred) else each for each in self._results]
+
+
+class Followed(Deferred):
+    """A deferred result that is passed to a function by the first take(), once it can be read."""
+
+    def __init__(self, result: Deferred, after: Callable[[Any], object]) -> None:
+        self._result = result
+        self._after: Callable[[Any], object] | None = after
+        self._lock = threading.Lock()
+
+    def take(self) -> None:
+        """Take the result, and call the function in the first call."""
+        taken = self._result.take()
+        with self._lock:
+            if self._after is not None:
+                self._after(taken)
+                self._after = None
 
 
 @dataclass(slots=True, eq=False)

@@ -7,13 +7,14 @@ the same counts, so the ranks exchange no counts. The rest is as in the other op
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ringcomm.arrays import DTYPES, AnyAdapter, Array, Flat, adapter_for, any_adapter_for, arrived
+from ringcomm.arrays import DTYPES, AnyAdapter, Array, Flat, any_adapter_for, arrived
 from ringcomm.arrays.base import is_same, overlap
 from ringcomm.arrays.host_mirror import MIRROR
 from ringcomm.collectives.algorithms import circulant, linear
@@ -25,7 +26,7 @@ from ringcomm.engine.core.call import Call, checked_options
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
-from ringcomm.engine.operations.base import A, Operation, memory_of, require_one_kind
+from ringcomm.engine.operations.base import A, Operation, extent_of, memory_of, require_one_kind
 from ringcomm.engine.operations.reduction_base import reduction_in_node
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
@@ -44,7 +45,7 @@ def plan_allgather_into(
     """
     kind = "allgather_into"
     out, x = arrived(out), arrived(x)
-    adapter, target, source = _pair(kind, out, x, any_adapter_for)
+    adapter, target, source = _pair(kind, out, x)
     adapter.require_writable(out)
     counts = [source.count] * group.size if counts is None else list(counts)
     parts = _parts_of(kind, counts, target.count, "out", group)
@@ -110,7 +111,7 @@ def plan_reduce_scatter_into(
         options: options of the reduction; both factors are 1.
         counts: number of elements that each rank gets; None: all get as many as `out` has.
     """
-    adapter, target, source = _pair("reduce_scatter_into", out, x, adapter_for)
+    adapter, target, source = _pair("reduce_scatter_into", out, x)
     adapter.require_writable(out)
     options = checked_options(options)
     options.require(source.dtype)
@@ -121,28 +122,65 @@ def plan_reduce_scatter_into(
             f"reduce_scatter_into: out has {target.count} elements, but "
             f"this rank gets {counts[group.index]}"
         )
-    choose = group.engine.selection.algorithm
-    # Other ranks read x until the end, except for this rank's part.
-    is_apart = not overlap(source, target) or is_same(source[parts[group.index]], target)
-    result = target if is_apart else target.like(target.count)
+    call = _call_of(
+        "reduce_scatter_into",
+        name,
+        options,
+        source.dtype.name,
+        tuple(counts),
+        place=adapter.place,
+    )
+    return plan(ReduceScatterInto(group, call, adapter, x, out, target, source, parts, options))
 
-    def finish(_: Channel | None = None) -> A:
-        if result is not target:
-            target.bytes[:] = result.bytes
-        adapter.written(out)
-        return out
 
-    async def run(t: Channel) -> A:
-        flat = source.like(source.count)
-        t.copy(flat, source)
-        algorithm = choose("reduce_scatter", flat, t, options)
-        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=options.op)
-        t.copy(result, own)
-        return finish()
+@dataclass(slots=True, eq=False)
+class ReduceScatterInto(Operation):
+    """A reduce_scatter into memory of the caller."""
 
-    step = reduction_in_node(source, result.bytes, options.op, group, parts)
-    call = _call_of("reduce_scatter_into", name, options, source.dtype.name, tuple(counts))
-    return Plan(call, source.bytes.nbytes, run, step, finish)
+    out: Any
+    target: Any  # memory of `out`, a Flat or a Span
+    source: Any  # memory of x
+    parts: list[slice]  # elements of x that each rank gets
+    options: ReductionOptions
+
+    def on_host(self) -> Plan[Any]:
+        """Return the plan; in a node it is one step."""
+        group, adapter, out, parts, options = (
+            self.group,
+            self.adapter,
+            self.out,
+            self.parts,
+            self.options,
+        )
+        target, source = self.target, self.source
+        choose = group.engine.selection.algorithm
+        # Other ranks read x until the end, except for this rank's part.
+        is_apart = not overlap(source, target) or is_same(source[parts[group.index]], target)
+        result = target if is_apart else target.like(target.count)
+
+        def finish(_: Channel | None = None) -> Any:
+            if result is not target:
+                target.bytes[:] = result.bytes
+            adapter.written(out)
+            return out
+
+        async def run(t: Channel) -> Any:
+            flat = source.like(source.count)
+            t.copy(flat, source)
+            algorithm = choose("reduce_scatter", flat, t, options)
+            own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=options.op)
+            t.copy(result, own)
+            return finish()
+
+        step = reduction_in_node(source, result.bytes, options.op, group, parts)
+        return Plan(self.call, source.bytes.nbytes, run, step, finish)
+
+    def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
+        """Return the plan that fills a new mirror of `out`."""
+        (x,) = mirrors
+        out = MIRROR.empty(x, (self.target.count,))
+        flats = {"target": out.flat, "source": x.flat}
+        return replace(self, adapter=MIRROR, out=out, x=x, **flats).on_host()
 
 
 def plan_alltoall_into(
@@ -163,30 +201,65 @@ def plan_alltoall_into(
         sent: number of elements for each rank. If it differs from what that rank expects, all
             ranks raise MismatchError.
     """
-    adapter, target, source = _pair("alltoall_into", out, x, adapter_for)
+    adapter, target, source = _pair("alltoall_into", out, x)
     adapter.require_writable(out)
-    if overlap(source, target):
+    (to, to_nbytes), (at, at_nbytes) = extent_of(out, adapter), extent_of(x, adapter)
+    if max(to, at) < min(to + to_nbytes, at + at_nbytes):
         raise ValueError(
-            f"alltoall_into: out, {target.bytes.nbytes} bytes at {target.bytes.ctypes.data:#x}, "
-            f"overlaps with x, {source.bytes.nbytes} bytes at {source.bytes.ctypes.data:#x}, which "
-            "other ranks read while it is written. Pass an array of its own memory"
+            f"alltoall_into: out, {to_nbytes} bytes at {to:#x}, overlaps with x, {at_nbytes} bytes "
+            f"at {at:#x}, which other ranks read while it is written. Pass an array of its own "
+            "memory"
         )
-    outgoing = _parts_of("alltoall_into", list(sent), source.count, "x", group)
-    incoming = _parts_of("alltoall_into", list(received), target.count, "out", group)
-
-    async def run(t: Channel) -> A:
-        await _require_alike(list(sent), list(received), t)
-        alltoall_ = node_or(linear, t).alltoall_
-        await perform(alltoall_, t, source, outgoing, target, incoming)
-        adapter.written(out)
-        return out
-
-    call = _call_of("alltoall_into", name, None, source.dtype.name, ())
-    return Plan(call, source.bytes.nbytes, run)
+    _parts_of("alltoall_into", list(sent), source.count, "x", group)
+    _parts_of("alltoall_into", list(received), target.count, "out", group)
+    call = _call_of("alltoall_into", name, None, source.dtype.name, (), place=adapter.place)
+    return plan(
+        AlltoallInto(group, call, adapter, x, out, target, source, list(sent), list(received))
+    )
 
 
-async def _require_alike(sent: list[int], received: list[int], t: Channel) -> None:
-    """Raise MismatchError on every rank if two ranks disagree on a count between them."""
+@dataclass(slots=True, eq=False)
+class AlltoallInto(Operation):
+    """An alltoall into memory of the caller."""
+
+    out: Any
+    target: Any  # memory of `out`, a Flat or a Span
+    source: Any  # memory of x
+    sent: list[int]  # elements for each rank
+    received: list[int]  # elements from each rank
+
+    def on_host(self) -> Plan[Any]:
+        """Return the plan."""
+        adapter, out, target, source = self.adapter, self.out, self.target, self.source
+        outgoing, incoming = consecutive(self.sent), consecutive(self.received)
+
+        async def run(t: Channel) -> Any:
+            await self.require_alike(t)
+            alltoall_ = node_or(linear, t).alltoall_
+            await perform(alltoall_, t, source, outgoing, target, incoming)
+            adapter.written(out)
+            return out
+
+        return Plan(self.call, source.bytes.nbytes, run)
+
+    def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
+        """Return the plan that fills a new mirror of `out`."""
+        (x,) = mirrors
+        out = MIRROR.empty(x, (self.target.count,))
+        flats = {"target": out.flat, "source": x.flat}
+        return replace(self, adapter=MIRROR, out=out, x=x, **flats).on_host()
+
+    async def require_alike(self, t: Channel) -> NDArray[np.int64]:
+        """Return how many elements each rank (row) sends to each. Collective.
+
+        Raises:
+            MismatchError: on every rank, if two ranks disagree.
+        """
+        return await _require_alike(self.sent, self.received, t)
+
+
+async def _require_alike(sent: list[int], received: list[int], t: Channel) -> NDArray[np.int64]:
+    """Return all ranks' `sent`. Raise MismatchError on every rank if two ranks disagree."""
     size = t.size
     table = np.zeros((size, 2, size), np.int64)
     table[t.rank] = sent, received
@@ -201,13 +274,12 @@ async def _require_alike(sent: list[int], received: list[int], t: Channel) -> No
             f"{t.members[dest]}, which expects {table[dest, 1, source]}. Pass splits of input "
             "and output that agree."
         )
+    return table[:, 0]
 
 
-def _pair(
-    kind: str, out: Array, x: Array, find: Callable[[Array], AnyAdapter]
-) -> tuple[Any, Any, Any]:
+def _pair(kind: str, out: Array, x: Array) -> tuple[Any, Any, Any]:
     """Check both arrays. Return the adapter of `out`, the memory of `out` and that of x."""
-    adapters = find(out), find(x)
+    adapters: tuple[AnyAdapter, ...] = any_adapter_for(out), any_adapter_for(x)
     require_one_kind(kind, adapters)
     for what, each, of in zip(("out", "x"), (out, x), adapters, strict=True):
         of.dtype(each)

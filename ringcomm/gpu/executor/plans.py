@@ -31,7 +31,7 @@ from ringcomm.engine.operations.alltoall import Alltoall
 from ringcomm.engine.operations.base import Operation, contiguous, rows_by_rank, written
 from ringcomm.engine.operations.broadcast import Broadcast
 from ringcomm.engine.operations.grouped import GroupedAllreduce
-from ringcomm.engine.operations.into_array import AllgatherInto
+from ringcomm.engine.operations.into_array import AllgatherInto, AlltoallInto, ReduceScatterInto
 from ringcomm.engine.operations.reduction_base import Reduction
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.errors import RingcommError
@@ -213,6 +213,44 @@ def _allgather_into(o: AllgatherInto) -> Plan[Any]:
     course = _Course(group, issue, [out, x], [out], finish, o.on_mirrors)
     job = Job(Move(source, target, pulls))
     return course.plan(o.call, target.nbytes, job)
+
+
+@plan.register
+def _reduce_scatter_into(o: ReduceScatterInto) -> Plan[Any]:
+    out, x, adapter, group, parts = o.out, o.x, o.adapter, o.group, o.parts
+    target, source = o.target, o.source
+    own = source[parts[group.index]]
+    is_apart = target.end <= source.address or source.end <= target.address
+    # Other ranks read x until the end, except for this rank's part.
+    is_direct = is_apart or own.address == target.address
+    result = out if is_direct else adapter.empty(out, adapter.shape(out))
+
+    def finish() -> Any:
+        return written(out, result, adapter)
+
+    issue = issue_of(group, adapter, out, x)
+    course = _Course(group, issue, [x], [result], finish, o.on_mirrors)
+    options, to = o.options, adapter.span(result)
+    reduce = Reduce(source, to, options.op, To.OWNER, 0, tuple(parts), options.deterministic)
+    return course.plan(o.call, source.nbytes, Job(reduce))
+
+
+@plan.register
+def _alltoall_into(o: AlltoallInto) -> Plan[Any]:
+    out, x, adapter, group = o.out, o.x, o.adapter, o.group
+
+    def finish() -> Any:
+        adapter.written(out)
+        return out
+
+    issue = issue_of(group, adapter, out, x)
+    course = _Course(group, issue, [x], [out], finish, o.on_mirrors)
+
+    async def run(t: Channel) -> Any:
+        pulls = _exchanges(await o.require_alike(t), o.source.dtype.itemsize)
+        return await course.run(t, lambda _: [Job(Move(o.source, o.target, pulls))])
+
+    return _plan(o.call, o.source.nbytes, run)
 
 
 @plan.register

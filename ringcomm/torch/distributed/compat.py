@@ -205,6 +205,13 @@ def wrap_callbacks(wrap: Callable[[Any, Any], tuple[Any, Callable[[Any], None] |
 
 
 # --- other devices --------------------------------------------------------------------------------
+def backend_of(group: Any, kind: str) -> str | None:
+    """Return the backend that the user chose for a type of device; None: no choice is known."""
+    config = c10d.distributed_c10d._world.pg_backend_config.get(group, "")
+    pairs = (each.partition(":") for each in str(config).split(","))
+    return next((name for device, _, name in pairs if device == kind), None)
+
+
 def make_device_backend(
     kind: str, store: Any, rank: int, size: int, timeout: timedelta | None
 ) -> Any:

@@ -29,7 +29,7 @@ from ringcomm.torch.distributed.group.calls_from_cpp import add_backend_for_cpp
 from ringcomm.torch.distributed.group.new_group_check import compare
 from ringcomm.torch.distributed.group.read_arguments import CallOptions, call_options
 from ringcomm.torch.distributed.group.reconfigure import go_on_with, own_handle
-from ringcomm.torch.distributed.group.torch_own_backends import Devices
+from ringcomm.torch.distributed.group.torch_own_backends import Devices, carries
 from ringcomm.torch.distributed.group.work import CombinedWork, Work
 from ringcomm.torch.distributed.rendezvous import make_store
 
@@ -216,12 +216,15 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
     _set_group_desc = setGroupDesc
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the backend for a device: this group for the CPU."""
-        return self if torch.device(device).type == "cpu" else self._devices.by_type(device)
+        """Return the backend for a device: this group for the CPU, and maybe for GPUs."""
+        is_own = carries(self, torch.device(device).type)
+        return self if is_own else self._devices.by_type(device)
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *self._devices.types]
+        has_gpus = torch.cuda.is_available() and carries(self, "cuda")
+        own = ["cpu", "cuda"] if has_gpus else ["cpu"]
+        return [*map(torch.device, own), *self._devices.types]
 
     supports_splitting = False  # c10d.split_group() needs NCCL; see ProcessGroup.split_group()
     supports_coalescing = False  # callers need not batch messages between ranks

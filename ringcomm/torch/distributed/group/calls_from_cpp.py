@@ -27,11 +27,12 @@ _PASSED_ON = (
 
 
 def add_backend_for_cpp(group: Any) -> None:
-    """Give a process group a backend for the CPU, if this torch accepts backends in Python."""
+    """Give a process group a backend for CPU and GPU, if this torch accepts backends in Python."""
     if CppBackend is not None:
         inner = _inner_class()(group)
         custom = c10d.ProcessGroup.BackendType.CUSTOM
-        group._register_backend(torch.device("cpu"), custom, inner)
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            group._register_backend(torch.device(device), custom, inner)
         if VERSION >= (2, 15):  # torch's flight recorder reads names of the default backend
             group._set_default_backend(custom)
 

@@ -16,7 +16,7 @@ import torch
 from ringcomm.collectives.operators import AVERAGE, SUM, Op, ReductionOptions
 from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.core.plan import Deferred, Followed, Plan
 from ringcomm.engine.operations.allgather_and_gather import plan_gather
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.broadcast import plan_broadcast
@@ -46,10 +46,17 @@ Tensors = Sequence[Tensor]
 
 
 def followed_by(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
-    """Return `plan` with after(result of `plan`) as the last part of the operation."""
+    """Return `plan` with after(result of `plan`) as the last part of the operation.
 
-    async def run(t: Channel) -> None:
-        after(await plan.run(t))
+    On a GPU, that part is enqueued on the stream that is current when a caller waits.
+    """
+
+    async def run(t: Channel) -> Followed | None:
+        result = await plan.run(t)
+        if isinstance(result, Deferred):
+            return Followed(result, after)
+        after(result)
+        return None
 
     def finish(t: Channel | None = None) -> None:
         assert plan.finish is not None
@@ -155,8 +162,8 @@ def broadcast(g: Group, x: Tensor, root: int) -> Plan[Any]:
 
 def empty_line_for(outs: Tensors) -> Tensor:
     """Return a new line with room for the elements of all outs."""
-    dtype = outs[0].dtype if outs else None
-    return torch.empty(sum(out.numel() for out in outs), dtype=dtype)
+    count = sum(out.numel() for out in outs)
+    return outs[0].new_empty(count) if outs else torch.empty(count)
 
 
 def allgather(g: Group, outs: Tensors, x: Tensor, whole: Tensor) -> Plan[Any]:

@@ -23,12 +23,12 @@ from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.group import collectives
 from ringcomm.torch.distributed.group.base import BaseGroup
 from ringcomm.torch.distributed.group.read_arguments import (
-    are_local,
     call_options,
     one_list,
     one_tensor,
 )
 from ringcomm.torch.distributed.group.tensors_as_flat_arrays import bytes_of, flatten
+from ringcomm.torch.distributed.group.torch_own_backends import carries, is_foreign
 from ringcomm.torch.distributed.group.work import Work
 from ringcomm.transport.base import ANY_SOURCE
 
@@ -37,7 +37,7 @@ Tensors = Sequence[Tensor]
 
 
 class ProcessGroup(BaseGroup):
-    """A process group on CPU tensors; torch's own backends handle tensors on other devices.
+    """A process group on tensors of CPUs and GPUs; torch's own backends handle other devices.
 
     init_process_group("ringcomm") and new_group() make it. Its methods have c10d's names, and take
     c10d's arguments, as an options object or in the short form. Operations of one group match in
@@ -55,7 +55,7 @@ class ProcessGroup(BaseGroup):
     def allreduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         """Replace a tensor by its reduction over all ranks; a sparse tensor stays sparse."""
         (x,) = tensors = one_tensor(tensors)
-        if not x.is_cpu:
+        if is_foreign(self, x):
             return self._devices.of(x).allreduce(tensors, opts or c10d.AllreduceOptions())
         call = call_options(opts, *more, **named)
         if x.layout is not torch.strided:
@@ -63,7 +63,7 @@ class ProcessGroup(BaseGroup):
             return self.start(call, "allreduce", tensors, plan, x, call.reduction)
         op = collectives.scaled_(x, call.reduction)
         line = flatten(x)
-        is_own = line is x or line.data_ptr() == x.data_ptr()
+        is_own = x.is_cpu and (line is x or line.data_ptr() == x.data_ptr())
         is_short = is_own and not (call.is_async or self._needs_engine)
         short = short_calls_of(self.group) if is_short else None
         if short is not None and short.allreduce_(line, op, call.timeout_s or self._timeout_s):
@@ -73,7 +73,7 @@ class ProcessGroup(BaseGroup):
     @traced
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Replace each tensor by its reduction, in one operation."""
-        if not are_local(tensors):
+        if is_foreign(self, *tensors):
             return self._devices.of(*tensors).allreduce_coalesced(tensors, opts)
         call, plan = call_options(opts), collectives.allreduce_all
         return self.start(call, "allreduce", tensors, plan, tensors, call.reduction)
@@ -86,7 +86,7 @@ class ProcessGroup(BaseGroup):
     def reduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         """Replace the root's tensor by the reduction; other ranks' tensors keep their values."""
         (x,) = tensors = one_tensor(tensors)
-        if not x.is_cpu:
+        if is_foreign(self, x):
             return self._devices.of(x).reduce(tensors, opts)
         call, plan = call_options(opts, *more, **named), collectives.reduce
         return self.start(call, "reduce", tensors, plan, x, call.reduction, call.root)
@@ -97,7 +97,7 @@ class ProcessGroup(BaseGroup):
     ) -> Any:
         """Fill the output with the reduction of the inputs that all ranks pass for this rank."""
         (out,), parts = one_tensor(outputs), one_list(inputs)
-        if not out.is_cpu:
+        if is_foreign(self, out):
             return self._devices.of(out).reduce_scatter([out], [parts], opts)
         call, plan = call_options(opts, *more, **named), collectives.reduce_scatter
         return self.start(call, "reduce_scatter", [out], plan, out, parts, call.reduction)
@@ -105,7 +105,7 @@ class ProcessGroup(BaseGroup):
     @traced
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Fill `output` with this rank's part of the reduction of all ranks' inputs."""
-        if not output.is_cpu:
+        if is_foreign(self, output):
             return self._devices.of(output)._reduce_scatter_base(output, input, opts)
         call, plan = call_options(opts), collectives.reduce_scatter_single
         return self.start(call, "reduce_scatter", [output], plan, output, input, call.reduction)
@@ -115,7 +115,7 @@ class ProcessGroup(BaseGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
         """Run reduce_scatter_single() for several pairs of tensors, in one operation."""
-        if not are_local(outputs):
+        if is_foreign(self, *outputs):
             other = self._devices.of(*outputs)
             return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         call = call_options(opts)
@@ -134,7 +134,7 @@ class ProcessGroup(BaseGroup):
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         """Replace a tensor by the root's tensor."""
         (x,) = tensors = one_tensor(tensors)
-        if not x.is_cpu:
+        if is_foreign(self, x):
             return self._devices.of(x).broadcast(tensors, opts)
         call = call_options(opts, *more, **named)
         return self.start(call, "broadcast", tensors, collectives.broadcast, x, call.root)
@@ -145,7 +145,7 @@ class ProcessGroup(BaseGroup):
     ) -> Any:
         """Fill the r-th output with rank r's input; ranks may pass inputs of different sizes."""
         outs, (x,) = one_list(outputs), one_tensor(inputs)
-        if not x.is_cpu:
+        if is_foreign(self, x):
             return self._devices.of(x).allgather([outs], [x], opts)
         call = call_options(opts, *more, **named)
         whole = collectives.empty_line_for(outs)
@@ -157,7 +157,7 @@ class ProcessGroup(BaseGroup):
     @traced
     def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Any:
         """Fill outputs[r][i] with rank r's i-th input."""
-        if not are_local(inputs):
+        if is_foreign(self, *inputs):
             return self._devices.of(*inputs).allgather_coalesced(outputs, inputs, opts)
 
         def plan(g: Group) -> Plan[Any]:
@@ -175,7 +175,7 @@ class ProcessGroup(BaseGroup):
     @traced
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Fill `output` with all ranks' inputs; `input` may be this rank's part of `output`."""
-        if not output.is_cpu:
+        if is_foreign(self, output):
             return self._devices.of(output)._allgather_base(output, input, opts)
         call, plan = call_options(opts), collectives.allgather_single
         return self.start(call, "allgather", [output], plan, output, input)
@@ -185,7 +185,7 @@ class ProcessGroup(BaseGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
         """Run all_gather_single() for several pairs of tensors, in one operation."""
-        if not are_local(outputs):
+        if is_foreign(self, *outputs):
             other = self._devices.of(*outputs)
             return other.allgather_into_tensor_coalesced(outputs, inputs, opts)
 
@@ -200,7 +200,7 @@ class ProcessGroup(BaseGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         """Fill the root's r-th output with rank r's input."""
         (x,) = one_tensor(inputs)
-        if not x.is_cpu:
+        if is_foreign(self, x):
             return self._devices.of(x).gather(outputs, inputs, opts)
         call = call_options(opts, *more, **named)
         outs = one_list(outputs) if self.rank() == call.root else []
@@ -210,7 +210,7 @@ class ProcessGroup(BaseGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         """Fill the output with the root's input for this rank."""
         (out,) = one_tensor(outputs)
-        if not out.is_cpu:
+        if is_foreign(self, out):
             return self._devices.of(out).scatter(outputs, inputs, opts)
         call = call_options(opts, *more, **named)
         parts = one_list(inputs) if self.rank() == call.root else []
@@ -227,7 +227,7 @@ class ProcessGroup(BaseGroup):
         **named: Any,
     ) -> Any:
         """Send rows of `input` to each rank, and fill `output`; empty splits mean equal splits."""
-        if not output.is_cpu:
+        if is_foreign(self, output):
             other = self._devices.of(output)
             return other.alltoall_base(output, input, output_splits, input_splits, opts)
         call, plan = call_options(opts, **named), collectives.alltoall_single
@@ -237,7 +237,7 @@ class ProcessGroup(BaseGroup):
     @traced
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **named: Any) -> Any:
         """Send the r-th input to rank r, and fill the r-th output with the tensor from rank r."""
-        if not are_local(outputs):
+        if is_foreign(self, *outputs):
             return self._devices.of(*outputs).alltoall(outputs, inputs, opts)
         call, plan = call_options(opts, **named), collectives.alltoall
         return self.start(call, "alltoall", outputs, plan, outputs, inputs)
@@ -245,7 +245,7 @@ class ProcessGroup(BaseGroup):
     @traced
     def barrier(self, opts: Any = None, **named: Any) -> Any:
         """Return when every rank has called it."""
-        if getattr(opts, "device_ids", None):
+        if getattr(opts, "device_ids", None) and not carries(self, "cuda"):
             return self._devices.by_type(torch.accelerator.current_accelerator()).barrier(opts)
         return self.start(call_options(opts, **named), "barrier", [], plan_barrier, None)
 
@@ -272,7 +272,7 @@ class ProcessGroup(BaseGroup):
     def send(self, tensors: Any, dest: int, tag: int = 0) -> Any:
         """Send a tensor to a rank, which may be this rank."""
         (x,) = one_tensor(tensors)
-        if not x.is_cpu:
+        if is_foreign(self, x):
             return self._devices.of(x).send([x], dest, tag)
         line = bytes_of(flatten(x))
         return self._collected(Work(send_async(line, dest, **self._message(tag)), [x]))
@@ -281,7 +281,7 @@ class ProcessGroup(BaseGroup):
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         """Fill a tensor with the elements that a rank sends."""
         (out,) = one_tensor(tensors)
-        if not out.is_cpu:
+        if is_foreign(self, out):
             return self._devices.of(out).recv([out], source, tag)
         target = bytes_of(flatten(out)) if out.is_contiguous() else out
         return self._collected(Work(recv_async(target, source, **self._message(tag)), [out]))

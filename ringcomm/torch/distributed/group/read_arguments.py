@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -102,8 +101,3 @@ def one_list(tensors: Any) -> list[torch.Tensor]:
             )
         listed = list(listed[0])
     return listed
-
-
-def are_local(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if all tensors are in host memory."""
-    return all(x.is_cpu for x in tensors)

@@ -32,6 +32,7 @@ def bytes_of(line: torch.Tensor) -> torch.Tensor:
 def write_back(x: torch.Tensor, line: torch.Tensor) -> None:
     """Fill x with the elements of a line, which may share the memory of x."""
     if line.data_ptr() != x.data_ptr():
+        keep_while_read(line)
         with torch.no_grad():
             x.copy_(line.view(x.dtype).view(x.shape))
 
@@ -39,10 +40,20 @@ def write_back(x: torch.Tensor, line: torch.Tensor) -> None:
 def write_parts(xs: Sequence[torch.Tensor], line: torch.Tensor) -> None:
     """Fill the tensors of xs with consecutive parts of a line."""
     start = 0
+    keep_while_read(line)
     with torch.no_grad():
         for x in xs:
             x.copy_(line[start : start + x.numel()].view(x.shape))
             start += x.numel()
+
+
+def keep_while_read(line: torch.Tensor) -> None:
+    """Keep the memory of a line on a GPU until the current stream, which reads it, has done so.
+
+    The line may have been made while another stream was current.
+    """
+    if line.is_cuda:
+        line.record_stream(torch.cuda.current_stream(line.device))
 
 
 def concatenate(xs: Sequence[torch.Tensor]) -> torch.Tensor:

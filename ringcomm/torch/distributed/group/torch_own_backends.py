@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.torch.distributed.compat import make_device_backend
+from ringcomm.torch.distributed.compat import backend_of, make_device_backend
 
 
 class Devices:
@@ -58,3 +58,19 @@ class Devices:
         for backend in self._made.values():
             backend.shutdown()
         self._made.clear()
+
+
+def carries(group: Any, kind: str) -> bool:
+    """Return True if a process group itself carries tensors of a type of device.
+
+    "cpu:ringcomm,cuda:nccl" leaves those on GPUs to NCCL.
+    """
+    return kind == "cpu" or (kind == "cuda" and backend_of(group, kind) in (None, "ringcomm"))
+
+
+def is_foreign(group: Any, *tensors: torch.Tensor) -> bool:
+    """Return True if torch's own backend has to take the tensors; see Devices.of()."""
+    if all(x.is_cpu for x in tensors):
+        return False
+    types = {x.device.type for x in tensors}
+    return len(types) > 1 or not all(carries(group, kind) for kind in types)

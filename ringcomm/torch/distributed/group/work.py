@@ -110,7 +110,10 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
     def _make_future(self) -> Any:
         # C++ treats the error of Future.set_exception() as a value. A Future fails only if a
         # callback raises, so this is the Future of a callback's result.
-        ended: Any = torch.futures.Future()
+        # A Future of devices runs its callbacks on streams of its own, and who waits for it makes
+        # the current stream wait for these.
+        devices = {x.device for x in self._results if x.is_cuda}
+        ended: Any = torch.futures.Future(devices=sorted(devices, key=str))
         future = ended.then(self._outcome)
         follow(future, self.path)
         if self.is_completed():
