@@ -122,9 +122,9 @@ def _last_phase_missing(phases):
     return wrapper
 
 
-def _unkept(follow):
-    def wrapper(self, *args, keeps, **options):
-        return follow(self, *args, keeps=(), **options)
+def _unkept(watch):
+    def wrapper(self, t, launched, keeps, **options):
+        return watch(self, t, launched, (), **options)
 
     return wrapper
 
@@ -139,24 +139,23 @@ def _no_event(empty):
 
 
 MUTANTS = {
-    "the stream does not wait for the caller's": ("ipc", gpu_team.GpuTeam, "begin", lambda f: (
-        lambda self, issue: self.transport.stream)),
+    "the stream does not wait for the caller's": ("ipc", Issue, "let_wait", lambda f: _never),
     "the caller's stream does not wait for the result": ("ipc", Launched, "take", lambda f: (
         lambda self: self._result)),
     "flags are not awaited": ("ipc", sim.SimulatedGpu, "await_value", lambda f: _never),
     "ranks read before all have staged": ("ipc", ipc.IpcTransport, "phases", _one_phase),
     "ranks go on before all have read": ("ipc", ipc.IpcTransport, "phases", _last_phase_missing),
-    "arrays are dropped while the stream uses them": ("ipc", gpu_team.GpuTeam, "follow", _unkept),
+    "arrays are dropped while the stream uses them": ("ipc", gpu_team.GpuTeam, "_watch", _unkept),
     "nccl: the caller's stream does not wait": ("nccl", Launched, "take", lambda f: (
         lambda self: self._result)),
-    "nccl: the stream does not wait for the caller's": ("nccl", gpu_team.GpuTeam, "begin",
-        lambda f: (lambda self, issue: self.transport.stream)),
-    "nccl: dropped early": ("nccl", gpu_team.GpuTeam, "follow", _unkept),
+    "nccl: the stream does not wait for the caller's": (
+        "nccl", Issue, "let_wait", lambda f: _never),
+    "nccl: dropped early": ("nccl", gpu_team.GpuTeam, "_watch", _unkept),
     "staged: the host reads what has not come": ("staged", Reached, "test", lambda f: (
         lambda self: True)),
     "staged: the result is used before it has come": ("staged", Launched, "take", lambda f: (
         lambda self: self._result)),
-    "staged: dropped early": ("staged", gpu_team.GpuTeam, "follow", _unkept),
+    "staged: dropped early": ("staged", gpu_team.GpuTeam, "_watch", _unkept),
 }  # fmt: skip
 
 
