@@ -1,4 +1,4 @@
-"""Reads settings from the environment. Only this module and launched.py read it."""
+"""Reads settings from the environment. Only this module and launched/ read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import ConfigError
-from ringcomm.launched import RANK_PROCESS, RUN_FOLDER, is_on, launched_rank
+from ringcomm.launched.launcher import is_on, launched_rank
+from ringcomm.launched.marks import RANK_PROCESS, RUN_FOLDER
 
 if TYPE_CHECKING:
     from pathlib import Path

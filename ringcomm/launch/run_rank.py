@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringcomm.errors import PeerFailedError
-from ringcomm.launched import launched_rank
+from ringcomm.launched.launcher import launched_rank
 
 CALL: Final = "call"
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ringcomm._core
-from ringcomm.launched import launched_rank, run_file
+from ringcomm.launched.launcher import launched_rank
+from ringcomm.launched.marks import run_file
 from ringcomm.open_errors import needed_for
 
 _PROGRAM = Path(ringcomm._core.__file__).with_name("ringcomm-guardian")

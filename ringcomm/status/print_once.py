@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
-from ringcomm.launched import job_on_this_host, launched_size
+from ringcomm.launched.launcher import job_on_this_host, launched_size
 
 _PRINTING_S: Final = 2.0
 _SKEW_S: Final = 1.0

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ringcomm._core import MPI_STATUS_MAX, Runner, Watchdog, mpi_runner
 from ringcomm.errors import ConfigError
-from ringcomm.launched import launched_size, set_mpi_defaults
+from ringcomm.launched.launcher import launched_size
+from ringcomm.launched.mpi_defaults import set_mpi_defaults
 from ringcomm.transport.tags import TagLayout
 
 if TYPE_CHECKING:

@@ -258,6 +258,6 @@ def test_arguments_that_are_refused(options, message):
     ],
 )
 def test_a_rank_is_known_before_init(environ, rank):
-    from ringcomm.launched import launched_rank
+    from ringcomm.launched.launcher import launched_rank
 
     assert launched_rank(environ) == rank

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringcomm.launched import command_for
+from ringcomm.launched.launcher import command_for
 from ringcomm.transport.membership.coverage import Gap, Launch, gap_of
 
 CONTINUOUS = ("--runtime-options", "continuous")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ringcomm import config, launched
+from ringcomm import config
 from ringcomm.errors import ConfigError
+from ringcomm.launched import launcher, marks, mpi_defaults
 
 
 def test_defaults():
@@ -73,7 +74,7 @@ def test_variables_of_others_are_named_once_by_the_first_rank_and_ignored(caplog
     ],
 )
 def test_launched_size(environ, expected):
-    assert launched.launched_size(environ) == expected
+    assert launcher.launched_size(environ) == expected
 
 
 ONE_HOST = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
@@ -87,7 +88,7 @@ TWO_HOSTS = {
 def test_quick_start_settings_are_for_one_host_only():
     here, there, direct = dict(ONE_HOST), dict(TWO_HOSTS), {"PMIX_RANK": "1"}
     for environ in (here, there, direct):
-        launched.set_mpi_defaults(environ)
+        mpi_defaults.set_mpi_defaults(environ)
         assert environ["OMPI_MCA_coll"] == "^han"
     assert here["OMPI_MCA_pml"] == "ob1"
     assert "OMPI_MCA_pml" not in there
@@ -96,13 +97,13 @@ def test_quick_start_settings_are_for_one_host_only():
 
 def test_a_process_without_a_launcher_uses_no_shared_memory_of_mpi():
     alone = {}
-    launched.set_mpi_defaults(alone)
+    mpi_defaults.set_mpi_defaults(alone)
     assert alone["OMPI_MCA_btl"] == "self,tcp"
 
 
 def test_the_user_s_own_mpi_setting_wins():
     environ = ONE_HOST | {"OMPI_MCA_coll": "basic", "OMPI_MCA_pml": "ucx"}
-    added = launched.set_mpi_defaults(environ)
+    added = mpi_defaults.set_mpi_defaults(environ)
     assert environ["OMPI_MCA_coll"] == "basic"
     assert environ["OMPI_MCA_pml"] == "ucx"
     assert not any(line.startswith(("OMPI_MCA_coll", "OMPI_MCA_pml")) for line in added)
@@ -116,50 +117,50 @@ def test_all_settings_of_mpi_are_in_the_docs_and_no_others():
 
 
 def settings_in(environ):
-    launched.set_mpi_defaults(environ)
+    mpi_defaults.set_mpi_defaults(environ)
     return [each for each in environ.items() if each[0].startswith("OMPI_MCA_")]
 
 
 def test_hydra_is_known_by_its_pmi():
-    assert launched.is_hydra({"PMI_FD": "7", "PMI_RANK": "0"})
-    assert launched.is_hydra({"PMI_PORT": "host:1234"})
-    assert not launched.is_hydra({"PMI_FD": "7", "PMIX_NAMESPACE": "job"})
-    assert not launched.is_hydra({})
+    assert launcher.is_hydra({"PMI_FD": "7", "PMI_RANK": "0"})
+    assert launcher.is_hydra({"PMI_PORT": "host:1234"})
+    assert not launcher.is_hydra({"PMI_FD": "7", "PMIX_NAMESPACE": "job"})
+    assert not launcher.is_hydra({})
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
 def test_fault_tolerance_is_what_mpirun_says(value, expected):
-    assert launched.is_fault_tolerant({"OMPI_MCA_mpi_ft_enable": value}) is expected
-    assert not launched.is_fault_tolerant({})
+    assert launcher.is_fault_tolerant({"OMPI_MCA_mpi_ft_enable": value}) is expected
+    assert not launcher.is_fault_tolerant({})
 
 
 def test_children_of_a_rank_know_it_and_jobs_started_by_a_rank_do_not():
     environ = {"PMIX_NAMESPACE": "job1", "PMIX_RANK": "0"}
-    launched.mark_children_of_this_rank(environ)
-    assert launched.parent_rank_pid(environ) is None  # the rank itself
+    marks.mark_children_of_this_rank(environ)
+    assert marks.parent_rank_pid(environ) is None  # the rank itself
     pid = str(os.getpid())
     marked = environ["RINGCOMM_RANK_PROCESS"].replace(pid, "1", 1)
     child = environ | {"RINGCOMM_RANK_PROCESS": marked}
-    assert launched.parent_rank_pid(child) == 1
-    assert launched.parent_rank_pid(child | {"PMIX_NAMESPACE": "job2"}) is None
+    assert marks.parent_rank_pid(child) == 1
+    assert marks.parent_rank_pid(child | {"PMIX_NAMESPACE": "job2"}) is None
     assert config.read_settings(child).timeout_s == 600  # the mark is no setting
 
 
 # --- what launchers say -------------------------------------------------------------------------
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_ID"])
 def test_a_rank_variable_of_mpi_tells_its_launcher(variable):
-    assert launched.is_launched_by_mpi({variable: "0"})
+    assert launcher.is_launched_by_mpi({variable: "0"})
 
 
 def test_torchs_own_variables_are_no_sign_of_mpi():
-    assert not launched.is_launched_by_mpi({"RANK": "0", "WORLD_SIZE": "2"})
+    assert not launcher.is_launched_by_mpi({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
     ("variable", "name"), [("TORCHELASTIC_RUN_ID", "torchrun"), ("RAY_JOB_ID", "Ray"), ("X", "")]
 )
 def test_other_launchers_are_named(variable, name):
-    assert launched.foreign_launcher({variable: "1"}) == name
+    assert launcher.foreign_launcher({variable: "1"}) == name
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_other_launchers_are_named(variable, name):
 )
 def test_ranks_that_are_not_mpis_are_refused(environ, by):
     with pytest.raises(ConfigError, match=rf"WORLD_SIZE wants 2 ranks, but {by} started"):
-        launched.refuse_foreign_ranks(environ)
+        launcher.refuse_foreign_ranks(environ)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +186,14 @@ def test_ranks_that_are_not_mpis_are_refused(environ, by):
     ],
 )
 def test_a_process_that_is_to_be_alone_or_is_mpis_is_no_foreign_rank(environ):
-    launched.refuse_foreign_ranks(environ)
+    launcher.refuse_foreign_ranks(environ)
 
 
 def test_torchs_ranks_are_read_and_what_is_missing_is_known():
-    assert launched.torch_ranks({"RANK": "1", "WORLD_SIZE": ""}) == {"rank": 1}
-    assert launched.missing_of_torch({"rank"}, {"WORLD_SIZE": "2"}) == [
+    assert launcher.torch_ranks({"RANK": "1", "WORLD_SIZE": ""}) == {"rank": 1}
+    assert launcher.missing_of_torch({"rank"}, {"WORLD_SIZE": "2"}) == [
         "MASTER_ADDR",
         "MASTER_PORT",
     ]
     with pytest.raises(ConfigError, match="RANK is 'one'"):
-        launched.torch_ranks({"RANK": "one"})
+        launcher.torch_ranks({"RANK": "one"})

@@ -40,13 +40,8 @@ from ringcomm.engine.core.lifecycle import close, leave, see_others_leave, stop
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import NotInitializedError, PeerFailedError, RingcommError
-from ringcomm.launched import (
-    is_fault_tolerant,
-    is_hydra,
-    mark_children_of_this_rank,
-    parent_rank_pid,
-    refuse_foreign_ranks,
-)
+from ringcomm.launched.launcher import is_fault_tolerant, is_hydra, refuse_foreign_ranks
+from ringcomm.launched.marks import mark_children_of_this_rank, parent_rank_pid
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import State
 from ringcomm.status.print_once import print_alike_errors_once

@@ -13,7 +13,7 @@ from ringcomm.engine.core.context import Topology
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import end_view, meet
 from ringcomm.errors import PeerFailedError, RingcommError
-from ringcomm.launched import command_for
+from ringcomm.launched.launcher import command_for
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import RESERVE, SPARE, State
 from ringcomm.transport.membership.coverage import Gap

@@ -13,7 +13,7 @@ from ringcomm.launch.check_install.gather_facts import gather
 from ringcomm.launch.child_process import run_child
 from ringcomm.launch.job import rank_program
 from ringcomm.launch.job.request import Surroundings
-from ringcomm.launched import launching_variable
+from ringcomm.launched.launcher import launching_variable
 
 _ANSWER_S = 30.0
 

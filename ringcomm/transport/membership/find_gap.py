@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ringcomm.launched import is_by_srun, mpirun_command
+from ringcomm.launched.launcher import is_by_srun, mpirun_command
 from ringcomm.transport.membership.coverage import Gap, Launch, gap_of
 
 if TYPE_CHECKING:

@@ -1,7 +1,4 @@
-"""Finds the launcher of this process in its environment, and puts MPI's settings there.
-
-Only config.py and this module read the environment, and only this module changes it permanently.
-"""
+"""The launcher of this process: which it is, and which rank it made of this process."""
 
 from __future__ import annotations
 
@@ -10,15 +7,11 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
-from typing import Final
+from collections.abc import Container, Mapping, Sequence
 
 from ringcomm.errors import ConfigError
-
-# Set by init(), so that child processes of a rank know that they are not ranks.
-RANK_PROCESS: Final = "RINGCOMM_RANK_PROCESS"
-# "PID FOLDER", set by `ringcomm run` for the rank that has this pid, and for its children.
-RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"
+from ringcomm.launched.ancestors import mpirun_and_above
+from ringcomm.launched.marks import RUN_FOLDER
 
 
 def is_on(text: str) -> bool:
@@ -143,17 +136,6 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     return next((int(text) for text in found if text.isdigit()), 0)
 
 
-def run_file(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the path of a file in the folder of this run; "" if `ringcomm run` did not start it.
-
-    The processes of a job that a rank starts have the variable, too, but are not of this run.
-    """
-    pid, _, folder = environ.get(RUN_FOLDER, "").partition(" ")
-    if not pid.isdigit() or (int(pid) != os.getpid() and _launcher_since(int(pid))):
-        return ""
-    return os.path.join(folder, name)
-
-
 def is_fault_tolerant(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True under `mpirun --with-ft ulfm`."""
     return is_on(environ.get("OMPI_MCA_mpi_ft_enable", ""))
@@ -170,43 +152,14 @@ def is_hydra(environ: Mapping[str, str] = os.environ) -> bool:
     return is_pmi and "PMIX_NAMESPACE" not in environ
 
 
-def _launch(environ: Mapping[str, str]) -> str:
-    """Return a text that identifies a launch. A job that a rank starts is another launch."""
-    names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID")
-    return "/".join(environ.get(name, "-") for name in names)
-
-
 def job_on_this_host(environ: Mapping[str, str] = os.environ) -> str:
     """Return a name that the ranks of one job on one host share, and that no other job has."""
     return environ.get("PMIX_NAMESPACE", "") or f"child of {os.getppid()}"
 
 
-def mark_children_of_this_rank(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Mark the processes that this rank starts from now on as its children, not ranks."""
-    environ[RANK_PROCESS] = f"{os.getpid()} {_launch(environ)}"
-
-
-def parent_rank_pid(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the pid of the rank that forked or started this process, else None."""
-    pid, _, launch = environ.get(RANK_PROCESS, "").partition(" ")
-    if not pid.isdigit() or int(pid) == os.getpid() or launch != _launch(environ):
-        return None
-    return None if _launcher_since(int(pid)) else int(pid)
-
-
-# MPICH's variables are the same in every job, also in a job that a rank starts.
-_LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
-
-
-def _launcher_since(ancestor: int) -> bool:
-    """Return True if a launcher is between this process and that ancestor."""
-    names = itertools.takewhile(lambda each: each[0] != ancestor, _ancestors())
-    return any(name.startswith(_LAUNCHERS) for _, name in names)
-
-
 def mpirun_command() -> tuple[str, ...]:
     """Return the command line of the mpirun that started this process; () if it is elsewhere."""
-    for pid in itertools.islice(_mpirun_and_above(), 1):
+    for pid in itertools.islice(mpirun_and_above(), 1):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
             return tuple(file.read().split("\0")[:-1])
     return ()
@@ -223,60 +176,9 @@ def launcher_terminal(descriptor: int, environ: Mapping[str, str] = os.environ) 
         return os.ttyname(descriptor) if os.isatty(descriptor) else None
     # `ringcomm run` reads what its mpirun prints, and prints that itself.
     depth = 2 if RUN_FOLDER in environ else 1
-    for pid in itertools.islice(_mpirun_and_above(), depth):
+    for pid in itertools.islice(mpirun_and_above(), depth):
         with contextlib.suppress(OSError):
             path = os.readlink(f"/proc/{pid}/fd/{descriptor}")
             if path.startswith(("/dev/pts/", "/dev/tty")):
                 return path
     return None
-
-
-def _mpirun_and_above() -> Iterator[int]:
-    """Yield the pids of this process's mpirun, if that is on this host, and of its ancestors."""
-    names = ("prterun", "mpirun", "mpiexec", "orterun")
-    above = itertools.dropwhile(lambda each: not each[1].startswith(names), _ancestors())
-    return (pid for pid, _ in above)
-
-
-def _ancestors() -> Iterator[tuple[int, str]]:
-    """Yield pid and name of the processes from which this one descends, the nearest first."""
-    pid = os.getppid()
-    while pid not in (0, 1):
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                name, _, rest = file.read().partition("(")[2].rpartition(")")
-        except OSError:
-            return
-        yield pid, name
-        pid = int(rest.split()[1])
-
-
-# Measured with Open MPI 5.0.11: coll/han returns wrong sums across hosts after a rank is killed
-# (open-mpi/ompi#11794); a single TCP connection per pair is half duplex (11 against 22 MB/s on a
-# 24 MB/s link); ranks that spin starve each other if there are more ranks than cores.
-_ALWAYS = {
-    "OMPI_MCA_coll": "^han",
-    "OMPI_MCA_btl_tcp_links": "2",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-}
-# Start-up takes 0.2-0.5 s instead of 1.3-2.4 s. Between hosts these would exclude UCX (InfiniBand).
-_ON_ONE_HOST = {
-    "OMPI_MCA_pml": "ob1",
-    "OMPI_MCA_osc": "^ucx",
-    "OMPI_MCA_btl": "self,sm,tcp",
-}
-# Without a launcher, no process removes the segment of btl/sm in /dev/shm (Open MPI 5.0.11).
-_ALONE = _ON_ONE_HOST | {"OMPI_MCA_btl": "self,tcp"}
-
-
-def set_mpi_defaults(environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set MPI's start-up settings that the user has not set; return them as NAME=VALUE."""
-    wanted = dict(_ALWAYS)
-    n_local = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    if n_local is not None and n_local == environ.get("OMPI_COMM_WORLD_SIZE"):
-        wanted |= _ON_ONE_HOST
-    elif not any(name in environ for name in ("PMIX_RANK", "PMI_RANK")):
-        wanted |= _ALONE
-    added = {name: value for name, value in wanted.items() if name not in environ}
-    environ.update(added)
-    return [f"{name}={value}" for name, value in added.items()]

@@ -1,0 +1,44 @@
+"""Marks of a rank's child processes: they are no ranks, and belong to this run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Final
+
+from ringcomm.launched.ancestors import launcher_since
+
+# Set by init(), so that child processes of a rank know that they are not ranks.
+RANK_PROCESS: Final = "RINGCOMM_RANK_PROCESS"
+# "PID FOLDER", set by `ringcomm run` for the rank that has this pid, and for its children.
+RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"
+
+
+def run_file(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the path of a file in the folder of this run; "" if `ringcomm run` did not start it.
+
+    The processes of a job that a rank starts have the variable, too, but are not of this run.
+    """
+    pid, _, folder = environ.get(RUN_FOLDER, "").partition(" ")
+    if not pid.isdigit() or (int(pid) != os.getpid() and launcher_since(int(pid))):
+        return ""
+    return os.path.join(folder, name)
+
+
+def mark_children_of_this_rank(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Mark the processes that this rank starts from now on as its children, not ranks."""
+    environ[RANK_PROCESS] = f"{os.getpid()} {_launch(environ)}"
+
+
+def parent_rank_pid(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the pid of the rank that forked or started this process, else None."""
+    pid, _, launch = environ.get(RANK_PROCESS, "").partition(" ")
+    if not pid.isdigit() or int(pid) == os.getpid() or launch != _launch(environ):
+        return None
+    return None if launcher_since(int(pid)) else int(pid)
+
+
+def _launch(environ: Mapping[str, str]) -> str:
+    """Return a text that identifies a launch. A job that a rank starts is another launch."""
+    names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID")
+    return "/".join(environ.get(name, "-") for name in names)
