@@ -95,7 +95,7 @@ ORDER = [
     Mutation(
         "window-is-not-cleared",
         "order",
-        "transport/node/shm.py",
+        "transport/node/shared_node.py",
         "        self.memory.clear_window(context)\n",
         "",
         "a group whose context was another's before meets what that one left in shared memory",

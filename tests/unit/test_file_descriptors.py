@@ -16,7 +16,7 @@ from ringcomm import open_errors
 from ringcomm._core import Loop, NodeMemory, StatusPage, take, view
 from ringcomm.transport.node.interruptible_sleep import Parking
 from ringcomm.transport.node.neighbours import Neighbour, Offer
-from ringcomm.transport.node.shm import make_memory
+from ringcomm.transport.node.shared_node import make_memory
 
 # Runs in a process of its own, whose limit of descriptors then matters to nobody else.
 FEW = """

@@ -26,7 +26,7 @@ from ringcomm.engine.peers.join import JoinedRanks
 from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.transport.base import Transport
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.node.shm import NodeTeam
+from ringcomm.transport.node.shared_node import NodeTeam
 from ringcomm.transport.node.steps import Meeting
 
 R = TypeVar("R")

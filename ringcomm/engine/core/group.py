@@ -13,7 +13,7 @@ from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.ledger import Ledger
 from ringcomm.transport.group_members import Members
-from ringcomm.transport.node.shm import NodeTeam
+from ringcomm.transport.node.shared_node import NodeTeam
 
 
 class ShortAllreduce(Protocol):

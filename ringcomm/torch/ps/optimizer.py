@@ -28,9 +28,7 @@ from ringcomm.torch.ps.clip_and_scale import clip_gradients, is_on, note_found_i
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
 from ringcomm.torch.ps.count_steps_and_embeddings import count_step, require_something_served
 from ringcomm.torch.ps.distributed_optimizer_options import ServerOptions
-from ringcomm.torch.ps.parts_of_optimizer import Parts
-from ringcomm.torch.ps.push_during_backward import Feeder
-from ringcomm.torch.ps.server_state import (
+from ringcomm.torch.ps.exchange_state_with_servers import (
     Recovery,
     gather_state,
     pull_values,
@@ -38,6 +36,8 @@ from ringcomm.torch.ps.server_state import (
     push_values,
     unrounded_state,
 )
+from ringcomm.torch.ps.parts_of_optimizer import Parts
+from ringcomm.torch.ps.push_during_backward import Feeder
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")
