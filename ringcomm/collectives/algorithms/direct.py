@@ -1,10 +1,10 @@
 """All pairs at once: each rank receives all ranks' values of its chunk, and sums in rank order.
 
-It is for 16-bit floats and for deterministic sums. It is also for small arrays, because it takes
-two rounds for any number of ranks. A ring rounds 16-bit floats at every rank, and starts the sum of
-each chunk at a different rank. Here the sum is in float32 and rounded once (rms error over 64 ranks
-in bfloat16: ring 1.23e-2, here 2.1e-3). Direct sends as many bytes as the ring, and takes nbytes of
-scratch memory, or, if a chunk has more than AHEAD segments, AHEAD segments per rank.
+Used for small arrays, since it takes two rounds for any number of ranks; for deterministic sums,
+since a ring begins the sum of each chunk at another rank; and for 16-bit floats, since a ring
+rounds them at every rank. Here they are added in float32 and rounded once (rms error over 64 ranks
+in bfloat16: ring 1.23e-2, here 2.1e-3). It sends as many bytes as the ring. Scratch memory: nbytes;
+if a chunk has more than AHEAD segments, AHEAD segments per rank.
 """
 
 from __future__ import annotations

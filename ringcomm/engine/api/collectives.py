@@ -14,9 +14,9 @@ The ranks agree on a name at its first use. It may be used again once the operat
 All functions raise MismatchError, the same on every rank. The engine stays usable. Data may have
 been sent only if ranks had agreed on this name before; else the text says "Nothing was sent". They
 also raise NotInitializedError, and PeerFailedError and CommTimeoutError, after which the engine is
-unusable. If all ranks raise TypeError or ValueError, an argument is wrong on all of them in the
-same way. If only this rank does, an operation of that name is pending here, the name is no str, or
-this rank is not in the group.
+unusable. TypeError and ValueError have two causes. Either an argument is wrong in the same way on
+all ranks: then all raise it. Or this rank alone cannot begin: an operation of that name is pending
+here, the name is no str, or this rank is not in the group.
 """
 
 from __future__ import annotations

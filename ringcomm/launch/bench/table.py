@@ -25,7 +25,7 @@ class Row:
     calls: int = 0
     algbw_gbps: float | None = None  # nbytes / time; 1e9 bytes per second
     busbw_gbps: float | None = None  # comparable with the hardware's bandwidth
-    wire_share: float | None = None  # (fewest bytes / time) / bandwidth of the link
+    wire_share: float | None = None  # fewest bytes that must cross the link / time / its bandwidth
     algorithm: str = ""
 
     @property
