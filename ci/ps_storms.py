@@ -3,6 +3,7 @@
 
 usage: .venv/bin/python ci/ps_storms.py [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
                                         [--of servers|others]
+       .venv/bin/python ci/ps_storms.py --hosts 3 --storms 30   # on fake hosts, under ulfm; root
 
 Ends with 1 if a job hangs, if its exit code is not that of a good job, if an acknowledged push is
 lost or one counts twice, or if a checkpoint that is complete cannot be read. After the death of a
@@ -22,7 +23,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from storms import LAUNCHERS
+from fakecluster import Cluster, running
+from storms import LAUNCHERS, end_on, place
 
 JOB = Path(__file__).with_name("ps_storm_job.py")
 MODES = ("sync", "async", "ssp", "first_of")
@@ -45,12 +47,16 @@ class Outcome:
 
 @dataclass
 class Storm:
-    """A job whose ranks are killed. kills: RANK@STEP:WHEN, see ps_storm_job.py."""
+    """A job whose ranks are killed. kills: RANK@STEP:WHEN, see ps_storm_job.py.
+
+    cluster: fake hosts, on which the ranks are spread; None: this machine.
+    """
 
     mode: str
     n_workers: int
     kills: list
     launcher: str
+    cluster: Cluster | None = None
 
     def __str__(self):
         return f"{self.launcher}, {self.mode}, {self.n_workers} workers, {' '.join(self.kills)}"
@@ -71,9 +77,12 @@ class Storm:
             return self._run_in(Path(folder))
 
     def _run_in(self, out):
+        size = self.n_workers + 1 + self.n_servers
+        n_hosts = 1 if self.cluster is None else len(self.cluster.hosts)
+        inside, layout = place(self.cluster, -(-size // n_hosts))
         command = [
-            Path(sys.executable).parent / "mpirun", "--oversubscribe", *self.options,
-            "-np", str(self.n_workers + 1 + self.n_servers), sys.executable, self.job, "--out", out,
+            *inside, Path(sys.executable).parent / "mpirun", *layout, *self.options,
+            "-np", str(size), sys.executable, self.job, "--out", out,
             "--mode", self.mode, "--servers", str(self.n_servers), "--steps", str(self.steps),
             *self._kill_options,
         ]  # fmt: skip
@@ -90,6 +99,7 @@ class Storm:
             output, _ = job.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
+            end_on(self.cluster)
             output, _ = job.communicate()
             problems.append("hangs")
         problems += list(self._problems(out, job.returncode))
@@ -219,14 +229,25 @@ def main():
     parser.add_argument("--launcher", choices=(*LAUNCHERS, "both"), default="both")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--of", choices=("all", "servers", "others"), default="all")
+    parser.add_argument("--hosts", type=int, default=0, help="that many fake hosts, under ulfm")
     args = parser.parse_args()
+    if not args.hosts:
+        sys.exit(run(args, None))
+    with running(f"ps-storms-{os.getpid()}", args.hosts, "200mbit") as cluster:
+        sys.exit(run(args, cluster))
+
+
+def run(args, cluster):
+    """Run the storms; return True if one went wrong."""
     launchers = [*LAUNCHERS] if args.launcher == "both" else [args.launcher]
+    launchers = launchers if cluster is None else ["ulfm"]
     counts, seconds = Counter(), []
     for number in range(args.storms):
         seed = args.seed + number
         rng, launcher = random.Random(seed), launchers[number % len(launchers)]
         is_of_servers = args.of == "servers" or (args.of == "all" and number // 2 % 3 == 0)
         storm = (random_server_storm if is_of_servers else random_storm)(rng, launcher)
+        storm.cluster = cluster
         outcome = storm.run()
         counts["wrong" if outcome.problems else "right"] += 1
         seconds.append(outcome.seconds)
@@ -236,7 +257,7 @@ def main():
         if outcome.problems:
             print(outcome.output, flush=True)
     print(f"{dict(counts)}, {sum(seconds) / max(1, len(seconds)):.1f} s each")
-    sys.exit(bool(counts["wrong"]))
+    return bool(counts["wrong"])
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ class Storm:
         options = [f"--kill={kill}" for kill in self.kills] + [f"--pause={self.pause_s}"]
         options += [f"--resize={resize}" for resize in self.resizes]
         options += ["--rich"] * self.is_rich + ["--shutdown"] * self.is_shut_down
-        inside, layout = self._place()
+        inside, layout = place(self.cluster, PLACES)
         command = [
             *inside, bin_folder / "mpirun", *layout, *LAUNCHERS[self.launcher],
             "-np", str(self.n + self.n_spares + self.n_reserves),
@@ -136,7 +136,7 @@ class Storm:
             verdict = ""
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
-            self._end_on_hosts()
+            end_on(self.cluster)
             output, _ = job.communicate()
             verdict = "hangs"
         killed = {int(p.suffix[1:]): int(p.read_text()) for p in Path(out).glob("kill.*")}
@@ -145,20 +145,6 @@ class Storm:
         verdict = verdict or self._verdict(results, killed)
         seconds = time.monotonic() - began
         return Outcome(verdict, results, killed, slow, output, job.returncode, seconds)
-
-    def _place(self):
-        """Return what comes before mpirun, and its options, so that ranks are where they belong."""
-        if self.cluster is None:
-            return [], ["--oversubscribe"]
-        hosts = ",".join(f"{host}:{PLACES}" for host in self.cluster.hosts)
-        reach = self.cluster.launch_options(is_mpich=False)
-        return self.cluster.entering("h0"), [*reach, "--map-by", "slot", "--host", hosts]
-
-    def _end_on_hosts(self):
-        for host in [] if self.cluster is None else self.cluster.hosts:
-            for pid in self.cluster.pids(host):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
 
     def _verdict(self, results, killed):
         """Say whether all that live have the same exact state, which all of them have made.
@@ -182,6 +168,26 @@ class Storm:
             and all(members == set(result["members"]) & live for result in reported)
         )
         return "right" if is_right else "wrong"
+
+
+def place(cluster, n):
+    """Return what comes before mpirun, and its options, so that n ranks are on each host.
+
+    cluster: fake hosts; None: this machine.
+    """
+    if cluster is None:
+        return [], ["--oversubscribe"]
+    hosts = ",".join(f"{host}:{n}" for host in cluster.hosts)
+    reach = cluster.launch_options(is_mpich=False)
+    return cluster.entering("h0"), [*reach, "--map-by", "slot", "--host", hosts]
+
+
+def end_on(cluster):
+    """Kill what is left on the hosts of a cluster."""
+    for host in [] if cluster is None else cluster.hosts:
+        for pid in cluster.pids(host):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def storm_of(cell, launcher, chance):
