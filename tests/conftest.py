@@ -34,9 +34,10 @@ def clock(monkeypatch):
     times = itertools.count(1)
     state = {"now": 0.0}
     state["tick"] = lambda: state.update(now=float(next(times)))
+    from ringcomm.ps.server.clock import OwnClock
     from ringcomm.ps.server.rows import hash_shard as hashed
 
-    monkeypatch.setattr(hashed, "now", lambda: state["now"])
+    monkeypatch.setattr(OwnClock, "time", lambda _: state["now"])
     monkeypatch.setattr(hashed, "work_after_push", lambda _: 0)
     return state
 

@@ -19,7 +19,7 @@ struct FrameHeader {
   Kind kind;
   Where where;
   std::uint16_t status;
-  std::uint32_t view, origin;  // 4 bytes follow that have no meaning
+  std::uint32_t view, origin, letter;
   std::uint64_t sequence;
   std::uint32_t table, partition;
   std::int64_t clock;

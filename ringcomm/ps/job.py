@@ -27,6 +27,7 @@ from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.protocol.link import Delivery, Link
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.ps.roles import InitOptions, Layout, Role, assign
+from ringcomm.ps.server.homes.homes import Homes
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.server.user_functions import Function, registered
 from ringcomm.ps.session import SESSION, Session, is_chief, memory_of, session
@@ -68,7 +69,8 @@ def init(
             or none.
         role: of this command; None: what remains. Where one command declares servers
             (`python -m ringcomm.ps.server`), no others are made.
-        replication: copies of each partition; more than 1 is not there yet.
+        replication: copies of each partition, 1 or 2. With 2, another server goes on in the place
+            of one that dies, and nothing is lost; it needs RINGCOMM_ELASTIC=1, and two servers.
         placement: "balanced": slices go to the server with the fewest bytes.
         colocated: servers live in the processes of workers.
         deadline_s: of each wait for a server, in seconds; None: RINGCOMM_TIMEOUT_S, as of
@@ -103,7 +105,8 @@ def init(
     layout = assign(all_options, engine.groups.default.ranks.nodes)
     if engine.page is not None:
         engine.page.set_role(_role_text(layout, engine.job_rank))
-    _refuse_what_is_not_there(replication, placement)
+    _refuse_what_is_not_there(placement)
+    _refuse_what_copies_cannot(layout, engine, recover)
     names = {rank: all_options[rank].functions for rank in layout.servers}
     if deadline_s is None:
         deadline_s = engine.settings.timeout_or_inf
@@ -134,9 +137,25 @@ def _require_seconds(**seconds: float | None) -> None:
             raise ConfigError(f"ps.init: {name} is {value!r}; it must be more than 0 seconds")
 
 
-def _refuse_what_is_not_there(replication: int, placement: str) -> None:
-    if replication > 1:
-        raise ConfigError(f"ps.init: replication={replication} is not there yet; leave it out")
+def _refuse_what_copies_cannot(layout: Layout, engine: Engine, recover: object) -> None:
+    """Raise ConfigError for what does not go together with replication=."""
+    n = layout.replication
+    why = ""
+    if n > 2:
+        why = "there are at most 2 copies"
+    elif n == 2 and len(layout.servers) < 2:
+        why = f"each copy needs a server of its own, and servers={len(layout.servers)}"
+    elif n == 2 and layout.is_colocated:
+        why = "it does not go with colocated=True yet"
+    elif n == 2 and not engine.settings.elastic:
+        why = "without RINGCOMM_ELASTIC=1 any death ends the job, whatever is copied"
+    elif n == 2 and recover is not None:
+        why = "it does not go with recover= yet"
+    if why:
+        raise ConfigError(f"ps.init: replication={n}: {why}")
+
+
+def _refuse_what_is_not_there(placement: str) -> None:
     if placement != "balanced":
         raise ConfigError(f"ps.init: placement is {placement!r}; it must be 'balanced'")
 
@@ -211,8 +230,18 @@ def _start(
     dispatcher.link, dispatcher.client = link, client.outstanding
     if me in layout.servers:
         memory = partial(memory_of, engine)
-        dispatcher.server = Server(layout.number_of(me), layout, link, memory, functions)
-        dispatcher.server.page = engine.page
+        number = layout.number_of(me)
+        if layout.replication == 1:
+            dispatcher.server = Server(number, layout, link, memory, functions)
+            dispatcher.server.page = engine.page
+        else:
+            dispatcher.server = Homes(
+                number, layout, link,
+                lambda home, wire, clock: Server(
+                    home, layout, wire, memory, functions, clock=clock
+                ),
+            )  # fmt: skip
+            dispatcher.server.show_on(engine.page)
     of_role = {"worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators}
     group = Group.of_job(of_role[layout.role_of(me)])
     dispatcher.deaths = Deaths(engine.watch.peers)
@@ -220,6 +249,7 @@ def _start(
         engine, layout, group, dispatcher, client, training, replaced, names, tables=tables
     )
     dispatcher.deaths.listeners.append(current.on_death)
+    dispatcher.on_homes = current.on_homes
     keep_queues(engine, layout.rank_of(layout.leader))
     engine.extensions.add_service(dispatcher)
     engine.extensions.add_waits(lambda: client.waits.label)

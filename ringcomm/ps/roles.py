@@ -22,6 +22,7 @@ class InitOptions:
         servers: how many; None: as other ranks say.
         evaluators: how many among the ranks without a role.
         colocated: servers live in the processes of workers.
+        dead: ranks that died.
         replication: copies of each partition.
         placement: how partitions are spread.
         evaluates: a function is marked @ps.evaluator.
@@ -47,14 +48,19 @@ class Layout:
         servers: own partitions, by server number.
         evaluators: read snapshots.
         gone: workers that cannot follow a chief that died: they died, or had left by then.
-        lost: numbers of servers that died.
+        replication: copies of what each server has.
+        lost: numbers of servers that died, with all copies of what they had.
+        hosts: ranks of the servers whose first process died, by number; see rank_of().
     """
 
     workers: tuple[int, ...]
     servers: tuple[int, ...]
     evaluators: tuple[int, ...]
     gone: set[int] = field(default_factory=set, compare=False)
+    dead: set[int] = field(default_factory=set, compare=False)
+    replication: int = 1
     lost: set[int] = field(default_factory=set, compare=False)
+    hosts: dict[int, int] = field(default_factory=dict, compare=False)
 
     @property
     def chief(self) -> int:
@@ -65,7 +71,7 @@ class Layout:
     def survivable(self) -> frozenset[int]:
         """The ranks that may die in an elastic job: all but colocated servers, and the last one."""
         clients = {*self.workers, *self.evaluators} - {*self.servers}
-        live = {self.servers[number] for number in self.server_numbers}
+        live = {*self.servers} - self.dead
         if self.is_colocated or len(live) > 1:
             return frozenset(clients if self.is_colocated else {*clients, *self.servers})
         return frozenset({*clients, *self.servers} - live)
@@ -78,7 +84,8 @@ class Layout:
             left: ranks that have left in order. A chief that has is followed by nobody.
         """
         before = self.chief
-        if rank in self.servers:
+        self.dead.add(rank)
+        if rank in self.servers and self.replication == 1:
             self.lost.add(self.number_of(rank))
         self.gone.add(rank)
         if rank == before:
@@ -98,11 +105,15 @@ class Layout:
         return self.server_numbers[0]
 
     def rank_of(self, server: int) -> int:
-        """Return the rank of a server."""
+        """Return the rank where a server runs: where it began, or where its other copy is."""
+        return self.hosts.get(server, self.servers[server]) if self.hosts else self.servers[server]
+
+    def address_of(self, server: int) -> int:
+        """Return the rank by which servers name each other: where it began."""
         return self.servers[server]
 
     def number_of(self, rank: int) -> int:
-        """Return the number of the server that a rank is. Raises ValueError."""
+        """Return the number of the server that began on a rank. Raises ValueError."""
         return self.servers.index(rank)
 
     def role_of(self, rank: int) -> Role:
@@ -146,7 +157,8 @@ def assign(all_options: Sequence[InitOptions], hosts: Sequence[int]) -> Layout:
             f"{_count(len(servers), 'server')} and {_count(len(evaluators), 'evaluator')}, leave "
             "no worker. Start more ranks, or ask for fewer servers"
         )
-    return Layout(workers, tuple(servers), tuple(sorted(evaluators)))
+    replication = next(w.replication for w in all_options if w.role != "server")
+    return Layout(workers, tuple(servers), tuple(sorted(evaluators)), replication=replication)
 
 
 def _require_sound(rank: int, options: InitOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 from collections import deque
@@ -29,7 +30,10 @@ from ringcomm.ps.end_of_job import EndOfTraining, leave, rest, serve
 from ringcomm.ps.protocol.deaths import Loss
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
+from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout
+from ringcomm.ps.server.homes.homes import Homes
+from ringcomm.ps.server.homes.takeovers import Takeovers
 
 _CACHE_LINE: Final = 64
 _log: Final = logging.getLogger("ringcomm")
@@ -75,6 +79,7 @@ class Session:
         drops_step: the step that this worker is in trains nothing, for it has recovered within it.
         between_steps: called after each step of this worker, if set.
         recovering: called by ps.recover() once tables have values again.
+        takeovers: where each home runs.
         abandoned: tables of optimizers that are gone, and references to their parameters: once
             these are gone, too, a table is closed when this process opens another one.
         opening: held while one is opened.
@@ -100,9 +105,14 @@ class Session:
     drops_step: bool = False
     between_steps: Callable[[], None] | None = None
     recovering: WeakSet[Recovering] = field(default_factory=WeakSet)
+    takeovers: Takeovers = field(init=False)
+    _how: dict[int, str] = field(default_factory=dict)  # servers died, by rank
     abandoned: deque[tuple[Any, list[ref[Any]]]] = field(default_factory=deque)
     opening: threading.Lock = field(default_factory=threading.Lock)
     saving: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.takeovers = Takeovers(self.layout)
 
     @property
     def may_be_chief(self) -> bool:
@@ -154,19 +164,24 @@ class Session:
     def on_death(self, rank: int, how: str) -> None:
         """Go on without a rank that died; in the thread that drives."""
         layout, peers, server = self.layout, self.engine.watch.peers, self.dispatcher.server
-        is_new_loss = rank in layout.servers and layout.number_of(rank) not in layout.lost
+        is_server = rank in layout.servers
+        is_new_loss = is_server and layout.number_of(rank) not in layout.lost
         self.client.link.forget(rank)
         has_other_chief = layout.lose(rank, peers.left)
         peers.survivable = layout.survivable if rank in layout.servers else peers.survivable
-        if is_new_loss:
-            self._lose_server(rank, how)
+        if is_server and layout.replication > 1:
+            self.takeovers.died(rank)
+            self._how[rank] = how
+            self._lose_homes()
+        elif is_new_loss:
+            self._lose_server(layout.number_of(rank), rank, how)
         if server is not None:
             server.on_death(rank)
             if server.index == layout.leader:
                 _log.warning(
                     "ps: %s, %s, %s; the job goes on without it%s",
                     self.engine.transport.label(rank), _role_in_words(layout, rank), how,
-                    ", once ps.recover() has been called" if rank in layout.servers else "",
+                    ", once ps.recover() has been called" if is_new_loss and layout.lost else "",
                 )  # fmt: skip
         self.training.decide(peers.gone)
         if has_other_chief:
@@ -177,15 +192,36 @@ class Session:
                 _log.warning("ps: rank %d is the chief now", self.engine.job_rank)
                 self._begin_tables()
 
-    def _lose_server(self, rank: int, how: str) -> None:
+    def on_homes(self, frame: Delivery) -> None:
+        """A server says which homes it runs, after the death of another."""
+        taken = self.takeovers.said(frame.source, frame.header.clock, json.loads(frame.meta))
+        server = self.dispatcher.server
+        for home in taken:
+            self.client.outstanding.take_over(home)
+            if isinstance(server, Homes):
+                server.on_taken(home)
+            if home == self.layout.leader:
+                keep_queues_at(self.engine, frame.source)
+        self._lose_homes()
+
+    def _lose_homes(self) -> None:
+        """End all calls for tables with an error if no copy of a home is left."""
+        for home in self.takeovers.lost():
+            rank = self.layout.rank_of(home)
+            self.layout.lost.add(home)
+            self._lose_server(home, rank, self._how[rank])
+
+    def _lose_server(self, number: int, rank: int, how: str) -> None:
         """End all calls for tables with an error: a part of their values is gone."""
         keep_queues_at(self.engine, self.layout.rank_of(self.layout.leader))
-        number, tables = self.layout.number_of(rank), [*self.tables.values()]
+        tables = [*self.tables.values()]
         before = self.client.outstanding.loss
         whole = tables if before is None else ()
         names = tuple(table.name for table in whole if table.is_on(number))
         names += () if before is None else before.tables
-        loss = Loss(number, rank, self.engine.transport.label(rank), how, names)
+        loss = Loss(
+            number, rank, self.engine.transport.label(rank), how, names, self.layout.replication
+        )
         for table in tables:
             table.lose(loss)
         self.client.outstanding.lose(loss)

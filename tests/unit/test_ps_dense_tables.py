@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import outcomes
-from ps_jobs import run_all, run_workers
+from ps_jobs import run_workers
 from sample_values import total, whole_numbers
 
 import ringcomm as rc
@@ -453,12 +453,6 @@ def test_more_than_the_credit_waits_and_goes_on(monkeypatch):
 
     assert run_workers(1, body) == [20.0]
     assert max(most) <= 200_000
-
-
-def test_replication_is_refused_until_it_is_there():
-    results = run_all(1, lambda _: None, replication=2)
-    assert all("replication=2 is not there yet" in str(each) for each in results)
-    assert all(isinstance(each, rc.ConfigError) for each in results)
 
 
 # --- other layouts ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from ps_row_model import DIM, Model
 import ringcomm as rc
 from ringcomm import _core, ps
 from ringcomm.ps.job import session
+from ringcomm.ps.server.clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed
 
 pytestmark = pytest.mark.usefixtures("wire")
@@ -275,7 +276,7 @@ def test_a_large_cap_is_shared_by_servers_and_holds_to_within_one_percent():
 
 def test_rows_are_evicted_by_pushes_to_others(monkeypatch):
     seconds = itertools.count()
-    monkeypatch.setattr(hashed, "now", lambda: float(next(seconds)))
+    monkeypatch.setattr(OwnClock, "time", lambda _: float(next(seconds)))
 
     def body(_):
         kv = ps.hashtable("emb", 2, updater=ps.optim.Add(), evict=ps.Evict(ttl=5))

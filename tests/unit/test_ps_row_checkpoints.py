@@ -15,6 +15,7 @@ from ringcomm.ps.job import session
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.placement.view import HASH_PARTITIONS, Move
 from ringcomm.ps.protocol.frame_meta import MISSING
+from ringcomm.ps.server.clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed
 from ringcomm.ps.server.rows.row_partition import RowsPartition
 from ringcomm.ps.server.rows.row_spec import row_spec
@@ -33,7 +34,7 @@ UPDATERS = [
 def steps_are_seconds(monkeypatch):
     """Let time pass only as tests say so, and nothing be evicted that is not asked for."""
     state = {"now": 0.0}
-    monkeypatch.setattr(hashed, "now", lambda: state["now"])
+    monkeypatch.setattr(OwnClock, "time", lambda _: state["now"])
     monkeypatch.setattr(hashed, "work_after_push", lambda _: 0)
     monkeypatch.setattr(evaluation, "_evaluation", None)
     return state
@@ -362,7 +363,7 @@ def test_a_partition_without_rows_has_no_state():
         spec.append(opened()._spec)
 
     run_workers(1, body)
-    shard = hashed.Shard(spec[0], [0] * HASH_PARTITIONS, 0)
+    shard = hashed.Shard(spec[0], [0] * HASH_PARTITIONS, 0, lambda: 0.0)
     part = RowsPartition(shard, 5)
     assert part.is_empty
     assert part.state().arrays == {}
@@ -378,7 +379,7 @@ def test_a_checkpoint_with_arrays_that_are_not_known_any_more_is_loaded(load):
         spec.append(opened(updater=ps.optim.Add(), mode="async", admit=None, evict=None)._spec)
 
     run_workers(1, body)
-    shards = [hashed.Shard(spec[0], [0] * HASH_PARTITIONS, 0) for _ in range(2)]
+    shards = [hashed.Shard(spec[0], [0] * HASH_PARTITIONS, 0, lambda: 0.0) for _ in range(2)]
     grads = np.ones((len(keys), DIM), np.float32)
     shards[0].rows.push([(keys, grads, 1.0, None)], ps.optim.Add.code, np.empty(0), 1.0, 0.0, 1)
     for number in range(HASH_PARTITIONS):

@@ -63,6 +63,11 @@ def recover(path: str | Path, *, timeout_s: float | None = None) -> Recovered:
         PeerFailedError: the last server died.
     """
     current, root = session(), Path(path).resolve()
+    if current.layout.replication > 1:
+        raise RingcommError(
+            f"{_LABEL}: it does not go with ps.init(replication=2) yet. If all copies of a server "
+            "are lost, start the job again, and call ps.restore(path)"
+        )
     if current.snapshot:
         raise RingcommError(f"{_LABEL}: not within ps.snapshot(), which holds what is gone")
     limit_s = limit_of(current, timeout_s)

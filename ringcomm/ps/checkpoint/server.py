@@ -88,12 +88,16 @@ class Store:
         core: decides; knows whose pushes are in a partition.
         contents: of the tables, by number.
         replies: sends answers.
+
+    Attributes:
+        is_copy: another server writes the files, which does the same otherwise.
     """
 
     def __init__(
         self, index: int, core: Core, contents: Mapping[int, Contents], replies: Replies
     ) -> None:
         self._index, self._core, self._contents, self._replies = index, core, contents, replies
+        self.is_copy = False
         self._taken: dict[int, list[_Item]] = {}
         self._roots: dict[int, Path] = {}
         self._is_there: dict[Path, bool] = {}
@@ -162,6 +166,11 @@ class Store:
         number = content["id"]
         items = self._taken[number]
         self.drop(number)
+        if self.is_copy:  # what a client gets that asks again, once the other one is dead
+            raise RingcommError(
+                f"ps.save: server {self._index} died while it wrote this checkpoint, which is not "
+                "complete; its copy has all values. Save again"
+            )
         folder, before = Path(content["folder"]), [*self._writing.values()]
         is_over = self._writing[number] = threading.Event()
 
@@ -286,7 +295,10 @@ class Store:
             else:
                 self._replies(request, meta=meta)
 
-        threading.Thread(target=run, name="ringcomm-ps-files", daemon=True).start()
+        if self.is_copy:  # the next request comes once the other server has done this one
+            run()
+        else:
+            threading.Thread(target=run, name="ringcomm-ps-files", daemon=True).start()
 
     def _unseen(self, folder: Path) -> str:
         return (

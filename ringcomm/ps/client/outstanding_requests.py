@@ -219,7 +219,23 @@ class Outstanding:
             request.kind, epoch, self._me, sequence, table, part, request.clock,
             request.option, request.place,
         )  # fmt: skip
-        self._link.ask(self._layout.rank_of(request.server), header, request.meta, request.body)
+        home, layout = request.server, self._layout
+        if home in layout.hosts:
+            full = Header(request.kind, 0, home + 1, *header[1:8], 0, request.option, request.place)
+            self._link.send(layout.hosts[home], full, request.meta, request.body)
+            return
+        self._link.ask(layout.servers[home], header, request.meta, request.body)
+
+    def take_over(self, home: int) -> None:
+        """Send again what a home has not answered, which runs elsewhere now; called in the loop."""
+        rank = self._layout.rank_of(home)
+        with self.lock:
+            for sequence, request in sorted(self.requests.items()):
+                if request.server == home:
+                    order = self.owners.orders.get(request.partition or (-1, -1))
+                    request.body = reachable(request.body, rank, self._engine, self._link)
+                    self._send(request, sequence, request.epoch if order is None else order.epoch)
+                    self.n_resent += 1
 
     # --- replies --------------------------------------------------------------------------------
     def place_for(self, header: Header) -> Bytes | None:
@@ -327,14 +343,16 @@ class Outstanding:
             request.server = self.owners.view.owner(partition)
             self.credit.count(request, 1)
             request.future.awaited.add(request.server)
-            request.body = self._reachable(request.body, self._layout.rank_of(request.server))
+            rank = self._layout.rank_of(request.server)
+            request.body = reachable(request.body, rank, self._engine, self._link)
             self._send(request, sequence, self.owners.orders[partition].epoch)
 
-    def _reachable(self, body: Bytes, rank: int) -> Bytes:
-        """Return a body that was meant for another server where this one can read it."""
-        if not body.nbytes or not self._link.shares_memory(rank):
-            return body
-        memory = self._engine.shared_memory(body.nbytes)
-        assert memory is not None
-        memory[:] = body
-        return memory
+
+def reachable(body: Bytes, rank: int, engine: Engine, link: Link) -> Bytes:
+    """Return a body that was meant for another server where the server at a rank can read it."""
+    if not body.nbytes or link.holds(body) or not link.shares_memory(rank):
+        return body
+    memory = engine.shared_memory(body.nbytes)
+    assert memory is not None
+    memory[:] = body
+    return memory

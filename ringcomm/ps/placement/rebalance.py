@@ -60,6 +60,8 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
     current = session()
     if current.snapshot:
         raise RingcommError("ps.rebalance: not within ps.snapshot(), while which nothing moves")
+    if current.layout.replication > 1:
+        raise RingcommError("ps.rebalance: it does not go with ps.init(replication=2) yet")
     if slack < 0:
         raise ValueError(f"ps.rebalance: slack is {slack}; it must be 0 or more")
     answers = ask_json(current.client, Kind.STATS, {"keys": True}).wait()

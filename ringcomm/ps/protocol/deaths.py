@@ -62,6 +62,7 @@ class Loss:
         name: of that rank.
         how: it died.
         tables: of which it had a part.
+        copies: so many there were of what it had; the other one is lost, too.
     """
 
     server: int
@@ -69,15 +70,25 @@ class Loss:
     name: str
     how: str
     tables: tuple[str, ...]
+    copies: int = 1
 
     def error(self, label: str) -> ServerLostError:
         """Return the error of a call that cannot go on."""
         shown = ", ".join(self.tables[:_SHOWN]) + ", ..." * (len(self.tables) > _SHOWN)
         what = f"its part of {shown}" if self.tables else "what it had of the tables"
+        lost, then = (
+            "is lost",
+            (
+                "call ps.recover(path) on every worker, which goes back to the newest checkpoint, "
+                "or end this job"
+            ),
+        )
+        if self.copies > 1:
+            lost = "is lost, with its copy"
+            then = "start the job again, and go on from a checkpoint with ps.restore(path)"
         return ServerLostError(
-            f"{label}: server {self.server} ({self.name}) {self.how}, and {what} is lost. The "
-            "other servers go on, but calls for tables do not: call ps.recover(path) on every "
-            "worker, which goes back to the newest checkpoint, or end this job",
+            f"{label}: server {self.server} ({self.name}) {self.how}, and {what} {lost}. The "
+            f"other servers go on, but calls for tables do not: {then}",
             rank=self.rank,
             reason=self.how,
         )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.protocol.deaths import Deaths
     from ringcomm.ps.protocol.frames import Header
     from ringcomm.ps.protocol.link import Delivery, Link
+    from ringcomm.ps.server.homes.homes import Homes
     from ringcomm.ps.server.server import Server
 
 
@@ -22,10 +23,11 @@ class FrameDispatcher:
 
     Attributes:
         client: of this rank; None: it asks nothing.
-        server: likewise.
+        server: likewise; or the homes that run in this process.
         reports: of evaluators; for the chief.
         on_stop: takes frames of Kind.STOP; set before the first poll.
         on_replaced: takes frames of Kind.REPLACED; likewise.
+        on_homes: takes frames of Kind.HOMES; likewise.
         link: the wire; set before the first poll.
         deaths: looked for at each poll; likewise.
     """
@@ -34,10 +36,11 @@ class FrameDispatcher:
     deaths: Deaths
     on_stop: Callable[[Delivery], None]
     on_replaced: Callable[[Delivery], None]
+    on_homes: Callable[[Delivery], None]
 
     def __init__(self) -> None:
         self.client: Outstanding | None = None
-        self.server: Server | None = None
+        self.server: Server | Homes | None = None
         self.reports: deque[Delivery] = deque(maxlen=10_000)
 
     @property
@@ -85,6 +88,8 @@ class FrameDispatcher:
                 self.on_stop(delivery)
             elif delivery.header.kind == Kind.REPLACED:
                 self.on_replaced(delivery)
+            elif delivery.header.kind == Kind.HOMES:
+                self.on_homes(delivery)
             elif delivery.header.kind == Kind.REPORT:
                 self.reports.append(delivery)
             else:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from ringcomm.errors import RingcommError
 from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX
 
-_HEADER: Final = struct.Struct("<BBHII4xQIIqIIQQ")
+_HEADER: Final = struct.Struct("<BBHIIIQIIqIIQQ")
 HEADER_NBYTES: Final = _HEADER.size
 INLINE_MAX: Final = SHORT_MESSAGE_MAX - 1024  # bytes of a body in a frame; the rest: header, meta
 META_MAX: Final = 1024 - HEADER_NBYTES  # of the meta beside such a body
@@ -54,6 +54,8 @@ class Kind(IntEnum):
     REPLACED = 23  # see ringcomm.ps.checkpoint.replaced_values
     CLOSE = 24  # a client uses a table no more
     RECOVER = 25  # see ringcomm.ps.server.core.recovery
+    RECORD = 26  # between the copies of a home, see Copy
+    HOMES = 27  # a server to all: a rank died, and these homes run here from now on
 
 
 class Step(IntEnum):
@@ -74,6 +76,17 @@ class Meeting(IntEnum):
     FOLLOW = 2
 
 
+class Copy(IntEnum):
+    """The option of a frame of Kind.RECORD. See ringcomm.ps.server.homes.replication."""
+
+    FOLLOW = 0  # to the follower: carry out the frame that is within
+    DONE = 1  # to the primary: carried out, up to this one
+    CONFIRM = 2  # to another home: its message was carried out
+    DIED = 3  # within: a client died
+    TIME = 4  # within: time has passed
+    NAME = 5  # within: the name of the job
+
+
 class Entry(IntEnum):
     """The option of a frame of Kind.ENTER. See ringcomm.ps.client.rounds_of_first_k_workers."""
 
@@ -90,6 +103,11 @@ class Stop(IntEnum):
     ASK = 1  # the chief: training ends; how often has should_stop() said that it goes on?
     COUNT = 2  # to the chief: `clock` times
     AT = 3  # the chief: call number `clock` says that training is over
+
+
+_ONE_WAY: Final = frozenset(
+    (Kind.VIEW, Kind.REPORT, Kind.STOP, Kind.REPLACED, Kind.RECORD, Kind.HOMES)
+)
 
 
 class Status(IntEnum):
@@ -117,10 +135,12 @@ class Header(NamedTuple):
     Attributes:
         kind: see Kind.
         where: see Where.
-        status: of a reply, see Status.
+        status: of a reply, see Status; of a frame for a home that does not run where it began, or
+            that a home sends: 1 + the number of the home that it is for; else 0.
         view: of a request for a partition: its epoch, see ringcomm.ps.server.core.migration; of a
             reply: the request's.
         origin: rank of the job that sends the request, or the reply.
+        letter: of a message between homes: its number; else 0.
         sequence: of a request: ascending per rank; of a reply: the request's.
         table: number of the table.
         partition: which part of it.
@@ -136,6 +156,7 @@ class Header(NamedTuple):
     status: int = 0
     view: int = 0
     origin: int = 0
+    letter: int = 0
     sequence: int = 0
     table: int = 0
     partition: int = 0
@@ -164,7 +185,7 @@ def is_one_way(header: Header) -> bool:
     """Return True if a frame has no reply."""
     if header.kind == Kind.MOVE:
         return header.option not in (Step.ASK, Step.SETTLE)
-    return header.kind in (Kind.VIEW, Kind.REPORT, Kind.STOP, Kind.REPLACED)
+    return header.kind in _ONE_WAY
 
 
 def packed(header: Header, meta: bytes = b"", inline: bytes | memoryview = b"") -> bytes:
@@ -174,9 +195,14 @@ def packed(header: Header, meta: bytes = b"", inline: bytes | memoryview = b"") 
     if where <= 1:  # none, or inline
         where, n_body = 1 if n_inline else 0, n_inline
     head = _HEADER.pack(
-        header.kind, where, *header[2:9], n_meta, header.option, header.place, n_body
+        header.kind, where, *header[2:10], n_meta, header.option, header.place, n_body
     )
     return b"".join((head, meta, _GAPS[-n_meta % 8], inline, _GAPS[-n_inline % 8]))
+
+
+def header_of(data: bytes) -> Header:
+    """Read a header."""
+    return Header._make(_HEADER.unpack_from(data))
 
 
 def frame_of(data: bytes) -> Frame:

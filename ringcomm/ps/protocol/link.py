@@ -77,7 +77,12 @@ class Link:
         place_for: returns memory for a body that comes as a message; None: new memory.
         pipes: carry frames between ranks of this node, once connected; None: `messages` do.
         survivable: ranks without which the job goes on if they die; see forget().
+
+    Attributes:
+        may_answer: C++ may answer requests by itself, and ranks read the memory of blocks.
     """
+
+    may_answer = True
 
     def __init__(
         self,

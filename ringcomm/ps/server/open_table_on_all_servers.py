@@ -64,11 +64,13 @@ class Catalog:
         memory: returns memory that clients on this node map.
         replies: to clients and servers.
         perform: carries out actions.
+        time_of_rows: the time by which rows age.
 
     Attributes:
         contents: of the tables, by number.
         on_forget: called with the number of a table that is dropped; set before the first is.
         on_restart: called when all that there is goes; likewise.
+        is_copy: another server, which has the same, has seen to it that there is room for both.
     """
 
     on_forget: Callable[[int], object]
@@ -83,9 +85,11 @@ class Catalog:
         memory: Callable[[int], Bytes],
         replies: Replies,
         perform: Callable[[Iterable[Action]], None],
+        time_of_rows: Callable[[], float],
     ) -> None:
         self._index, self._layout, self._core = index, layout, core
         self._memory, self._replies, self._perform = memory, replies, perform
+        self._time_of_rows, self.is_copy = time_of_rows, False
         self.contents: dict[int, Contents] = {}
         self._by_name: dict[str, int] = {}
         self._opening: dict[str, _Opening] = {}
@@ -285,7 +289,7 @@ class Catalog:
     def _install(self, number: int, spec: Spec, owners: list[int]) -> None:
         contents, core = Contents(spec), self._core
         if spec.kind == "hash":
-            contents.shard = Shard(spec, owners, self._index)
+            contents.shard = Shard(spec, owners, self._index, self._time_of_rows)
         else:
             bounds = view.cuts(spec.count, spec.block)
             self._require_room(spec, owners, bounds)
@@ -322,8 +326,9 @@ class Catalog:
         pairs = zip(owners, itertools.pairwise(bounds), strict=True)
         count = sum(stop - start for owner, (start, stop) in pairs if owner == self._index)
         n_arrays = 1 + from_json(spec.updater).n_full_slots
+        n_arrays *= self._layout.replication
         nbytes, available = count * np.dtype(spec.dtype).itemsize * n_arrays, available_nbytes()
-        if nbytes > available:
+        if nbytes > available and not self.is_copy:
             raise RingcommError(
                 f"table[{spec.name}]: server {self._index} on {os.uname().nodename} is to own "
                 f"{nbytes} bytes of its {spec.count} elements and their updater's state, and the "
@@ -347,7 +352,7 @@ class Catalog:
             self._loads[server] += n * nbytes
 
     def _send(self, server: int, header: Header, meta: bytes = b"", body: Any = None) -> None:
-        rank = self._layout.rank_of(server)
+        rank = self._layout.address_of(server)
         self._replies.send(rank, header, meta, *(() if body is None else (body,)))
 
 

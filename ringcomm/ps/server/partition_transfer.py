@@ -17,7 +17,7 @@ from ringcomm.ps.server.rows.row_partition import RowsPartition
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.protocol.link import Link
+    from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.core.core import Core
@@ -43,7 +43,7 @@ class Transfer:
         core: Core,
         catalog: Catalog,
         *,
-        link: Link,
+        link: Wire,
         replies: Replies,
         memory: Callable[[int], Bytes],
     ) -> None:
@@ -78,7 +78,7 @@ class Transfer:
             more = {"n_keys": int(contents.shard.rows.n_keys()[part])}
         state = values.state()
         state.arrays.update(held)
-        rank = self._layout.rank_of(dest)
+        rank = self._layout.address_of(dest)
         body = self._staged(State({**state.meta, **more, "applied": applied}, state.arrays), rank)
         self._sent[key[0], part] = body
         message = {"do": "take", "table": key[0], "unit": key[1], "part": part}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,10 @@ from ringcomm.ps.server.user_functions import Calls, Function
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.frame_meta import KeyedPull
-    from ringcomm.ps.protocol.link import Delivery, Link
+    from ringcomm.ps.protocol.link import Delivery
+    from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.clock import Clock
     from ringcomm.ps.server.core.actions import Action, Key
     from ringcomm.ps.server.rows.hash_shard import Shard
     from ringcomm.ps.server.table_contents import Contents
@@ -40,6 +41,7 @@ class Performer:
         link: the wire.
         memory: returns memory that clients on this node map.
         functions: that clients may call, by name.
+        clock: the time by which the core decides, and by which rows age.
 
     Attributes:
         core: decides.
@@ -57,15 +59,24 @@ class Performer:
         self,
         index: int,
         layout: Layout,
-        link: Link,
+        link: Wire,
         memory: Callable[[int], Bytes],
         functions: Mapping[str, Function],
+        *,
+        clock: Clock,
     ) -> None:
+        self._monotonic = clock.monotonic
         self._index, self._layout, self._link = index, layout, link
         self.core = core = Core(index, lambda: layout)
-        self.replies = replies = Replies(link, layout.rank_of(index))
+        self.replies = replies = Replies(link, layout.address_of(index))
         self.catalog = Catalog(
-            index, layout, core, memory=memory, replies=replies, perform=self.perform
+            index,
+            layout,
+            core,
+            memory=memory,
+            replies=replies,
+            perform=self.perform,
+            time_of_rows=clock.time,
         )
         self.transfer = Transfer(
             layout, core, self.catalog, link=link, replies=replies, memory=memory
@@ -114,7 +125,7 @@ class Performer:
 
     def handle(self, event: on.Event) -> None:
         """Give an event to the core, and carry out the actions that it returns."""
-        self.perform(self.core.handle(event, time.monotonic()))
+        self.perform(self.core.handle(event, self._monotonic()))
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Carry out actions in order. An error is sent to the client whose request it is of."""
@@ -256,7 +267,7 @@ class Performer:
     # --- whether C++ may answer -----------------------------------------------------------------
     def _open(self, key: Key, epoch: int) -> None:
         part = self._unit(key)
-        if isinstance(part, DensePartition):
+        if isinstance(part, DensePartition) and self._link.may_answer:
             part.may_answer = True
             if not (part.spec.mode.has_rounds or part.segments):
                 self._link.open(key, epoch, part)
@@ -281,7 +292,7 @@ class Performer:
     def send_to_server(self, server: int, message: dict[str, Any]) -> None:
         """Send a message about moves to a server, perhaps this one."""
         header = Header(Kind.MOVE, option=Step.SERVERS)
-        self.replies.send(self._layout.rank_of(server), header, packed_json(message))
+        self.replies.send(self._layout.address_of(server), header, packed_json(message))
 
     def _export(self, action: do.Export) -> None:
         try:

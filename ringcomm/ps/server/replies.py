@@ -12,7 +12,8 @@ from ringcomm.ps.protocol.remote_errors import error_text
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.protocol.link import Delivery, Link
+    from ringcomm.ps.protocol.link import Delivery
+    from ringcomm.ps.protocol.wire import Wire
 
 NOTHING: Final = np.empty(0, np.uint8)
 
@@ -28,7 +29,7 @@ class Replies:
         nbytes: of the bodies so far.
     """
 
-    def __init__(self, link: Link, rank: int) -> None:
+    def __init__(self, link: Wire, rank: int) -> None:
         self._link, self._rank = link, rank
         self.nbytes = 0
 

@@ -16,6 +16,7 @@ from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Header, Kind, Step, is_one_way
+from ringcomm.ps.server.clock import Clock, OwnClock
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.own_time import OwnTime
 from ringcomm.ps.server.perform_actions import Performer
@@ -26,7 +27,8 @@ from ringcomm.status.page_enums import BUSY
 if TYPE_CHECKING:
     from ringcomm._core import StatusPage
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.protocol.link import Delivery, Link
+    from ringcomm.ps.protocol.link import Delivery
+    from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.roles import Layout
 
 _SHOWN_S: Final = 1.0  # between two looks that others may have at this server
@@ -45,6 +47,7 @@ class Server:
         link: the wire.
         memory: returns memory that clients on this node map.
         functions: that clients may call, by name.
+        clock: the time by which it decides; None: that of this process.
 
     Attributes:
         index: see above.
@@ -59,13 +62,17 @@ class Server:
         self,
         index: int,
         layout: Layout,
-        link: Link,
+        link: Wire,
         memory: Callable[[int], Bytes],
         functions: Mapping[str, Function],
+        *,
+        clock: Clock | None = None,
     ) -> None:
         self.index = index
         self._layout, self._link = layout, link
-        self._performer = performer = Performer(index, layout, link, memory, functions)
+        self._performer = performer = Performer(
+            index, layout, link, memory, functions, clock=clock or OwnClock()
+        )
         self.core, self.catalog = performer.core, performer.catalog
         self._handle, self._replies = performer.handle, performer.replies
         performer.described = self._described
@@ -101,7 +108,15 @@ class Server:
     def look(self) -> None:
         """Do what is due by now; at each poll."""
         if self.core.awaits_time:
-            self._handle(on.TimePassed())
+            self.let_time_pass()
+        self.show()
+
+    def let_time_pass(self) -> None:
+        """Do what is due by now; see core.awaits_time."""
+        self._handle(on.TimePassed())
+
+    def show(self) -> None:
+        """Show now and then what this server does."""
         if self.page is not None and time.monotonic() >= self._shows_at:
             self._shows_at = time.monotonic() + _SHOWN_S
             self._show(self.page)
@@ -146,6 +161,15 @@ class Server:
                     f"{_named(request.header)}: {type(error).__name__}: {error}. This is a defect"
                 ) from error
             self._replies.fail(request, error)
+
+    @property
+    def is_copy(self) -> bool:
+        """Another server like this one answers, and touches files."""
+        return self._performer.store.is_copy
+
+    @is_copy.setter
+    def is_copy(self, is_copy: bool) -> None:
+        self._performer.store.is_copy = self.catalog.is_copy = is_copy
 
     def on_death(self, rank: int) -> None:
         """Go on without a client that died."""

@@ -31,7 +31,8 @@ from ringcomm.ps.server.core import events as on
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.protocol.link import Delivery, Link
+    from ringcomm.ps.protocol.link import Delivery
+    from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.dense.partition import DensePartition
     from ringcomm.ps.server.replies import Replies
@@ -47,7 +48,7 @@ class DenseRequests:
         snapshots: of this server.
     """
 
-    def __init__(self, link: Link, replies: Replies, snapshots: Snapshots) -> None:
+    def __init__(self, link: Wire, replies: Replies, snapshots: Snapshots) -> None:
         self._link, self._reply, self._snapshots = link, replies, snapshots
 
     # --- pushes ---------------------------------------------------------------------------------

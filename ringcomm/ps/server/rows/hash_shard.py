@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -41,11 +42,6 @@ METADATA_ITEM: Final = np.dtype([("time", "<f8"), ("pushes", "<u4"), ("steps", "
 _EVERYTHING: Final = 1 << 62
 
 
-def now() -> float:
-    """Return the time that rows are marked with: seconds since 1970."""
-    return time.time()
-
-
 def work_after_push(n_keys: int) -> int:
     """Return how many rows and partitions are looked at for eviction after a push of n_keys."""
     return 2 * n_keys + 1024
@@ -58,6 +54,7 @@ class Shard:
         spec: of the table.
         owners: server of each partition.
         index: of this server.
+        now: returns the time that rows are marked with: seconds since 1970.
 
     Attributes:
         index: of the server.
@@ -68,7 +65,8 @@ class Shard:
         held: what the mean of a round is made of that waits for its release.
     """
 
-    def __init__(self, spec: Spec, owners: list[int], index: int) -> None:
+    def __init__(self, spec: Spec, owners: list[int], index: int, now: Callable[[], float]) -> None:
+        self._now = now
         self.spec, self.index = spec, index
         self.partitions = [part for part, owner in enumerate(owners) if owner == index]
         self.dim = spec.count
@@ -175,7 +173,7 @@ class Shard:
     ) -> int:  # fmt: skip
         """Update rows; return how many keys were not admitted."""
         code = self.updater.code if code is None else code
-        began, at = time.perf_counter(), now()
+        began, at = time.perf_counter(), self._now()
         _, rejected, admitted = self.rows.push(sources, code, hyper, divisor, at, self.stamp + 1)
         self.stamp += 1
         self.n_rejected += rejected
@@ -305,7 +303,7 @@ class Shard:
 
     def evict(self) -> int:
         """Remove all rows that the policy drops; return how many."""
-        return self._evict(now(), _EVERYTHING) if self.can_evict else 0
+        return self._evict(self._now(), _EVERYTHING) if self.can_evict else 0
 
     def _evict(self, at: float, max_work: int) -> int:
         evicted = self.rows.evict(at, self.stamp + 1, max_work)

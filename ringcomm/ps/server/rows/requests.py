@@ -38,7 +38,7 @@ from ringcomm.ps.server.rows.hash_shard import Shard
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.protocol.link import Link
+    from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.replies import Replies
 
@@ -53,7 +53,7 @@ class RowRequests:
         replies: sends answers.
     """
 
-    def __init__(self, link: Link, replies: Replies) -> None:
+    def __init__(self, link: Wire, replies: Replies) -> None:
         self._link, self._reply = link, replies
 
     # --- pushes ---------------------------------------------------------------------------------

@@ -1,0 +1,44 @@
+"""The time by which a server decides."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Tells the time: of this process, or of the server of which another is a copy."""
+
+    def monotonic(self) -> float:
+        """Return seconds that never go back."""
+
+    def time(self) -> float:
+        """Return seconds since 1970."""
+
+
+class OwnClock:
+    """The time of this process."""
+
+    def monotonic(self) -> float:
+        """See Clock."""
+        return time.monotonic()
+
+    def time(self) -> float:
+        """See Clock."""
+        return time.time()
+
+
+class CopiedClock:
+    """The time at which a primary took note of what is carried out now."""
+
+    def __init__(self) -> None:
+        self.monotonic_s = time.monotonic()
+        self.time_s = time.time()
+
+    def monotonic(self) -> float:
+        """See Clock."""
+        return self.monotonic_s
+
+    def time(self) -> float:
+        """See Clock."""
+        return self.time_s

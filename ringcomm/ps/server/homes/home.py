@@ -1,0 +1,218 @@
+"""One copy of a home: a server, and what makes it do the same as its other copy.
+
+See ringcomm.ps.server.homes.replication for the protocol.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
+
+from ringcomm.ps.protocol.frames import (
+    HEADER_NBYTES,
+    Copy,
+    Header,
+    Kind,
+    Where,
+    header_of,
+    packed,
+)
+from ringcomm.ps.protocol.link import Delivery
+from ringcomm.ps.server.clock import CopiedClock
+from ringcomm.ps.server.homes.home_link import NO_BODY, HomeLink, is_letter
+from ringcomm.ps.server.homes.replication import Came, Log
+
+if TYPE_CHECKING:
+    from ringcomm.ps.protocol.link import Link
+    from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.server import Server
+
+_AT: Final = struct.Struct("<Qdd")  # the rank that sent it, and the times at which it is done
+_READS: Final = frozenset((Kind.PULL, Kind.PULLS, Kind.STATS, Kind.MISSING))
+
+
+class _Entry:
+    """A frame, and when it is carried out."""
+
+    __slots__ = ("at_s", "delivery", "time_s")
+
+    def __init__(self, delivery: Delivery, at_s: float, time_s: float) -> None:
+        self.delivery, self.at_s, self.time_s = delivery, at_s, time_s
+
+
+class Home:
+    """A copy of a home in this process.
+
+    Args:
+        number: of the home.
+        layout: who is who.
+        link: the wire of this rank.
+        make_server: makes the server, with its wire and its clock.
+        is_primary: this copy answers.
+        follower: rank of the other copy, if this is the primary and there is one.
+
+    Attributes:
+        number, is_primary, follower: see above.
+        server: what this copy has, and decides.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layout: Layout,
+        link: Link,
+        make_server: Callable[[HomeLink, CopiedClock], Server],
+        *,
+        is_primary: bool,
+        follower: int | None,
+    ) -> None:
+        self.number, self._layout, self._link = number, layout, link
+        self.follower = follower
+        self._clock, self._behind_s = CopiedClock(), 0.0
+        self._home_link = HomeLink(number, layout, link, is_primary=is_primary)
+        self.server = make_server(self._home_link, self._clock)
+        self.server.is_copy = not is_primary
+        self._log: Log[_Entry] = Log(has_follower=follower is not None)
+
+    @property
+    def is_primary(self) -> bool:
+        """This copy answers."""
+        return self._home_link.is_primary
+
+    @property
+    def is_over(self) -> bool:
+        """True once all clients have left, as far as this copy has heard."""
+        return self.server.is_over and not len(self._log)
+
+    # --- the primary ----------------------------------------------------------------------------
+    def on_frame(self, delivery: Delivery) -> None:
+        """Take a frame for this home: a request, or a message of a home; of the other copy."""
+        header = delivery.header
+        if header.kind == Kind.RECORD and header.option == Copy.FOLLOW:
+            self._follow(delivery)
+        elif header.kind == Kind.RECORD and header.option == Copy.DONE:
+            self._carry_out(self._log.done(header.sequence))
+        elif self.is_primary:
+            self._take(delivery)
+
+    def _take(self, delivery: Delivery) -> None:
+        header = delivery.header
+        if is_letter(header):
+            sender = self._layout.number_of(header.origin)
+            delivery = Delivery(header.origin, header, delivery.meta, delivery.body)
+            if not self._home_link.letters.is_new(sender, header.letter):
+                self._home_link.confirm(sender, header.letter)
+                return
+        elif header.kind in _READS or (header.kind == Kind.STATE and not header.n_body):
+            entry = self._entry(delivery)
+            if self._log.add_read(entry):
+                self._do(entry)
+            return
+        elif header.sequence and header.kind != Kind.RECORD:
+            came = self._home_link.answers.came(delivery.source, header.sequence)
+            if came == Came.ANSWERED:
+                self._home_link.answer_again(delivery.source, header.sequence)
+            if came != Came.FIRST:
+                return
+        self.change(delivery)
+
+    def change(self, delivery: Delivery) -> None:
+        """Carry out a frame that changes something, on both copies."""
+        entry = self._entry(delivery)
+        if not self._log.has_follower:
+            self._do(entry)
+            return
+        self._record(self._log.add(entry), entry)
+
+    def say(self, option: Copy, clock: int = 0, meta: bytes = b"") -> None:
+        """Tell both copies something that no frame says."""
+        header = Header(Kind.RECORD, option=option, clock=clock)
+        address = self._layout.servers[self.number]
+        self.change(Delivery(address, header, meta, NO_BODY))
+
+    def look(self) -> None:
+        """Do what is due by now."""
+        if self.is_primary:
+            if self.server.core.awaits_time and not len(self._log):
+                self.say(Copy.TIME)
+            self.server.show()
+
+    def _entry(self, delivery: Delivery) -> _Entry:
+        return _Entry(delivery, time.monotonic() - self._behind_s, time.time())
+
+    def _record(self, index: int, entry: _Entry) -> None:
+        """Send a frame to the follower, or where its body is."""
+        delivery, follower = entry.delivery, self.follower
+        assert follower is not None
+        body, inner = delivery.body, delivery.header
+        is_seen = inner.where == Where.SHARED and not is_letter(inner)
+        if is_seen and self._link.shares_memory(follower):
+            body = NO_BODY
+        else:
+            inner = inner._replace(where=Where.NONE)
+        at = _AT.pack(delivery.source, entry.at_s, entry.time_s)
+        header = Header(
+            Kind.RECORD, status=self.number + 1, option=Copy.FOLLOW, sequence=index,
+        )  # fmt: skip
+        self._link.send(follower, header, at + packed(inner) + delivery.meta, body)
+
+    def _carry_out(self, entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            self._do(entry)
+
+    def lose_follower(self) -> None:
+        """Go on alone: the other copy's process died."""
+        self.follower = None
+        self._carry_out(self._log.lose_follower())
+
+    # --- the follower ---------------------------------------------------------------------------
+    def _follow(self, record: Delivery) -> None:
+        source, at_s, time_s = _AT.unpack_from(record.meta)
+        inner = header_of(record.meta[_AT.size :])
+        meta, body = record.meta[_AT.size + HEADER_NBYTES :], record.body
+        if inner.where == Where.SHARED:
+            body = self._link.view(source, inner.place, inner.n_body)
+        delivery = Delivery(source, inner, meta, body)
+        if is_letter(inner):
+            self._home_link.letters.is_new(self._layout.number_of(source), inner.letter)
+        elif inner.sequence and inner.kind != Kind.RECORD:
+            self._home_link.answers.came(source, inner.sequence)
+        self._do(_Entry(delivery, at_s, time_s))
+        header = Header(
+            Kind.RECORD, status=self.number + 1, option=Copy.DONE, sequence=record.header.sequence
+        )
+        self._link.send(record.source, header)
+
+    def promote(self) -> None:
+        """Be the primary from now on: its process died."""
+        self._home_link.is_primary = True
+        self._behind_s = time.monotonic() - self._clock.monotonic_s
+        self.server.is_copy = False
+
+    def post_again(self, home: int) -> None:
+        """Send a home what it may not have got."""
+        if self.is_primary:
+            self._home_link.post_again(home)
+
+    # --- both -----------------------------------------------------------------------------------
+    def _do(self, entry: _Entry) -> None:
+        """Carry out a frame."""
+        delivery, link = entry.delivery, self._home_link
+        header = delivery.header
+        self._clock.monotonic_s = max(self._clock.monotonic_s, entry.at_s)
+        self._clock.time_s = entry.time_s
+        if header.kind != Kind.RECORD:
+            self.server.on_request(delivery)
+            if is_letter(header):
+                link.confirm(self._layout.number_of(delivery.source), header.letter)
+        elif header.option == Copy.DIED:
+            link.answers.forget(header.clock)
+            self.server.on_death(header.clock)
+        elif header.option == Copy.TIME:
+            self.server.let_time_pass()
+        elif header.option == Copy.NAME:
+            self.server.job = delivery.meta.decode()
+        else:
+            link.letters.confirm(self._layout.number_of(header.origin), header.clock)

@@ -1,0 +1,125 @@
+"""The wire of a home: what both copies of a server send leaves once, from the primary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step
+from ringcomm.ps.server.homes.replication import Answers, Letters
+
+if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.protocol.link import Link
+    from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.dense.partition import DensePartition
+
+NO_BODY: Final = np.empty(0, np.uint8)
+
+
+class Sent(NamedTuple):
+    """A frame, to send it again."""
+
+    header: Header
+    meta: bytes
+    body: Bytes
+
+
+class HomeLink:
+    """Sends what one copy of a home replies and says, if it is the primary; else keeps it.
+
+    A rank that is the address of a home stands for that home, wherever it runs.
+
+    Args:
+        home: its number.
+        layout: who is who.
+        link: the wire of this rank.
+
+    Attributes:
+        is_primary: this copy answers.
+        answers: what was replied to clients.
+        letters: to and from other homes.
+    """
+
+    may_answer = False  # the follower carries out each push first, and is read once it answers
+
+    def __init__(self, home: int, layout: Layout, link: Link, *, is_primary: bool) -> None:
+        self._home, self._layout, self._link = home, layout, link
+        self.is_primary = is_primary
+        self.answers: Answers[Sent] = Answers()
+        self.letters: Letters[Sent] = Letters()
+
+    def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = NO_BODY) -> None:
+        """Send a frame to a client or a home; see Link.send()."""
+        sent = Sent(header, meta, body)
+        if dest in self._layout.servers:
+            home = self._layout.number_of(dest)
+            number = self.letters.write(home, sent)
+            if self.is_primary:
+                self._post(home, number, sent)
+            return
+        if header.kind == Kind.REPLY:
+            self.answers.note(dest, header.sequence, sent)
+        if self.is_primary:
+            self._link.send(dest, *sent)
+
+    def answer_again(self, client: int, sequence: int) -> None:
+        """Send the reply to a request that comes again, after it was carried out."""
+        self._link.send(client, *self.answers.reply(client, sequence))
+
+    def post_again(self, home: int) -> None:
+        """Send a home what it has not confirmed."""
+        for number, sent in self.letters.unconfirmed(home):
+            self._post(home, number, sent)
+
+    def _post(self, home: int, number: int, sent: Sent) -> None:
+        header = sent.header._replace(status=home + 1, letter=number)
+        self._link.send(self._layout.rank_of(home), header, sent.meta, sent.body)
+
+    def confirm(self, home: int, number: int) -> None:
+        """Tell a home that its message was carried out."""
+        if self.is_primary:
+            header = Header(
+                Kind.RECORD, status=home + 1, option=Copy.CONFIRM, clock=number,
+                origin=self._layout.servers[self._home],
+            )  # fmt: skip
+            self._link.send(self._layout.rank_of(home), header)
+
+    # --- the wire of this rank ------------------------------------------------------------------
+    def shares_memory(self, rank: int) -> bool:
+        """See Link."""
+        if rank in self._layout.servers:
+            rank = self._layout.rank_of(self._layout.number_of(rank))
+        return self._link.shares_memory(rank)
+
+    def place_of(self, x: Bytes) -> int:
+        """See Link."""
+        return self._link.place_of(x)
+
+    def view(self, rank: int, place: int, nbytes: int) -> Bytes:
+        """See Link."""
+        return self._link.view(rank, place, nbytes)
+
+    def open(self, partition: Partition, epoch: int, part: DensePartition) -> None:
+        """See Link; not called, by may_answer."""
+        raise AssertionError(f"{partition}, of epoch {epoch}, is not for C++: {part}")
+
+    def close(self, partition: Partition) -> None:
+        """See Link; nothing is open."""
+
+    @property
+    def carried_out(self) -> tuple[int, int]:
+        """See Link."""
+        return 0, 0
+
+    @property
+    def n_queued(self) -> int:
+        """See Link."""
+        return self._link.n_queued
+
+
+def is_letter(header: Header) -> bool:
+    """Return True for a message of a home to another."""
+    return header.kind == Kind.VIEW or (header.kind == Kind.MOVE and header.option == Step.SERVERS)

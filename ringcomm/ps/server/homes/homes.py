@@ -1,0 +1,110 @@
+"""The homes of which one process has a copy: frames and deaths are handed to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import Copy, Header, Kind
+from ringcomm.ps.server.homes.home import Home
+from ringcomm.ps.server.own_time import OwnTime
+
+if TYPE_CHECKING:
+    from ringcomm._core import StatusPage
+    from ringcomm.ps.protocol.link import Delivery, Link
+    from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.clock import CopiedClock
+    from ringcomm.ps.server.core.core import Core
+    from ringcomm.ps.server.homes.home_link import HomeLink
+    from ringcomm.ps.server.server import Server
+
+
+class Homes:
+    """All that a server's process has: its own home, and a copy of the one before it in the ring.
+
+    Args:
+        index: number of the home that begins here.
+        layout: who is who.
+        link: the wire of this rank.
+        make_server: makes the server of a home.
+
+    Attributes:
+        index: see above.
+        own_time: how long this process has worked on requests.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: Layout,
+        link: Link,
+        make_server: Callable[[int, HomeLink, CopiedClock], Server],
+    ) -> None:
+        self.index, self._layout, self._link = index, layout, link
+        self.own_time = OwnTime()
+        self._dead: set[int] = set()
+        n = len(layout.servers)
+        before, behind = (index - 1) % n, layout.servers[(index + 1) % n]
+        self._homes = {
+            number: Home(
+                number, layout, link, partial(make_server, number), is_primary=number == index,
+                follower=behind if number == index else None,
+            )
+            for number in (index, before)
+        }  # fmt: skip
+        own = self._homes[index]
+        own.say(Copy.NAME, meta=own.server.job.encode())
+
+    @property
+    def core(self) -> Core:
+        """Of the home that began here: knows which clients there are."""
+        return self._homes[self.index].server.core
+
+    @property
+    def is_over(self) -> bool:
+        """True once all clients have left, as all copies here have heard."""
+        return all(home.is_over for home in self._homes.values())
+
+    def look(self) -> None:
+        """Do what is due by now; at each poll."""
+        for home in self._homes.values():
+            home.look()
+
+    def on_request(self, delivery: Delivery) -> None:
+        """Hand a frame to the home that it is for."""
+        status = delivery.header.status
+        home = self._homes.get(status - 1 if status else self.index)
+        if home is not None:
+            home.on_frame(delivery)
+
+    def on_death(self, rank: int) -> None:
+        """Go on without a client, or a server, that died."""
+        layout, homes = self._layout, self._homes.values()
+        self._dead.add(rank)
+        if rank not in layout.servers:
+            for home in homes:
+                if home.is_primary:
+                    home.say(Copy.DIED, rank)
+            return
+        for home in homes:
+            if home.is_primary and home.follower == rank:
+                home.lose_follower()
+            elif not home.is_primary and layout.rank_of(home.number) == rank:
+                home.promote()
+                for client in self._dead - {*layout.servers}:
+                    home.say(Copy.DIED, client)
+        run = [home.number for home in homes if home.is_primary]
+        for each in {*layout.workers, *layout.evaluators, *layout.servers} - self._dead:
+            self._link.send(each, Header(Kind.HOMES, clock=rank), packed_json(run))
+
+    def on_taken(self, number: int) -> None:
+        """Send a home that runs elsewhere now what it may not have got; or all, if it is here."""
+        for home in self._homes.values():
+            for other in self._layout.server_numbers if home.number == number else (number,):
+                home.post_again(other)
+
+    def show_on(self, page: StatusPage | None) -> None:
+        """Show on a status page what the home does that began here."""
+        self._homes[self.index].server.page = page

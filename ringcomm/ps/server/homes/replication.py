@@ -1,0 +1,151 @@
+"""Two copies of a server do the same in one order: the follower first, the primary last. Pure.
+
+| event at the primary | what follows |
+|---|---|
+| a request that changes something | it is sent to the follower, and kept until that has done it |
+| a request that only reads | it is kept behind those before it; with none, carried out at once |
+| the follower has done a request | what was kept up to it, and reads behind, are carried out |
+| the follower died | all that was kept is carried out |
+
+So what can be read at the primary, or was answered by it, is at the follower, too. Both are in the
+same state after the same requests, and a follower whose primary died goes on in its place. Clients
+send again all that is not answered: Answers knows which of it was carried out. Servers send again
+what was not confirmed: see Letters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Generic, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Of one client no more replies than this are under way: its credit bounds what it has asked.
+KEPT: Final = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept(Generic[T]):
+    last: int  # the number of the last change up to here
+    entry: T
+
+
+class Log(Generic[T]):
+    """The frames that a primary is about to carry out.
+
+    Attributes:
+        has_follower: there is another copy.
+    """
+
+    def __init__(self, *, has_follower: bool) -> None:
+        self.has_follower = has_follower
+        self._kept: deque[_Kept[T]] = deque()
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, entry: T) -> int:
+        """Keep a change; return its index, with which it is sent to the follower."""
+        self._last += 1
+        self._kept.append(_Kept(self._last, entry))
+        return self._last
+
+    def add_read(self, entry: T) -> bool:
+        """Return True if a read may be carried out at once; else keep it."""
+        if not self._kept:
+            return True
+        self._kept.append(_Kept(self._last, entry))
+        return False
+
+    def done(self, index: int) -> Iterator[T]:
+        """Yield what is to be carried out now: the follower has done all up to an index."""
+        while self._kept and self._kept[0].last <= index:
+            yield self._kept.popleft().entry
+
+    def lose_follower(self) -> Iterator[T]:
+        """Yield what was kept: there is no other copy any more."""
+        self.has_follower = False
+        yield from self.done(self._last)
+
+
+class Came(Enum):
+    """How often a request of a client has come."""
+
+    FIRST = 0
+    WAITS = 1  # its reply is to come
+    ANSWERED = 2
+
+
+class Answers(Generic[R]):
+    """The requests of clients, and the replies to them: for when they come again."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, set[int]] = {}  # by client: numbers of requests
+        self._replies: dict[int, dict[int, R]] = {}  # likewise, in the order of the replies
+
+    def came(self, client: int, sequence: int) -> Came:
+        """Take note of a request; return whether it came before."""
+        if sequence in self._replies.get(client, ()):
+            return Came.ANSWERED
+        waiting = self._waiting.setdefault(client, set())
+        if sequence in waiting:
+            return Came.WAITS
+        waiting.add(sequence)
+        return Came.FIRST
+
+    def note(self, client: int, sequence: int, reply: R) -> None:
+        """Keep a reply, if it is to a request that came()."""
+        waiting = self._waiting.get(client)
+        if waiting is None or sequence not in waiting:
+            return
+        waiting.discard(sequence)
+        replies = self._replies.setdefault(client, {})
+        replies[sequence] = reply
+        if len(replies) > KEPT:
+            del replies[next(iter(replies))]
+
+    def reply(self, client: int, sequence: int) -> R:
+        """Return the reply to a request that was ANSWERED."""
+        return self._replies[client][sequence]
+
+    def forget(self, client: int) -> None:
+        """Keep nothing for a client that died."""
+        self._waiting.pop(client, None)
+        self._replies.pop(client, None)
+
+
+class Letters(Generic[T]):
+    """Messages from one home to others: each is carried out once, whoever dies."""
+
+    def __init__(self) -> None:
+        self._written: dict[int, int] = {}  # by receiver: how many
+        self._unconfirmed: dict[int, deque[tuple[int, T]]] = {}
+        self._heard: dict[int, int] = {}  # by sender: the last one
+
+    def write(self, home: int, letter: T) -> int:
+        """Keep a message until it is confirmed; return its number."""
+        number = self._written[home] = self._written.get(home, 0) + 1
+        self._unconfirmed.setdefault(home, deque()).append((number, letter))
+        return number
+
+    def confirm(self, home: int, number: int) -> None:
+        """Take note that a home has carried out all up to a number."""
+        unconfirmed = self._unconfirmed.get(home, ())
+        while unconfirmed and unconfirmed[0][0] <= number:
+            self._unconfirmed[home].popleft()
+
+    def unconfirmed(self, home: int) -> list[tuple[int, T]]:
+        """Return the messages to a home, with their numbers, that may not have come."""
+        return [*self._unconfirmed.get(home, ())]
+
+    def is_new(self, home: int, number: int) -> bool:
+        """Take note of a message of a home; return False if it came before."""
+        if number <= self._heard.get(home, 0):
+            return False
+        self._heard[home] = number
+        return True

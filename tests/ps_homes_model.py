@@ -1,0 +1,347 @@
+"""Servers with copies, clients and a network, in one thread: servers die, whatever is under way.
+
+The servers are real, up to their wire. A list of numbers makes each choice: the same list is the
+same run. Each push adds 1 to an element of its own, so values show how often it counts.
+"""
+
+import json
+from collections import Counter, defaultdict, deque
+
+import numpy as np
+
+from ringcomm.ps import optim
+from ringcomm.ps.protocol.frame_meta import PushMeta, packed_json
+from ringcomm.ps.protocol.frames import Entry, Header, Kind, Status
+from ringcomm.ps.protocol.link import Delivery
+from ringcomm.ps.roles import Layout
+from ringcomm.ps.server.homes.homes import Homes
+from ringcomm.ps.server.homes.takeovers import Takeovers
+from ringcomm.ps.server.server import Server
+from ringcomm.ps.table_spec import Spec
+from ringcomm.ps.update_modes import SSP, FirstOf, Mode
+
+BLOCK = 40  # elements of a partition
+N_PARTS = 4
+NOTHING = np.empty(0, np.uint8)
+
+
+def memory(nbytes):
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes]
+
+
+class Wire:
+    """Link of one rank."""
+
+    may_answer, carried_out, n_queued = True, (0, 0), 0
+
+    def __init__(self, net, rank):
+        self.net, self.rank = net, rank
+
+    def send(self, dest, header, meta=b"", body=NOTHING):
+        if dest not in self.net.heard[self.rank]:
+            header = header._replace(n_body=body.nbytes)
+            frame = Delivery(self.rank, header, meta, body.view(np.uint8).copy())
+            self.net.channels[self.rank, dest].append(frame)
+
+    def shares_memory(self, rank):
+        return False
+
+
+class Process:
+    """A rank, and all that it knows of the others."""
+
+    def __init__(self, net, rank):
+        self.net, self.rank, self.wire = net, rank, Wire(net, rank)
+        self.layout = Layout(net.workers, net.servers, (), replication=2)
+        self.takeovers = Takeovers(self.layout)
+
+    def receive(self, frame):
+        if frame.header.kind == Kind.HOMES:
+            homes = json.loads(frame.meta)
+            for home in self.takeovers.said(frame.source, frame.header.clock, homes):
+                self.taken(home)
+        else:
+            self.take(frame)
+
+    def hear(self, rank):
+        if rank in self.net.servers:
+            self.takeovers.died(rank)
+
+    def look(self):
+        pass
+
+
+class ServerProcess(Process):
+    def __init__(self, net, rank):
+        super().__init__(net, rank)
+        index = self.layout.number_of(rank)
+        self.homes = Homes(
+            index, self.layout, self.wire,
+            lambda home, wire, clock: Server(home, self.layout, wire, memory, {}, clock=clock),
+        )  # fmt: skip
+        self.take, self.taken = self.homes.on_request, self.homes.on_taken
+        self.look = self.homes.look
+
+    def hear(self, rank):
+        super().hear(rank)
+        self.homes.on_death(rank)
+
+
+class Client(Process):
+    """A worker: it keeps its requests until they are answered, and sends them again if need be."""
+
+    def __init__(self, net, rank, n_steps):
+        super().__init__(net, rank)
+        self.n_steps, self.step, self.sequence = n_steps, 0, 0
+        self.asked = {}  # what is not answered: home, header, meta, body, and what takes the reply
+        self.owners = None
+        self.n_pushed = Counter()
+        self.n_rounds = 0
+        self.has_left = self.waits = False
+        self.ask(0, Kind.CREATE, meta=packed_json(net.spec.to_json()), take=self.created)
+
+    def created(self, reply):
+        self.owners = json.loads(reply.body.tobytes() or reply.meta)["owners"]
+
+    def ask(self, home, kind, meta=b"", body=NOTHING, *, take=None, **more):
+        self.sequence += 1
+        header = Header(kind, origin=self.rank, sequence=self.sequence, **more)
+        self.asked[self.sequence] = home, header, meta, body, take
+        self.send(self.sequence)
+
+    def send(self, sequence):
+        home, header, meta, body, _ = self.asked[sequence]
+        if home in self.layout.hosts:
+            header = header._replace(status=home + 1)
+        self.wire.send(self.layout.rank_of(home), header, meta, body)
+
+    def taken(self, home):
+        for sequence in sorted(self.asked):
+            if self.asked[sequence][0] == home:
+                self.send(sequence)
+
+    def take(self, reply):
+        asked = self.asked.pop(reply.header.sequence, None)
+        if asked is None:
+            return  # it was asked again
+        assert reply.header.status in (Status.OK, Status.LATE), reply.meta
+        if asked[4] is not None:
+            asked[4](reply)
+
+    # --- what it does
+    def act(self):
+        if self.owners is None or self.has_left or self.waits:
+            return False
+        if self.step == self.n_steps:
+            if self.asked:
+                return False
+            self.has_left = True
+            for home in self.layout.server_numbers:
+                self.ask(home, Kind.LEAVE)
+            return True
+        self.step += 1
+        choice = self.net.choices.below(8)
+        if self.net.mode.has_rounds or choice < 4:
+            self.push()
+        elif choice < 7:
+            self.read(self.net.choices.below(N_PARTS))
+        else:
+            for home in self.layout.server_numbers:
+                self.ask(home, Kind.TICK, clock=self.step)
+        if self.net.mode.has_rounds and choice >= 4:
+            self.read(choice % N_PARTS)
+        return True
+
+    def push(self):
+        has_rounds = self.net.mode.has_rounds
+        clock = self.n_rounds if has_rounds else 0
+        self.n_rounds += 1
+        if self.net.mode.name == "first_of":
+            self.enter(clock)
+            return
+        parts = range(N_PARTS) if has_rounds else [self.net.choices.below(N_PARTS)]
+        for part in parts:
+            self.push_part(part, clock)
+
+    def enter(self, clock):
+        self.waits = True  # its next round is another one
+
+        def decided(reply):
+            self.waits = False
+            is_in = reply.header.status == Status.OK
+            option = Entry.IN if is_in else Entry.OUT
+            for part in range(N_PARTS):
+                self.push_part(part, clock)
+                self.ask_part(part, Kind.ENTER, clock=clock, option=option)
+            self.n_rounds = max(self.n_rounds, reply.header.clock)
+
+        self.ask(0, Kind.ENTER, table=1, clock=clock, option=Entry.ASK, take=decided)
+
+    def ask_part(self, part, kind, *args, **more):
+        self.ask(self.owners[part], kind, *args, table=1, partition=part, **more)
+
+    def push_part(self, part, clock):
+        workers = self.net.workers
+        at = self.n_pushed[part] % self.net.room if not self.net.mode.has_rounds else 0
+        at += self.net.room * workers.index(self.rank)
+        self.n_pushed[part] += 1
+        gradient = np.zeros(BLOCK)
+        gradient[at] = 1.0
+        meta = PushMeta(1.0, 0, BLOCK, "float64", 0, optim.Add().hyper).packed()
+
+        def answered(reply):
+            if reply.header.status == Status.OK:
+                self.net.acked[part][at] += 1
+
+        body = gradient.view(np.uint8)
+        self.ask_part(part, Kind.PUSH, meta, body, clock=clock, take=answered)
+
+    def read(self, part):
+        acked = Counter(self.net.acked[part])
+        clock = self.n_rounds if self.net.mode.name == "sync" else 0
+
+        def require(reply):
+            self.net.require(part, reply.body.view(np.float64), acked)
+
+        self.ask_part(part, Kind.PULL, clock=clock, take=require)
+
+
+class Net:
+    """A run: n_servers servers with 2 copies of each, of which some die."""
+
+    def __init__(self, mode, choices, *, n_servers, n_workers, n_steps, n_deaths):
+        self.mode, self.choices, self.n_deaths = mode, choices, n_deaths
+        self.workers = tuple(range(n_workers))
+        self.servers = tuple(range(n_workers, n_workers + n_servers))
+        self.room = BLOCK // n_workers
+        count = BLOCK * N_PARTS
+        add = optim.Add()
+        self.spec = Spec(
+            "w", "dense", "float64", (count,), add.to_json(), mode, BLOCK, 0.0, N_PARTS
+        )
+        self.channels = defaultdict(deque)
+        self.heard = defaultdict(set)
+        self.dead = []
+        self.acked = defaultdict(Counter)
+        self.ranks = {}
+        for rank in self.servers:
+            self.ranks[rank] = ServerProcess(self, rank)
+        for rank in self.workers:
+            self.ranks[rank] = Client(self, rank, n_steps)
+
+    @property
+    def live(self):
+        return {rank: each for rank, each in self.ranks.items() if rank not in self.dead}
+
+    @property
+    def is_lost(self):
+        return any(process.takeovers.lost() for process in self.live.values())
+
+    def run(self):
+        while not self.choices.are_over:
+            self.act(self.choices.below(16))
+        while self.deliver_one() or any(self.client(r).act() for r in self.workers) or self.tell():
+            pass
+
+    def client(self, rank):
+        return self.ranks[rank]
+
+    def act(self, what):
+        busy = sorted(pair for pair, channel in self.channels.items() if channel)
+        if what < 10 and busy:
+            self.deliver(busy[self.choices.below(len(busy))])
+        elif what < 14:
+            self.client(self.choices.below(len(self.workers))).act()
+        elif what == 14:
+            self.tell()
+        elif self.n_deaths:
+            self.n_deaths -= 1
+            self.kill(self.choices.below(len(self.servers)))
+
+    def kill(self, number):
+        rank = self.servers[number]
+        if rank in self.dead or len(self.dead) == len(self.servers) - 1:
+            return
+        self.dead.append(rank)
+        for (source, dest), channel in [*self.channels.items()]:
+            if dest == rank:
+                channel.clear()
+            elif source == rank:  # the end of what it has sent does not leave
+                for _ in range(self.choices.below(8) % (len(channel) + 1)):
+                    channel.pop()
+
+    def tell(self):
+        """Tell a rank of a death, behind what the dead one has sent it."""
+        news = [
+            (rank, dead) for dead in self.dead for rank in self.live if dead not in self.heard[rank]
+        ]
+        if not news:
+            return False
+        rank, dead = news[self.choices.below(len(news))]
+        while self.channels[dead, rank]:
+            self.deliver((dead, rank))
+        self.heard[rank].add(dead)
+        self.ranks[rank].hear(dead)
+        return True
+
+    def deliver(self, pair):
+        frame = self.channels[pair].popleft()
+        if pair[1] in self.dead:
+            return
+        self.ranks[pair[1]].receive(frame)
+        self.ranks[pair[1]].look()
+
+    def deliver_one(self):
+        pair = next((pair for pair, channel in self.channels.items() if channel), None)
+        if pair is not None:
+            self.deliver(pair)
+        return pair is not None
+
+    # --- what must hold
+    def require(self, part, values, acked):
+        """Fail unless all that was acknowledged is in the values, and nothing is in them twice."""
+        share = {"sync": len(self.workers), "first_of": self.mode.bound}.get(self.mode.name, 1)
+        for at, value in enumerate(values):
+            most = self.issued(part, at)
+            if self.mode.name == "sync":
+                most /= share
+            assert acked[at] / share - 1e-9 <= value <= most + 1e-9, (part, at, value, acked[at])
+
+    def issued(self, part, at):
+        worker, place = divmod(at, self.room)
+        if worker >= len(self.workers):
+            return 0
+        n = self.client(worker).n_pushed[part]
+        if self.mode.has_rounds:
+            return n if place == 0 else 0
+        return n // self.room + (place < n % self.room)
+
+    def require_all(self):
+        """Fail unless each request was answered, and all copies have the same values."""
+        if self.is_lost:
+            return
+        for rank in self.workers:
+            assert self.client(rank).has_left, f"worker {rank} waits for {self.client(rank).asked}"
+            assert not self.client(rank).asked
+        copies = defaultdict(list)
+        for rank in self.servers:
+            if rank not in self.dead:
+                assert self.ranks[rank].homes.is_over
+                for home in self.ranks[rank].homes._homes.values():
+                    copies[home.number].append(home)
+        for number in range(len(self.servers)):
+            (primary,) = (home for home in copies[number] if home.is_primary)
+            for part, block in primary.server.catalog.contents[1].parts.items():
+                self.require(part, block.values, self.acked[part])
+                total = sum(self.acked[part].values())
+                share = {"sync": len(self.workers), "first_of": 0}.get(self.mode.name, 1)
+                if share:
+                    assert round(block.values.sum() * share) == total
+                for other in copies[number]:
+                    values = other.server.catalog.contents[1].parts[part]
+                    assert values.values.tobytes() == block.values.tobytes()
+
+
+MODES = {"async": Mode("async"), "sync": Mode("sync"), "ssp": SSP(1), "first_of": FirstOf(2)}

@@ -1,0 +1,266 @@
+"""With replication=2 a server may die: what was acknowledged is there, once, and all goes on."""
+
+import numpy as np
+import pytest
+from harness import DEADLINE_S
+from ps_jobs import Boom, ended, kill_server, run_all
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.config import Settings
+from ringcomm.ps.checkpoint import files
+
+ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
+MODES = ["sync", "async", ps.SSP(1), ps.FirstOf(2)]
+KEYS = np.arange(60, dtype=np.uint64)
+N = 600
+
+
+def run(body, n_workers=2, n_dead=1, n_servers=3, **options):
+    """Return what the workers that live return."""
+    results = run_all(n_workers, body, n_servers, settings=ELASTIC, replication=2, **options)
+    return [each for each in ended(results, n_dead) if not isinstance(each, str)]
+
+
+def tables(mode="async", updater=None, **options):
+    updater = ps.optim.Add() if updater is None else updater
+    table = ps.table("w", N, "float64", updater=updater, mode=mode, block_nbytes=1600, **options)
+    return table, ps.hashtable("emb", 2, updater=updater, mode=mode, dtype="float64")
+
+
+def kill_at(step, at, *victims):
+    if step == at and rc.rank() == 0:
+        for victim in victims:
+            kill_server(victim)
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_server_that_dies_loses_nothing_and_doubles_nothing(mode, victim):
+    def body(rank):
+        table, rows = tables(mode)
+        for step in range(30):
+            kill_at(step, 10, victim)
+            pushed = table.push(np.full(N, 1.0 + step))
+            rows.push(KEYS[step % 9 :], np.full((60 - step % 9, 2), 1.0 + step)).wait()
+            pushed.wait()
+            table.pull().wait()
+            rows.pull(KEYS).wait()
+            ps.complete_step()
+        rc.barrier()
+        found = table.pull().wait(), rows.pull(KEYS).wait()
+        rc.barrier()
+        return found
+
+    n = 1 if str(mode) in ("sync", "FirstOf(2)") else 2
+    expected = [n * sum(1.0 + s for s in range(30) if s % 9 <= key) for key in range(60)]
+    for dense, sparse in run(body):
+        np.testing.assert_array_equal(dense, n * sum(1.0 + s for s in range(30)))
+        np.testing.assert_array_equal(sparse, np.repeat(expected, 2).reshape(60, 2))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_pushes_that_nobody_waits_for_count_once(mode):
+    def body(rank):
+        table, rows = tables(mode)
+        done = []
+        for step in range(40):
+            kill_at(step, 20, 1)
+            done.append(table.push(np.ones(N)))
+            done.append(rows.push(KEYS, np.ones((60, 2))))
+        n_applied = sum(each.wait(DEADLINE_S).applied for each in done)
+        rc.barrier()
+        return n_applied, table.pull().wait(), rows.pull(KEYS).wait()
+
+    n = 40 if str(mode) in ("sync", "FirstOf(2)") else 80
+    for n_applied, dense, sparse in run(body):
+        assert n_applied == 80
+        assert (dense == n).all()
+        assert (sparse == n).all()
+
+
+def test_updates_have_the_same_bits_as_those_of_servers_that_live():
+    def train(rank, *victims):
+        table, rows = tables("sync", ps.optim.Adam(0.1))
+        rng = np.random.default_rng(rank)
+        for step in range(20):
+            kill_at(step, 8, *victims)
+            held = step % 3 == 1
+            told = table.push(rng.normal(size=N), hold=held).wait()
+            if held:
+                table.release(min(1.0, 1 / np.sqrt(told.squares)))
+            rows.push(KEYS, rng.normal(size=(60, 2))).wait()
+        rc.barrier()
+        found = table.pull().wait(), rows.pull(KEYS).wait()
+        rc.barrier()
+        return found
+
+    alive = run(train, n_dead=0)
+    killed = run(lambda rank: train(rank, 0))
+    for one, other in zip(alive, killed, strict=True):
+        for values, wanted in zip(one, other, strict=True):
+            assert values.tobytes() == wanted.tobytes()
+
+
+def test_what_is_asked_of_a_server_that_dies_is_done_once():
+    @ps.function
+    def add(values, x):
+        values += x
+        return float(values[0])
+
+    def body(rank):
+        table, rows = tables()
+        rows.push(KEYS, np.ones((60, 2))).wait()
+        table.push(np.full(N, 5.0), assign=True).wait()
+        rc.barrier()
+        if rank == 0:
+            kill_server(0)
+            for _ in range(20):
+                table.call("add", x=1.0).wait()
+            erased = rows.erase(KEYS[:10]).wait()
+            later = ps.table("later", 3, "float64", updater=ps.optim.Add())
+            later.push(np.ones(3)).wait()
+            return table.pull().wait(), erased, len(rows), later.pull().wait()
+        return None
+
+    (values, erased, left, later), _ = run(body)
+    assert (values == 25).all()
+    assert (erased, left) == (10, 50)
+    assert (later == 1).all()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_snapshot_is_held_by_the_copy_of_a_server_that_dies(victim):
+    def body(rank):
+        table, rows = tables()
+        table.push(np.ones(N)).wait()
+        rows.push(KEYS, np.ones((60, 2))).wait()
+        rc.barrier()
+        found = []
+        if rank == 0:
+            with ps.snapshot():
+                kill_server(victim)
+                for _ in range(10):
+                    found.append((table.pull().wait(), rows.pull(KEYS).wait()))
+        else:
+            for _ in range(20):
+                table.push(np.ones(N)).wait()
+        return found
+
+    held, _ = run(body)
+    for dense, sparse in held:
+        np.testing.assert_array_equal(dense, held[0][0])
+        assert (sparse == 2).all()
+
+
+def test_a_checkpoint_is_whole_and_goes_back_into_both_copies(tmp_path):
+    def body(rank):
+        table, rows = tables("sync")
+        for step in range(6):
+            table.push(np.ones(N)).wait()
+            rows.push(KEYS, np.ones((60, 2))).wait()
+            if step == 2:
+                rc.barrier()
+                if ps.is_chief():
+                    ps.save(tmp_path, step=3, background=False)
+                rc.barrier()
+        rc.barrier()
+        if ps.is_chief():
+            ps.restore(tmp_path)
+        rc.barrier()
+        kill_at(0, 0, 0)
+        for _ in range(5):
+            table.push(np.ones(N)).wait()
+            rows.push(KEYS, np.ones((60, 2))).wait()
+        return table.pull().wait(), rows.pull(KEYS).wait()
+
+    for dense, sparse in run(body):
+        assert (dense == 8).all()
+        assert (sparse == 8).all()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_save_fails_by_name_or_is_whole_and_is_taken_again(victim, tmp_path):
+    failed = []
+
+    def body(rank):
+        table, _ = tables()
+        table.push(np.ones(N)).wait()
+        rc.barrier()
+        if ps.is_chief():
+            saved = ps.save(tmp_path, step=1)
+            kill_server(victim)
+            try:
+                saved.wait()
+            except rc.RingcommError as error:
+                failed.append(str(error))
+                ps.save(tmp_path, step=1, background=False)
+            for _ in range(20):
+                table.push(np.zeros(N)).wait()
+        rc.barrier()
+        return table.pull().wait()
+
+    for values in run(body):
+        assert (values == 2).all()
+    assert files.complete(tmp_path)
+    assert all(f"server {victim} died" in each for each in failed)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_worker_and_a_server_die_at_once(mode):
+    def body(rank):
+        table, _ = tables(mode)
+        for step in range(30):
+            if step == 10 and rank == 2:
+                kill_server(1)
+                raise Boom
+            table.push(np.full(N, 1.0)).wait()
+            table.pull().wait()
+            ps.complete_step()
+        return table.pull().wait()
+
+    for values in run(body, n_workers=3, n_dead=2):
+        assert (values >= 30).all()
+        assert (values <= 70).all()
+
+
+def test_the_job_goes_on_until_both_copies_are_lost_and_then_says_so():
+    def body(rank):
+        table, _ = tables()
+        for step in range(200):
+            kill_at(step, 10, 0)
+            kill_at(step, 30, 1)
+            table.push(np.ones(N)).wait()
+
+    results = run_all(1, body, 3, settings=ELASTIC, replication=2)
+    assert isinstance(results[0], rc.ServerLostError)
+    assert "is lost, with its copy" in str(results[0])
+    assert "ps.restore(path)" in str(results[0])
+
+
+REFUSED = {
+    "at most 2 copies": {"replication": 3},
+    "servers=1": {"servers": 1},
+    "colocated=True": {"colocated": True},
+    "RINGCOMM_ELASTIC=1": {"settings": Settings(timeout_s=DEADLINE_S)},
+    "recover=": {"recover": "there"},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_copies_do_not_go_with_is_refused_with_the_reason(why):
+    options = {"replication": 2, "settings": ELASTIC, "servers": 2, **REFUSED[why]}
+    results = run_all(2, lambda _: None, options.pop("servers"), **options)
+    errors = [str(each) for each in results if isinstance(each, rc.ConfigError)]
+    assert errors  # who is told later hears of these
+    assert all(why in each for each in errors)
+
+
+def test_what_copies_cannot_yet_is_refused_by_name(tmp_path):
+    def body(rank):
+        for refused in (ps.rebalance, lambda: ps.recover(tmp_path)):
+            with pytest.raises(rc.RingcommError, match=r"ps.init\(replication=2\) yet"):
+                refused()
+
+    run(body, n_dead=0, n_servers=2)

@@ -1,0 +1,90 @@
+"""Copies of servers, as a model runs them: whoever dies, whenever, and whoever hears of it first.
+
+No acknowledged push is lost or doubled, reads have what was acknowledged before, each request is
+answered, and both copies have the same bits.
+"""
+
+import pytest
+from harness import at_length, is_fast
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ps_homes_model import MODES, Net
+from ps_simulation import Choices
+
+from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log
+
+N = at_length(5_000, 10 if is_fast() else 25)
+ANY_ORDER = settings(
+    max_examples=N, derandomize=True, database=None, deadline=None,
+    suppress_health_check=[*HealthCheck],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+@ANY_ORDER
+@given(
+    numbers=st.binary(min_size=100, max_size=900), n_servers=st.integers(2, 4),
+    n_workers=st.integers(2, 3), n_steps=st.integers(3, 12), n_deaths=st.integers(1, 3),
+)  # fmt: skip
+def test_what_was_acknowledged_is_there_once_whoever_dies(mode, numbers, **sizes):
+    net = Net(MODES[mode], Choices(numbers), **sizes)
+    net.run()
+    net.require_all()
+
+
+# --- its parts ----------------------------------------------------------------------------------
+def test_a_read_goes_behind_the_changes_before_it():
+    log = Log(has_follower=True)
+    assert log.add_read("first")
+    assert (log.add("a"), log.add("b")) == (1, 2)
+    assert not log.add_read("read")
+    assert [*log.done(1)] == ["a"]
+    assert [*log.done(2)] == ["b", "read"]
+    assert log.add_read("last")
+
+
+def test_what_was_kept_for_a_follower_is_done_once_it_is_dead():
+    log = Log(has_follower=True)
+    log.add("a")
+    log.add_read("read")
+    assert [*log.lose_follower()] == ["a", "read"]
+    assert not log.has_follower
+    assert len(log) == 0
+
+
+def test_a_request_that_comes_again_gets_the_reply_of_the_first_time():
+    answers = Answers()
+    assert answers.came(1, 5) == Came.FIRST
+    assert answers.came(1, 5) == Came.WAITS
+    answers.note(1, 5, "reply")
+    answers.note(1, 6, "to what only reads")
+    assert answers.came(1, 5) == Came.ANSWERED
+    assert answers.reply(1, 5) == "reply"
+    assert answers.came(1, 6) == Came.FIRST
+    assert answers.came(2, 5) == Came.FIRST
+    answers.forget(1)
+    assert answers.came(1, 5) == Came.FIRST
+
+
+def test_the_oldest_replies_go_which_every_client_has():
+    answers = Answers()
+    for sequence in range(KEPT + 1):
+        answers.came(1, sequence)
+        answers.note(1, sequence, sequence)
+    assert answers.came(1, 1) == Came.ANSWERED
+    assert answers.came(1, 0) == Came.FIRST
+
+
+def test_a_message_is_new_once_and_is_kept_until_it_is_confirmed():
+    letters = Letters()
+    assert [letters.write(3, each) for each in "abc"] == [1, 2, 3]
+    letters.confirm(3, 2)
+    letters.confirm(4, 2)
+    assert letters.unconfirmed(3) == [(3, "c")]
+    assert [letters.is_new(2, number) for number in (1, 2, 2, 1, 3)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
