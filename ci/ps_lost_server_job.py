@@ -1,5 +1,7 @@
 """One job of ci/ps_storms.py in which servers are killed: all go back to a checkpoint, and go on.
 
+With --replication 2 another server goes on in the place of a dead one, and nobody goes back.
+
 Each worker pushes to an element of its own in each block, and to a row of its own. So it knows what
 these must be at the end: what they were after the last ps.recover(), and what it has pushed since.
 """
@@ -40,6 +42,7 @@ def parse():
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--replication", type=int, default=1)
     parser.add_argument("--kill", action="append", default=[], help="SERVER@REQUEST:WHEN")
     parser.add_argument("--kill-worker", default="-1@0", help="WORKER@STEP, after its push")
     return parser.parse_args()
@@ -51,15 +54,21 @@ def plan_kills(args):
     for kill in args.kill:
         who, at, when = kill.replace("@", ":").split(":")
         plans[int(who)] = int(at), when.partition("-")
-    on_request, counts = Server.on_request, itertools.count(1)
+    on_request, counts, of_copies = Server.on_request, itertools.count(1), itertools.count(1)
 
     def die(server):
-        (args.out / f"kill.{server.index}").touch()
+        (args.out / f"kill.{session().engine.job_rank}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def on_request_or_die(server, request):
-        at, (kinds, _, moment) = plans.get(server.index, (0, ("push", "", "")))
-        is_due = request.header.kind in OF_REQUESTS[kinds] and next(counts) == at
+        current = session()
+        number = current.layout.number_of(current.engine.job_rank)
+        at, (kinds, _, moment) = plans.get(number, (0, ("push", "", "")))
+        is_counted = request.header.kind in OF_REQUESTS[kinds]
+        if server.index == number:
+            is_due = is_counted and next(counts) == at
+        else:  # another server's, of which this process has a copy
+            is_due = is_counted and next(of_copies) == at
         if is_due and moment == "before":
             die(server)
         on_request(server, request)
@@ -124,6 +133,8 @@ class Job:
 
     def move(self, step):
         """Ask for a move, and wait for nothing."""
+        if self.args.replication > 1:
+            return
         client = session().client
         servers = client.servers
         body = as_body([(self.table.number, step % BLOCKS, 0, servers[step // 5 % len(servers)])])
@@ -179,7 +190,7 @@ def main():
     job = Job(parse())
     plan_kills(job.args)
     ps.evaluator(every=4)(job.evaluate)
-    ps.init(job.args.servers, evaluators=1)
+    ps.init(job.args.servers, evaluators=1, replication=job.args.replication)
     job.train()
 
 

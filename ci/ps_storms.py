@@ -2,12 +2,13 @@
 """Kills ranks of parameter-server jobs, servers too; the state of the rest is exact.
 
 usage: .venv/bin/python ci/ps_storms.py [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
-                                        [--of servers|others]
+                                        [--of servers|others] [--replication 2]
        .venv/bin/python ci/ps_storms.py --hosts 3 --storms 30   # on fake hosts, under ulfm; root
 
 Ends with 1 if a job hangs, if its exit code is not that of a good job, if an acknowledged push is
 lost or one counts twice, or if a checkpoint that is complete cannot be read. After the death of a
-server all go back to a checkpoint, and their state is that of it, and what was pushed since.
+server all go back to a checkpoint, and their state is that of it, and what was pushed since. With
+--replication 2 nobody goes back.
 """
 
 import argparse
@@ -61,7 +62,7 @@ class Storm:
     def __str__(self):
         return f"{self.launcher}, {self.mode}, {self.n_workers} workers, {' '.join(self.kills)}"
 
-    job, n_servers, steps = JOB, N_SERVERS, STEPS
+    job, n_servers, steps, replication = JOB, N_SERVERS, STEPS, 1
 
     @property
     def _kill_options(self):
@@ -85,6 +86,7 @@ class Storm:
             "-np", str(size), sys.executable, self.job, "--out", out,
             "--mode", self.mode, "--servers", str(self.n_servers), "--steps", str(self.steps),
             *self._kill_options,
+            *(["--replication", str(self.replication)] if self.replication > 1 else []),
         ]  # fmt: skip
         root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
         mine = {"RINGCOMM_ELASTIC": "1", "RINGCOMM_TIMEOUT_S": "60", "OMP_NUM_THREADS": "1"}
@@ -193,6 +195,28 @@ class ServerStorm(Storm):
         return {k * SHARE / n + (step - k) * SHARE / (n - 1) for k in with_all}
 
 
+class CopiedServerStorm(ServerStorm):
+    """A job of which a server is killed, and another one goes on in its place."""
+
+    replication = 2
+
+    def _problems(self, out, code):
+        yield from super()._problems(out, code)
+        for path in out.glob("result.*"):
+            if json.loads(path.read_text())["n_recovered"]:
+                yield f"{path.name}: it went back to a checkpoint"
+
+
+def random_copied_server_storm(rng, launcher):
+    """Return a storm; of three servers one dies: by a request to it, or to one it has a copy of."""
+    kinds = rng.choice([each for each in OF_SERVERS if each not in ("moving", "recovering")])
+    moment = rng.choice(("before", "after", "soon"))
+    kill = f"{rng.randrange(3)}@{rng.randint(*OF_SERVERS[kinds])}:{kinds}-{moment}"
+    mode = rng.choice(MODES)
+    n_workers = 2 if mode == "first_of" else rng.randint(2, 3)  # see random_server_storm()
+    return CopiedServerStorm(mode, n_workers, [kill], launcher)
+
+
 def random_server_storm(rng, launcher):
     """Return a storm; of three servers one or two die."""
     kills = []
@@ -230,6 +254,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--of", choices=("all", "servers", "others"), default="all")
     parser.add_argument("--hosts", type=int, default=0, help="that many fake hosts, under ulfm")
+    parser.add_argument("--replication", type=int, choices=(1, 2), default=1)
     args = parser.parse_args()
     if not args.hosts:
         sys.exit(run(args, None))
@@ -246,7 +271,8 @@ def run(args, cluster):
         seed = args.seed + number
         rng, launcher = random.Random(seed), launchers[number % len(launchers)]
         is_of_servers = args.of == "servers" or (args.of == "all" and number // 2 % 3 == 0)
-        storm = (random_server_storm if is_of_servers else random_storm)(rng, launcher)
+        of_servers = random_copied_server_storm if args.replication > 1 else random_server_storm
+        storm = (of_servers if is_of_servers else random_storm)(rng, launcher)
         storm.cluster = cluster
         outcome = storm.run()
         counts["wrong" if outcome.problems else "right"] += 1
