@@ -4,6 +4,7 @@ from mutations.mutation import Mutation
 
 _TESTS = ("unit/test_ps_deaths.py",)
 _OF_SERVERS = ("unit/test_ps_lost_servers.py",)
+_OF_COPIES = ("unit/test_ps_replication_model.py",)
 
 PS_DEATHS = [
     Mutation(
@@ -174,5 +175,24 @@ PS_DEATHS = [
         "        self.client.outstanding.forget_table(self.number)\n",
         "what compression kept of lost steps counts after a recovery",
         _OF_SERVERS,
+    ),
+    Mutation(
+        "ps-a-primary-waits-for-no-copy",
+        "ps",
+        "ps/server/homes/home.py",
+        "        self._record(self._log.add(entry), entry)\n",
+        "        self._record(self._log.add(entry), entry)\n"
+        "        self._carry_out(self._log.done(1 << 62))\n",
+        "an acknowledged push is lost with its server",
+        _OF_COPIES,
+    ),
+    Mutation(
+        "ps-messages-of-a-dead-home-are-not-sent-again",
+        "ps",
+        "ps/server/homes/homes.py",
+        "                home.post_again(other)\n",
+        "                pass\n",
+        "who opens a table waits for ever",
+        _OF_COPIES,
     ),
 ]
