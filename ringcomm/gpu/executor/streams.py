@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -98,12 +99,14 @@ class Marks:
         self._line, self._address = memory.take_line()
         self._word = self._line[:4].view(np.uint32)
         self._n_made = 0
+        self._lock = threading.Lock()
 
     def make(self) -> Mark:
-        """Return a mark of the stream's present end; within `device.active()`."""
-        self._n_made = (self._n_made + 1) % (1 << 32)
-        self._device.write_value(self._stream, self._address, self._n_made)
-        return Mark(self, self._n_made)
+        """Return a mark of the stream's present end; within `device.active()`. Any thread."""
+        with self._lock:  # the word must not go back
+            self._n_made = (self._n_made + 1) % (1 << 32)
+            self._device.write_value(self._stream, self._address, self._n_made)
+            return Mark(self, self._n_made)
 
     def has_passed(self, number: int) -> bool:
         """Return True if the stream has written this number, or a later one."""

@@ -10,7 +10,7 @@ import torch
 from ringcomm.arrays.base import DeviceAdapter
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor.gpus import Gpus
-from ringcomm.gpu.executor.streams import Event
+from ringcomm.gpu.executor.streams import Event, Reached
 
 _LOOK_EVERY_S: Final = 2e-5
 
@@ -36,34 +36,38 @@ class Staging:
         self._nbytes = count * dtype.itemsize
         self._block = self._memory.host.take(self._nbytes)
         self.host = torch.from_numpy(self._block.bytes).view(dtype)
-        self._copied: Event | None = None
+        self._copied: Reached | None = None
         self._kept: torch.Tensor | None = None  # until it is copied
 
     def fetch(self, source: torch.Tensor) -> None:
         """Begin to copy from a flat tensor of the GPU, as the current stream leaves it."""
-        self._copy(self._block.address, source.data_ptr(), source)
+        self._copy(source, to_host=True)
 
     def bring(self, target: torch.Tensor) -> None:
         """Begin to copy to a flat tensor of the GPU, for which the current stream waits."""
-        self._copy(target.data_ptr(), self._block.address, target)
+        end = self._copy(target, to_host=False)
         device = self._memory.device
-        assert self._copied is not None
         with device.active():
-            device.await_event(self._adapter.stream(self._index), self._copied.handle)
+            device.await_event(self._adapter.stream(self._index), end.handle)
 
-    def _copy(self, target: int, source: int, on_gpu: torch.Tensor) -> None:
-        device, stream = self._memory.device, self._memory.copy_stream
-        ready = Event(device, self._adapter.stream(self._index))
+    def _copy(self, x: torch.Tensor, *, to_host: bool) -> Event:
+        """Begin to copy; return the event behind it."""
+        memory, device = self._memory, self._memory.device
+        stream = memory.copy_stream
+        ready = Event(memory, self._adapter.stream(self._index))
         with device.active():
             device.await_event(stream, ready.handle)
             if self._nbytes:
+                host, gpu = memory.host.address(self._block), x.data_ptr()
+                target, source = (host, gpu) if to_host else (gpu, host)
                 device.copy(stream, target, source, self._nbytes)
-        self._copied, self._kept = Event(device, stream), on_gpu
+            self._copied, self._kept = Reached(memory.copies.make()), x
+        return Event(memory, stream)
 
     @property
     def is_idle(self) -> bool:
         """True if no copy is under way. Raises RingcommError if the GPU has failed."""
-        if self._copied is not None and self._copied.is_reached:
+        if self._copied is not None and self._copied.test():
             self._copied = self._kept = None
         return self._copied is None
 
