@@ -84,10 +84,10 @@ OPTIMIZER = [
         "optimizer",
         "torch/optim/reducer.py",
         """\
-        self.step += 1
+        self._n_attempts = 0
         self.samples = None""",
         """\
-        self.step += 1""",
+        self._n_attempts = 0""",
         "the number of samples of one step weighs the next one, too",
         ("with_torch/test_unequal_batches.py",),
     ),
@@ -206,7 +206,7 @@ CHANGES = [
         "pushed-gradient-changes-unseen",
         "ps",
         "torch/ps/buckets.py",
-        "self._pushed.take(gradients, self._turn if is_early else None)",
+        "self._pushed.take(gradients, self._turn if can_read else None)",
         "self._pushed.take(gradients, None)",
         "a gradient that is changed through .data after its push is not refused",
         _PROGRAMS,
@@ -215,7 +215,7 @@ CHANGES = [
         "served-weights-change-unseen",
         "ps",
         "torch/ps/buckets.py",
-        "self._fetched.take(self._parameters, self._turn)",
+        "self._fetched.take(self._parameters, None if self._is_on_gpu else self._turn)",
         "self._fetched.take(self._parameters, None)",
         "weights that are clipped through .data are not clipped on the servers",
         ("with_torch/test_ps_changes_of_grad.py",),
