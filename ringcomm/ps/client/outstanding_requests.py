@@ -16,7 +16,7 @@ from ringcomm.ps.client.partition_owners import PartitionOwners
 from ringcomm.ps.client.push_outcome import AnyRequest, table_of
 from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.client.send_queue import SendQueue
-from ringcomm.ps.protocol.frames import Header, Kind, Status, Step
+from ringcomm.ps.protocol.frames import Header, Kind, Status, Step, header_of_request
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.protocol.remote_errors import error_of
 
@@ -221,7 +221,7 @@ class Outstanding:
         )  # fmt: skip
         home, layout = request.server, self._layout
         if home in layout.hosts:
-            full = Header(request.kind, 0, home + 1, *header[1:8], 0, request.option, request.place)
+            full = header_of_request(header, home + 1)
             self._link.send(layout.hosts[home], full, request.meta, request.body)
             return
         self._link.ask(layout.servers[home], header, request.meta, request.body)

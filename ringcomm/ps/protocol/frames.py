@@ -181,6 +181,16 @@ class Frame(NamedTuple):
     inline: memoryview
 
 
+# Of a request: kind, view, origin, sequence, table, partition, clock, option and place; see Header.
+RequestHeader = tuple[int, int, int, int, int, int, int, int, int]
+
+
+def header_of_request(header: RequestHeader, status: int = 0) -> Header:
+    """Return the header of a request without a body."""
+    kind, view, origin, sequence, table, part, clock, option, place = header
+    return Header(kind, 0, status, view, origin, 0, sequence, table, part, clock, 0, option, place)
+
+
 def is_one_way(header: Header) -> bool:
     """Return True if a frame has no reply."""
     if header.kind == Kind.MOVE:

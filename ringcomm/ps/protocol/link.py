@@ -23,9 +23,11 @@ from ringcomm.ps.protocol.frames import (
     Frame,
     Header,
     Kind,
+    RequestHeader,
     Where,
     frame_of,
     frames,
+    header_of_request,
     packed,
 )
 from ringcomm.ps.protocol.long_frames import Joiner, pieces
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.dense.partition import DensePartition
 
 _NO_BODY: Final = np.empty(0, np.uint8)
-RequestHeader = tuple[int, int, int, int, int, int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -179,16 +180,13 @@ class Link:
 
         Args:
             dest: rank of the job.
-            header: kind, view, origin, sequence, table, partition, clock, option and
-                place, see Header.
+            header: see RequestHeader.
             meta: see send().
             body: see send().
         """
         if self._endpoint is not None and self._endpoint.ask(dest, *header, meta, body):
             return
-        kind, view, origin, sequence, table, part, clock, option, place = header
-        full = Header(kind, 0, 0, view, origin, sequence, table, part, clock, 0, option, place)
-        self.send(dest, full, meta, body)
+        self.send(dest, header_of_request(header), meta, body)
 
     def take_acks(self) -> list[tuple[int, int]]:
         """Return the acks, (sequence, clock), of requests that were carried out.
