@@ -1,5 +1,6 @@
 """The ranks of a job that runs in a folder, as `ringcomm top` finds them."""
 
+import os
 from pathlib import Path
 
 from harness import wait_until
@@ -15,8 +16,15 @@ def ranks_in(folder):
     return {
         each.rank: each
         for each in ranks.sample(monotonic_ns())
-        if not each.is_over and Path(f"/proc/{each.page['pid']}/cwd").resolve() == folder
+        if not each.is_over and _folder_of(each.page["pid"]) == folder
     }
+
+
+def _folder_of(pid):
+    try:
+        return Path(os.readlink(f"/proc/{pid}/cwd"))
+    except OSError:  # a rank of another job has ended just now
+        return None
 
 
 def await_steps(folder, size):

@@ -651,9 +651,7 @@ def test_a_job_that_is_stopped_for_longer_than_its_deadline_goes_on(tmp_path):
     if rc.rank() == 0:
         stop = f"sleep 0.3; kill -STOP {pids}; sleep 6; kill -CONT {pids}"
         subprocess.Popen(["sh", "-c", stop], start_new_session=True)
-        end = time.process_time() + 1.0
-        while time.process_time() < end:
-            sum(range(1000))
+        time.sleep(1.0)  # the others wait for it when all are stopped
     print("sum", rc.allreduce(X)[0], flush=True)
     """
     job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "4"})

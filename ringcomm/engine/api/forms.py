@@ -10,7 +10,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Final, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
@@ -115,13 +115,13 @@ def require_arguments(
         raise TypeError(f"{form.__name__}(): {wrong}") from None
 
 
-def with_shortcut(form: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+def with_shortcut(form: F) -> Callable[[Callable[..., Any]], F]:
     """Decorate a faster variant of `form`: give it the form's help, signature and attributes."""
 
-    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+    def decorate(function: Callable[..., Any]) -> F:
         function.__doc__, function.__annotations__ = form.__doc__, form.__annotations__
         vars(function).update(vars(form))
-        return function
+        return cast("F", function)
 
     return decorate
 

@@ -78,7 +78,7 @@ class Exchange:
         for slot in self.plan.slots:
             if slot.state is not GradientState.SETTLED:
                 slot.finish()
-            elif slot.has_own_gradient:
+            elif slot.has_own_gradient and not has_failed:
                 slot.take_part()
         presence = yield from self._agree(has_failed=has_failed)
         if not presence.is_one_step:

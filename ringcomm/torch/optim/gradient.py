@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -316,9 +316,8 @@ class GradientSlot(Slot):
 
     def _give(self, total: torch.Tensor) -> None:
         """Make .grad the tensor that a program expects there, with these values."""
-        own = self.parameter.grad
-        if own is not None and own.grad_fn is not None:  # of backward(create_graph=True)
-            self.parameter.grad = _differentiable(own, total)
+        if _has_graph(self.parameter.grad):
+            self.parameter.grad = _differentiable(self.parameter.grad, total)
             return
         into = self._before
         if into is None or not (self._is_stashed or self.parameter.grad is into):
@@ -365,6 +364,11 @@ class _Mean(torch.autograd.Function):
     def backward(_: Any, *gradients: Any) -> Any:
         """Return the derivative for `own`."""
         return gradients[0], None
+
+
+def _has_graph(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Return True for the .grad of backward(create_graph=True)."""
+    return gradient is not None and gradient.grad_fn is not None
 
 
 @torch.enable_grad()
