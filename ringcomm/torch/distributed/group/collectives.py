@@ -188,14 +188,15 @@ def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
     plan: Plan[Any] = plan_gather(g, None, bytes_of(flatten(x)), root)
     expected = [out.numel() for out in outs] or [0] * g.size
 
-    async def run(t: Channel) -> None:
+    async def run(t: Channel) -> Any:
         await _require_expected(x.numel(), expected, root, t)
-        whole = await plan.run(t)
-        if whole is not None:
-            write_parts(outs, whole.view(x.dtype))
+        return await plan.run(t)
 
     call = dataclasses.replace(plan.call, kind="gather_into")  # it begins in another way
-    return dataclasses.replace(plan, call=call, run=run)
+    return followed_by(
+        dataclasses.replace(plan, call=call, run=run),
+        lambda whole: None if whole is None else write_parts(outs, whole.view(x.dtype)),
+    )
 
 
 async def _require_expected(n: int, expected: list[int], root: int, t: Channel) -> None:
