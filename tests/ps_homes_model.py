@@ -209,9 +209,17 @@ class Client(Process):
 
 
 class Net:
-    """A run: n_servers servers with 2 copies of each, of which some die."""
+    """A run: n_servers servers with 2 copies of each, of which some die.
 
-    def __init__(self, mode, choices, *, n_servers, n_workers, n_steps, n_deaths):
+    Args:
+        mode: of the table.
+        choices: see ps_simulation.
+        is_patient: a server dies only while there are two copies of each.
+        n_servers, n_workers, n_steps, n_deaths: how many there are.
+    """
+
+    def __init__(self, mode, choices, *, n_servers, n_workers, n_steps, n_deaths, is_patient=False):
+        self.is_patient = is_patient
         self.mode, self.choices, self.n_deaths = mode, choices, n_deaths
         self.workers = tuple(range(n_workers))
         self.servers = tuple(range(n_workers, n_workers + n_servers))
@@ -224,6 +232,7 @@ class Net:
         self.channels = defaultdict(deque)
         self.heard = defaultdict(set)
         self.dead = []
+        self.may_be_lost = False  # the last copy of a home died
         self.acked = defaultdict(Counter)
         self.ranks = {}
         for rank in self.servers:
@@ -235,6 +244,27 @@ class Net:
     def live(self):
         return {rank: each for rank, each in self.ranks.items() if rank not in self.dead}
 
+    def copies(self):
+        """Of each home, how many copies there are in ranks that live, with all it has."""
+        homes = [
+            home
+            for rank in self.servers
+            if rank not in self.dead
+            for home in self.ranks[rank].homes._homes.values()
+        ]
+        return Counter(home.number for home in homes if home.is_whole)
+
+    def settle(self):
+        """Let all arrive that is under way, and all hear of the dead."""
+        while self.deliver_one() or self.tell() or self.look():
+            pass
+
+    def look(self):
+        """Let servers look, for nothing may come that makes them do so; return True at news."""
+        for process in self.live.values():
+            process.look()
+        return any(self.channels.values())
+
     @property
     def is_lost(self):
         return any(process.takeovers.lost() for process in self.live.values())
@@ -243,7 +273,7 @@ class Net:
         while not self.choices.are_over:
             self.act(self.choices.below(16))
         while self.deliver_one() or any(self.client(r).act() for r in self.workers) or self.tell():
-            pass
+            self.look()
 
     def client(self, rank):
         return self.ranks[rank]
@@ -256,7 +286,7 @@ class Net:
             self.client(self.choices.below(len(self.workers))).act()
         elif what == 14:
             self.tell()
-        elif self.n_deaths:
+        elif self.n_deaths and not (self.is_patient and min(self.copies().values()) < 2):
             self.n_deaths -= 1
             self.kill(self.choices.below(len(self.servers)))
 
@@ -265,6 +295,7 @@ class Net:
         if rank in self.dead or len(self.dead) == len(self.servers) - 1:
             return
         self.dead.append(rank)
+        self.may_be_lost |= len(self.copies()) < len(self.servers)
         for (source, dest), channel in [*self.channels.items()]:
             if dest == rank:
                 channel.clear()
@@ -321,11 +352,12 @@ class Net:
     def require_all(self):
         """Fail unless each request was answered, and all copies have the same values."""
         if self.is_lost:
+            assert self.may_be_lost
             return
         for rank in self.workers:
             assert self.client(rank).has_left, f"worker {rank} waits for {self.client(rank).asked}"
             assert not self.client(rank).asked
-        copies = defaultdict(list)
+        copies, self.n_compared = defaultdict(list), 0
         for rank in self.servers:
             if rank not in self.dead:
                 assert self.ranks[rank].homes.is_over
@@ -334,6 +366,7 @@ class Net:
         for number in range(len(self.servers)):
             (primary,) = (home for home in copies[number] if home.is_primary)
             for part, block in primary.server.catalog.contents[1].parts.items():
+                self.n_compared += len(copies[number]) > 1
                 self.require(part, block.values, self.acked[part])
                 total = sum(self.acked[part].values())
                 share = {"sync": len(self.workers), "first_of": 0}.get(self.mode.name, 1)

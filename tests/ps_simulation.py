@@ -332,7 +332,7 @@ def require_empty(server):
     assert core.n_waiting == 0
     assert not core.moments._moments
     assert not core.moments._stopped
-    leader, participant = core._migration._leader, core._migration._participant
+    leader, participant = core.migration._leader, core.migration._participant
     assert not leader._pauses
     assert not leader._asked
     assert not leader._batches

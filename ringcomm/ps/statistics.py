@@ -25,6 +25,8 @@ def stats() -> list[dict[str, Any]]:
 
     Returns:
         For each:
+        "copies": processes that have all it has: 2 with ps.init(replication=2), unless one died and
+        another copy is not complete yet.
         "requests", "nbytes_in", "nbytes_out": since it began, "seconds" ago.
         "requests_per_s", "nbytes_in_per_s", "nbytes_out_per_s": since this rank's last call.
         "waiting": pulls that wait for a round, or for a slow worker.

@@ -1,5 +1,7 @@
 """With replication=2 a server may die: what was acknowledged is there, once, and all goes on."""
 
+import time
+
 import numpy as np
 import pytest
 from harness import DEADLINE_S
@@ -22,10 +24,10 @@ def run(body, n_workers=2, n_dead=1, n_servers=3, **options):
     return [each for each in ended(results, n_dead) if not isinstance(each, str)]
 
 
-def tables(mode="async", updater=None, **options):
+def tables(mode="async", updater=None, **of_rows):
     updater = ps.optim.Add() if updater is None else updater
-    table = ps.table("w", N, "float64", updater=updater, mode=mode, block_nbytes=1600, **options)
-    return table, ps.hashtable("emb", 2, updater=updater, mode=mode, dtype="float64")
+    table = ps.table("w", N, "float64", updater=updater, mode=mode, block_nbytes=1600)
+    return table, ps.hashtable("emb", 2, updater=updater, mode=mode, dtype="float64", **of_rows)
 
 
 def kill_at(step, at, *victims):
@@ -225,18 +227,86 @@ def test_a_worker_and_a_server_die_at_once(mode):
         assert (values <= 70).all()
 
 
-def test_the_job_goes_on_until_both_copies_are_lost_and_then_says_so():
+def test_calls_fail_by_name_if_both_copies_are_lost_at_once():
     def body(rank):
         table, _ = tables()
         for step in range(200):
-            kill_at(step, 10, 0)
-            kill_at(step, 30, 1)
+            kill_at(step, 10, 0, 1)
             table.push(np.ones(N)).wait()
 
     results = run_all(1, body, 3, settings=ELASTIC, replication=2)
     assert isinstance(results[0], rc.ServerLostError)
     assert "is lost, with its copy" in str(results[0])
     assert "ps.restore(path)" in str(results[0])
+
+
+def await_copies():
+    """Return once there are two copies of each server again."""
+    until = time.monotonic() + DEADLINE_S
+    while any(each["copies"] < 2 for each in ps.stats()):
+        assert time.monotonic() < until, ps.stats()
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("victims", [(0, 1), (1, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_second_server_may_die_once_lost_copies_are_made_again(mode, victims):
+    def body(rank):
+        table, rows = tables(mode, admit=ps.Admit(2), evict=ps.Evict(ttl_s=3600.0))
+        applied = 0
+        for step in range(40):
+            kill_at(step, 8, victims[0])
+            if step == 20:
+                await_copies()
+                rc.barrier()
+            kill_at(step, 25, victims[1])
+            pushed = table.push(np.full(N, 1.0 + step))
+            rows.push(KEYS[step % 9 :], np.full((60 - step % 9, 2), 1.0 + step)).wait()
+            applied += (1.0 + step) * pushed.wait().applied
+            table.pull().wait()
+            rows.pull(KEYS).wait()
+            ps.complete_step()
+        rc.barrier()
+        found = applied, table.pull().wait(), rows.pull(KEYS).wait()
+        rc.barrier()
+        return found
+
+    results = run(body, n_dead=2)
+    in_round = 2 if str(mode) in ("sync", "FirstOf(2)") else 1
+    total = sum(applied for applied, *_ in results) / in_round
+    assert total
+    for _, dense, sparse in results:
+        assert (dense == total).all()
+        assert (sparse == results[0][2]).all()
+        assert sparse[59].min() > total / 2
+
+
+def test_updates_have_the_same_bits_after_two_deaths():
+    def train(rank, *victims):
+        table, rows = tables("sync", ps.optim.Adam(0.1), evict=ps.Evict(max_rows=40))
+        later = ps.table("later", 3, "float64", updater=ps.optim.Adam(0.1), mode="sync")
+        rng = np.random.default_rng(rank)
+        for step in range(30):
+            kill_at(step, 5, *victims[:1])
+            if step == 15 and victims:
+                await_copies()
+                rc.barrier()
+            kill_at(step, 20, *victims[1:])
+            told = table.push(rng.normal(size=N), hold=True).wait()
+            table.release(min(1.0, 1 / np.sqrt(told.squares)))
+            rows.push(KEYS[: 30 + step], rng.normal(size=(30 + step, 2))).wait()
+            later.push(rng.normal(size=3)).wait()
+        rc.barrier()
+        found = table.pull().wait(), rows.pull(KEYS).wait(), later.pull().wait()
+        rc.barrier()
+        return found
+
+    alive = run(train, n_dead=0)
+    for victims in ((0, 1), (1, 0)):
+        killed = run(lambda rank: train(rank, *victims), n_dead=2)  # noqa: B023 - used at once
+        for one, other in zip(alive, killed, strict=True):
+            for values, wanted in zip(one, other, strict=True):
+                assert values.tobytes() == wanted.tobytes()
 
 
 REFUSED = {

@@ -32,6 +32,42 @@ def test_what_was_acknowledged_is_there_once_whoever_dies(mode, numbers, **sizes
     net.require_all()
 
 
+@pytest.mark.parametrize("mode", MODES)
+@ANY_ORDER
+@given(
+    numbers=st.binary(min_size=300, max_size=1500), n_servers=st.integers(3, 5),
+    n_workers=st.integers(2, 3), n_steps=st.integers(6, 20),
+)  # fmt: skip
+def test_servers_may_die_one_after_the_other_once_lost_copies_are_made_again(
+    mode, numbers, n_servers, **sizes
+):
+    sizes |= {"n_servers": n_servers, "n_deaths": n_servers - 1, "is_patient": True}
+    net = Net(MODES[mode], Choices(numbers), **sizes)
+    net.run()
+    assert not net.is_lost
+    net.require_all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_servers_but_one_die_one_after_the_other(mode):
+    """Training goes on between, and requests wait while a copy is made."""
+    numbers = Choices([0])
+    net = Net(MODES[mode], numbers, n_servers=4, n_workers=2, n_steps=60, n_deaths=0)
+    for victim in (2, 0, 1):
+        for _ in range(8):
+            net.settle()
+            assert set(net.copies().values()) == {2}
+            for rank in net.workers:
+                net.client(rank).act()
+        net.kill(victim)
+    net.settle()
+    assert len(net.dead) == 3
+    assert set(net.copies().values()) == {1}
+    net.run()
+    assert all(net.acked.values())
+    net.require_all()
+
+
 # --- its parts ----------------------------------------------------------------------------------
 def test_a_read_goes_behind_the_changes_before_it():
     log = Log(has_follower=True)

@@ -106,6 +106,11 @@ class Store:
         self._given_up: set[int] = set()  # saves whose owner died while they were written
         self._writing: dict[int, threading.Event] = {}  # set when a save is written, or given up
 
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing is kept for a save or a restore."""
+        return not (self._taken or self._writing or self._prepared)
+
     # --- save -----------------------------------------------------------------------------------
     def begin(self, number: int, root: str) -> None:
         """Know a moment that is saved in a folder."""
@@ -159,6 +164,8 @@ class Store:
         for number in [each for each in self._taken if owner_of(each) == rank]:
             self.drop(number)
         self._given_up.update(each for each in self._writing if owner_of(each) == rank)
+        for number in [each for each in [*self._prepared] if owner_of(each) == rank]:
+            del self._prepared[number]
 
     def on_save(self, request: Delivery) -> None:
         """Write what was taken, beside everything else; reply when it is on disk."""

@@ -85,6 +85,8 @@ class Copy(IntEnum):
     DIED = 3  # within: a client died
     TIME = 4  # within: time has passed
     NAME = 5  # within: the name of the job
+    PIECE = 6  # to a server that is to be the follower: a piece of what the primary has
+    LOADED = 7  # to the primary: the follower has the piece; with meta: it cannot, and why
 
 
 class Entry(IntEnum):

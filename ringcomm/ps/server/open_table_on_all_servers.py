@@ -70,6 +70,7 @@ class Catalog:
         contents: of the tables, by number.
         on_forget: called with the number of a table that is dropped; set before the first is.
         on_restart: called when all that there is goes; likewise.
+        last: number of the table that was opened last.
         is_copy: another server, which has the same, has seen to it that there is room for both.
     """
 
@@ -89,12 +90,11 @@ class Catalog:
     ) -> None:
         self._index, self._layout, self._core = index, layout, core
         self._memory, self._replies, self._perform = memory, replies, perform
-        self._time_of_rows, self.is_copy = time_of_rows, False
+        self._time_of_rows, self.is_copy, self.last = time_of_rows, False, 0
         self.contents: dict[int, Contents] = {}
         self._by_name: dict[str, int] = {}
         self._opening: dict[str, _Opening] = {}
         self._reopening: _Opening | None = None
-        self._last = 0  # number of the table that was opened last
         self._loads: Counter[int] = Counter()  # bytes of dense tables, by server
 
     def known(self) -> dict[int, Spec]:
@@ -112,16 +112,16 @@ class Catalog:
             self._core.tables[number].openers.add(request.source)
             opening = self._opening.get(spec.name)
             if opening is None:
-                self._replies.json(request, self._described(number))
+                self._replies.json(request, self.described(number))
             else:
                 opening.asked.append(request)
             return
-        number = self._last + 1
-        self._install(number, spec, self._place(spec))
+        number = self.last + 1
+        self.install(number, spec, self._place(spec))
         self._core.tables[number].openers.add(request.source)
         others = {*self._layout.server_numbers} - {self._index}
         opening = self._opening[spec.name] = _Opening(number, others, [request])
-        body = as_body(self._described(number))
+        body = as_body(self.described(number))
         for other in sorted(others):
             self._send(other, Header(Kind.VIEW, sequence=number, option=ADOPT), body=body)
         self._open_if_known(opening)
@@ -164,7 +164,7 @@ class Catalog:
         del self._opening[name]
         if not opening.problems:
             for request in opening.asked:
-                self._replies.json(request, self._described(number))
+                self._replies.json(request, self.described(number))
             return
         self.discard(number)
         error = RingcommError(f"table[{name}]: cannot be made: {'; '.join(opening.problems)}")
@@ -185,10 +185,10 @@ class Catalog:
             users: the names of the tables that each of them uses.
         """
         specs = [spec for _, spec in sorted(self.known().items())]
-        first = self._last + 1
+        first = self.last + 1
         self.on_restart()
         for number, spec in enumerate(specs, first):
-            self._install(number, spec, self._place(spec))
+            self.install(number, spec, self._place(spec))
             for request, names in zip(requests, users, strict=True):
                 if spec.name in names:
                     self._core.tables[number].openers.add(request.source)
@@ -200,7 +200,7 @@ class Catalog:
         self._reopened_if_known()
 
     def _all_described(self) -> dict[str, Any]:
-        tables = [self._described(number) for number in self.known()]
+        tables = [*map(self.described, self.known())]
         return {"servers": self._layout.server_numbers, "tables": tables}
 
     def describe(self, request: Delivery, used: Iterable[str], said: Any) -> None:
@@ -233,7 +233,7 @@ class Catalog:
             else:
                 self._replies.json(request, self._all_described())
 
-    def _described(self, number: int) -> dict[str, Any]:
+    def described(self, number: int) -> dict[str, Any]:
         """Return the number, spec and owners of a table, for other ranks."""
         table, spec = self._core.tables[number], self.contents[number].spec
         owned = {"owners": table.owners, "epochs": table.epochs}
@@ -258,7 +258,7 @@ class Catalog:
         """Note a table that the leader has placed; or reply why that is impossible."""
         placed, why = json.loads(request.body.tobytes()), ""
         try:
-            self._install(placed["number"], Spec.of_json(placed["spec"]), placed["owners"])
+            self.install(placed["number"], Spec.of_json(placed["spec"]), placed["owners"])
         except Exception as error:  # noqa: BLE001 - the client that opens the table gets it
             why = f"{type(error).__name__}: {error}"
         content = {"name": placed["spec"]["name"], "server": self._index, "why": why[:2000]}
@@ -271,7 +271,7 @@ class Catalog:
         self.on_restart()
         try:
             for each in content["tables"]:
-                self._install(each["number"], Spec.of_json(each["spec"]), each["owners"])
+                self.install(each["number"], Spec.of_json(each["spec"]), each["owners"])
         except Exception as error:  # noqa: BLE001 - the clients that recover get it
             why = f"{type(error).__name__}: {error}"
         header = Header(Kind.VIEW, sequence=request.header.sequence, option=RESTARTED)
@@ -286,7 +286,8 @@ class Catalog:
         self._loads.clear()
         self._reopening = None
 
-    def _install(self, number: int, spec: Spec, owners: list[int]) -> None:
+    def install(self, number: int, spec: Spec, owners: list[int]) -> None:
+        """Have a table from now on."""
         contents, core = Contents(spec), self._core
         if spec.kind == "hash":
             contents.shard = Shard(spec, owners, self._index, self._time_of_rows)
@@ -297,7 +298,7 @@ class Catalog:
                 if owner == self._index:
                     slice_ = bounds[part], bounds[part + 1]
                     contents.parts[part] = DensePartition(spec, *slice_, self._memory)
-        self._last = max(self._last, number)
+        self.last = max(self.last, number)
         self.contents[number] = contents
         self._by_name[spec.name] = number
         self._count(spec, owners, 1)
@@ -347,9 +348,8 @@ class Catalog:
             self.on_forget(number)
 
     def _count(self, spec: Spec, owners: list[int], sign: int) -> None:
-        nbytes = sign * _part_nbytes(spec)
         for server, n in Counter(owners).items():
-            self._loads[server] += n * nbytes
+            self._loads[server] += n * sign * _part_nbytes(spec)
 
     def _send(self, server: int, header: Header, meta: bytes = b"", body: Any = None) -> None:
         rank = self._layout.address_of(server)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.core.core import Core
     from ringcomm.ps.server.open_table_on_all_servers import Catalog
     from ringcomm.ps.server.replies import Replies
+    from ringcomm.ps.server.rows.hash_shard import Shard
 
 
 class Transfer:
@@ -55,6 +56,15 @@ class Transfer:
     # --- the source -----------------------------------------------------------------------------
     def send(self, key: Key, part: int, dest: int) -> None:
         """Send a copy of a partition to a server. Raises MemoryError."""
+        rank = self._layout.address_of(dest)
+        body = self.staged(self.state_of(key, part), rank)
+        self._sent[key[0], part] = body
+        message = {"do": "take", "table": key[0], "unit": key[1], "part": part}
+        header = Header(Kind.MOVE, option=Step.SERVERS)
+        self._replies.send(rank, header, packed_json(message), body)
+
+    def state_of(self, key: Key, part: int) -> State:
+        """Return a copy of a partition, as put() takes it."""
         contents = self._catalog.contents[key[0]]
         unit = self._core.unit_of(key)
         values: DensePartition | RowsPartition
@@ -78,14 +88,9 @@ class Transfer:
             more = {"n_keys": int(contents.shard.rows.n_keys()[part])}
         state = values.state()
         state.arrays.update(held)
-        rank = self._layout.address_of(dest)
-        body = self._staged(State({**state.meta, **more, "applied": applied}, state.arrays), rank)
-        self._sent[key[0], part] = body
-        message = {"do": "take", "table": key[0], "unit": key[1], "part": part}
-        header = Header(Kind.MOVE, option=Step.SERVERS)
-        self._replies.send(rank, header, packed_json(message), body)
+        return State({**state.meta, **more, "applied": applied}, state.arrays)
 
-    def _staged(self, state: State, rank: int) -> Bytes:
+    def staged(self, state: State, rank: int) -> Bytes:
         """Return a state as bytes, where another rank can read them. Raises MemoryError."""
         pieces = state.packed()
         nbytes = sum(piece.nbytes for piece in pieces)
@@ -124,30 +129,27 @@ class Transfer:
         number, part = message["table"], message["part"]
         shard = self._catalog.contents[number].shard
         try:
-            state = State.unpacked(body)
-            if shard is None:
-                self._install_dense(number, part, state)
-            else:
-                rows, arrays = RowsPartition(shard, part), state.arrays
-                held = {name: arrays.pop(name) for name in [*arrays] if name.startswith("held")}
-                rows.load(state)
-                rows.merge_applied(state.meta["applied"])
-                shard.own(part, state.meta["n_keys"])
-                shard.held.add(held)
+            self.put(number, part, State.unpacked(body))
         except Exception as error:  # noqa: BLE001 - it stays where it was; the caller gets the error
             if shard is not None:
                 shard.disown(part)
             return f"cannot take it: {type(error).__name__}: {error}"
         return ""
 
+    def put(self, number: int, part: int, state: State) -> None:
+        """Have what state_of() has returned."""
+        shard = self._catalog.contents[number].shard
+        if shard is None:
+            self._install_dense(number, part, state)
+        else:
+            put_rows(shard, part, state)
+
     def _install_dense(self, number: int, part: int, state: State) -> None:
         contents, meta = self._catalog.contents[number], state.meta
         values = DensePartition(contents.spec, meta["start"], meta["stop"], self._memory)
         values.load(state)
         values.is_ready, values.version = meta["is_ready"], meta["version"]
-        traffic = meta["traffic"]
-        staleness = {int(missed): n for missed, n in traffic["staleness"].items()}
-        values.counts = Traffic(**{**traffic, "staleness": staleness})
+        values.counts = Traffic.of_json(meta["traffic"])
         values.merge_applied(meta["applied"])
         contents.parts[part] = values
         unit = self._catalog.add_unit(number, part)
@@ -155,3 +157,13 @@ class Transfer:
             unit.rounds.resume(meta["version"], meta["let_in"], meta["held_of"])
         if meta["held_of"] is not None:
             values.load_held(state.arrays)
+
+
+def put_rows(shard: Shard, part: int, state: State) -> None:
+    """Add a partition of a hash table to a shard."""
+    rows, arrays = RowsPartition(shard, part), state.arrays
+    held = {name: arrays.pop(name) for name in [*arrays] if name.startswith("held")}
+    rows.load(state)
+    rows.merge_applied(state.meta["applied"])
+    shard.own(part, state.meta["n_keys"])
+    shard.held.add(held)

@@ -53,7 +53,10 @@ class Server:
         index: see above.
         core: decides.
         catalog: the tables.
+        transfer: takes out and puts in partitions.
+        store: its part in checkpoints.
         job: a name of this job alone.
+        n_copies: processes that have what it has; see ringcomm.ps.server.homes.
         page: the status page of this rank, if it has one.
         own_time: how long it has worked on requests.
     """
@@ -74,10 +77,12 @@ class Server:
             index, layout, link, memory, functions, clock=clock or OwnClock()
         )
         self.core, self.catalog = performer.core, performer.catalog
+        self.transfer, self.store = performer.transfer, performer.store
         self._handle, self._replies = performer.handle, performer.replies
         performer.described = self._described
         self.job = uuid.uuid4().hex
         self.n_requests = self._nbytes_in = 0
+        self.n_copies = 1
         self._began_at = time.monotonic()
         self.page: StatusPage | None = None
         self.own_time = OwnTime()
@@ -165,15 +170,15 @@ class Server:
     @property
     def is_copy(self) -> bool:
         """Another server like this one answers, and touches files."""
-        return self._performer.store.is_copy
+        return self.store.is_copy
 
     @is_copy.setter
     def is_copy(self, is_copy: bool) -> None:
-        self._performer.store.is_copy = self.catalog.is_copy = is_copy
+        self.store.is_copy = self.catalog.is_copy = is_copy
 
     def on_death(self, rank: int) -> None:
         """Go on without a client that died."""
-        self._performer.store.give_up(rank)
+        self.store.give_up(rank)
         self._handle(on.Died(rank))
 
     # --- clocks, snapshots, checkpoints ---------------------------------------------------------
@@ -192,7 +197,7 @@ class Server:
             if content["save_to"] is None:
                 self._performer.snapshots.begin(number)
             else:
-                self._performer.store.begin(number, content["save_to"])
+                self.store.begin(number, content["save_to"])
             rounds = {int(table): count for table, count in content["rounds"].items()}
             self._handle(on.Held(request, number, rounds))
         elif what == RELEASE:
@@ -208,7 +213,7 @@ class Server:
         return {"job": self.job, "tables": tables}
 
     def _restore(self, request: Delivery) -> None:
-        for key in self._performer.store.on_restore(request):
+        for key in self.store.on_restore(request):
             self._handle(on.Loaded(key))
 
     def _recover(self, request: Delivery) -> None:
@@ -238,13 +243,13 @@ class Server:
         if message["table"] not in self.core.tables and message["do"] != "without":
             return  # it is gone: a server died
         if message["do"] == "take":
-            why = self._performer.transfer.install(message, request.body)
+            why = self.transfer.install(message, request.body)
             if why:
                 why = f"server {self.index} {why}"
             server = self._layout.number_of(request.source)
             self._performer.send_to_server(server, {**message, "do": "taken", "why": why})
         elif message["do"] == "taken":
-            self._performer.transfer.taken(message["table"], message["part"])
+            self.transfer.taken(message["table"], message["part"])
             self._handle(
                 on.Taken((message["table"], message["unit"]), message["part"], message["why"])
             )
@@ -265,6 +270,7 @@ class Server:
         n_waiting = self.core.n_waiting
         stats = {
             "server": self.index,
+            "copies": self.n_copies,
             "requests": self.n_requests + n_requests,
             "seconds": time.monotonic() - self._began_at,
             "waiting": n_waiting,

@@ -59,6 +59,8 @@ class Core:
         progress: how far the workers are.
         clocks: of the workers.
         moments: that are held.
+        migration: what moves.
+        departures: what follows when somebody leaves.
         recovery: after the death of a server.
     """
 
@@ -75,15 +77,15 @@ class Core:
         self.moments = Moments()
         self.progress = Progress(index, members().workers, lambda: self.live_workers, self.tables)
         self.clocks = self.progress.clocks
-        self._migration = Migration(index, members, self.tables, self)
-        self._departures = departures = Departures(
+        self.migration = Migration(index, members, self.tables, self)
+        self.departures = departures = Departures(
             members, self.tables, progress=self.progress, moments=self.moments,
-            migration=self._migration, units=self,
+            migration=self.migration, units=self,
         )  # fmt: skip
         self.left, self.dead, self.rested = departures.left, departures.dead, departures.rested
-        self._closed = ClosedTables(self.tables, self.left, lambda: self._migration.is_quiet)
+        self._closed = ClosedTables(self.tables, self.left, lambda: self.migration.is_quiet)
         self._handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
-            **self._migration.handlers,
+            **self.migration.handlers,
             **self.progress.handlers,
             on.Arrived: self._on_arrived,
             on.Initialized: self._on_initialized,
@@ -114,7 +116,7 @@ class Core:
         Raises:
             KeyError, ValueError: the request makes no sense here; nothing has changed.
         """
-        if self.dead and self._departures.voids(event):
+        if self.dead and self.departures.voids(event):
             return []
         actions = self._handlers[type(event)](event, now)
         done = actions if type(actions) is list else list(actions)
@@ -128,18 +130,14 @@ class Core:
         recovery = self.recovery
         self.tables.clear()
         self._begin()
-        self.left |= left
-        self.dead |= dead
-        self.rested |= rested
-        for rank in left | rested:
-            self.progress.rest(rank)
+        self.departures.lose(left, dead, rested)
         recovery.go_on(self.left)
         self._handlers[on.Met] = recovery.on_met
 
     @property
     def awaits_time(self) -> bool:
         """True if TimePassed may have a consequence."""
-        return self._migration.awaits_time
+        return self.migration.awaits_time
 
     # --- tables ---------------------------------------------------------------------------------
     def add_table(self, table: Table) -> None:
@@ -150,18 +148,18 @@ class Core:
         """Add a unit, which this server has from now on."""
         table = self.tables[unit.key[0]]
         table.units[unit.key[1]] = unit
-        self._departures.apply_to(unit)
+        self.departures.apply_to(unit)
         if unit.rounds is not None:
             unit.rounds.without = table.without
         self.moments.stop_new(unit)
-        self._migration.add_unit(unit)
+        self.migration.add_unit(unit)
         return [] if unit.stands_still else [Open(unit.key, table.epoch_of(unit.key))]
 
     def drop_table(self, number: int) -> None:
         """Know a table no more: nobody uses it."""
         del self.tables[number]
         self.progress.forget(number)
-        self._migration.forget(number)
+        self.migration.forget(number)
 
     def units(self) -> Iterator[Unit]:
         """Yield the units of this server, by table."""
@@ -190,7 +188,7 @@ class Core:
     def n_waiting(self) -> int:
         """How many requests wait."""
         waiting = sum(len(unit.waiting) for unit in self.units())
-        waiting += self.progress.n_waiting + self._migration.n_waiting
+        waiting += self.progress.n_waiting + self.migration.n_waiting
         return waiting + self.recovery.n_waiting
 
     # --- requests for a unit --------------------------------------------------------------------
@@ -198,14 +196,14 @@ class Core:
         """Return True if Arrived would say Carry, and no more: that is so for most requests."""
         table = self.tables[key[0]]
         is_here = key[1] in table.units and view == table.epochs.get(key[1], 0)
-        return is_here and not self._migration.is_busy
+        return is_here and not self.migration.is_busy
 
     def _on_arrived(self, event: on.Arrived, _: float) -> list[Action]:
         request, key = event.request, event.key
         table = self.tables[key[0]]
         epoch = table.epoch_of(key)
         is_old = request.header.view < epoch  # it would hold up those that are not
-        if not is_old and self._migration.keeps(key, request, round_of=event.round_of):
+        if not is_old and self.migration.keeps(key, request, round_of=event.round_of):
             return []
         unit = table.units.get(key[1])
         if unit is None or request.header.view != epoch:
@@ -224,8 +222,8 @@ class Core:
             flowing.append(action)
             if type(action) is End and self.moments.are_held:
                 flowing += self.moments.on_end(unit.key, action.number)
-            if type(action) in (End, Hold) and self._migration.is_busy:
-                flowing += self._migration.on_progress(unit.key)
+            if type(action) in (End, Hold) and self.migration.is_busy:
+                flowing += self.migration.on_progress(unit.key)
         return flowing + unit.due(self.clocks)
 
     def _on_initialized(self, event: on.Initialized, _: float) -> list[Action]:
@@ -266,7 +264,7 @@ class Core:
         yield from self.moments.release(event.number, keeps_copies=event.keeps_copies)
         yield from self.resume(event.number)
         if event.lets_move:
-            yield from self._migration.resume(event.number)
+            yield from self.migration.resume(event.number)
         yield Reply(event.request)
 
     def resume(self, *numbers: int) -> Iterator[Action]:

@@ -84,6 +84,14 @@ class Departures:
             on.ServerMessage: self._on_message,
         }
 
+    def lose(self, left: Iterable[int], dead: Iterable[int], rested: Iterable[int]) -> None:
+        """Know who is gone from the start, before there is a table."""
+        self.left.update(left)
+        self.dead.update(dead)
+        self.rested.update(rested)
+        for rank in self.left | self.rested:
+            self._progress.rest(rank)
+
     def voids(self, event: on.Event) -> bool:
         """Return True for a request of a rank that died."""
         request = getattr(event, "request", None)

@@ -316,6 +316,21 @@ class Entries:
         self._advance()
         return True
 
+    def state(self) -> dict[str, Any]:
+        """Return all there is to it, as load() takes it, but for who lives."""
+        return {
+            "current": self.current,
+            "in": [(number, sorted(workers)) for number, workers in self._in.items()],
+            "rounds": [(worker, [*rounds]) for worker, rounds in self._rounds.items()],
+            "joined": [*self.joined.items()],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Become what others were."""
+        self.current, self.joined = state["current"], dict(state["joined"])
+        self._in.update((number, {*workers}) for number, workers in state["in"])
+        self._rounds = {worker: deque(rounds, _KEPT) for worker, rounds in state["rounds"]}
+
     def join(self, table: int) -> int:
         """Return the round in which another table begins to share these rounds."""
         return self.joined.setdefault(table, self.current)

@@ -76,6 +76,11 @@ class Moments:
         return actions + self._whole(moment)
 
     @property
+    def is_quiet(self) -> bool:
+        """True if there is no moment, and none is about to be."""
+        return not (self._moments or self._stopped)
+
+    @property
     def are_held(self) -> bool:
         """True if there is a moment."""
         return bool(self._moments)

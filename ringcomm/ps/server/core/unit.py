@@ -221,6 +221,12 @@ class Unit:
             applied[rank] = min(applied.get(rank, 0), request.header.sequence - 1)
         return applied
 
+    def requests(self) -> list[Any]:
+        """Return all requests that wait; those of one rank in the order in which it made them."""
+        of_rounds = [] if self.rounds is None else self.rounds.requests()
+        of_rounds.sort(key=lambda each: each.header.sequence)
+        return of_rounds + self.waiting.requests()
+
     def give_back(self) -> list[Any]:
         """Return all requests that wait, which are forgotten here and may be sent again."""
         applied, back = self.applied_without_pending(), []

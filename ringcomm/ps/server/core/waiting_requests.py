@@ -42,11 +42,15 @@ class Waiting:
         """Return the least that requests of a rank wait for; None: none does."""
         return min((w.wanted for w in self._heap if w.then.request.source == rank), default=None)
 
+    def requests(self) -> list[Any]:
+        """Return all requests as they came."""
+        return [w.then.request for w in sorted(self._heap, key=lambda each: each.number)]
+
     def take_all(self) -> list[Any]:
         """Return all requests as they came, and forget them."""
-        taken = sorted(self._heap, key=lambda each: each.number)
+        taken = self.requests()
         self._heap.clear()
-        return [each.then.request for each in taken]
+        return taken
 
     def forget(self, rank: int, *, is_dead: bool = False) -> None:
         """Drop the reads of a rank that has left; what it has pushed counts, unless it died."""

@@ -56,6 +56,22 @@ class Progress:
         """How many requests wait."""
         return len(self._awaiting)
 
+    def requests(self) -> list[Request]:
+        """Return all requests that wait."""
+        return [request for _, request in self._awaiting]
+
+    def state(self) -> dict[str, Any]:
+        """Return how far the workers are, as load() takes it."""
+        entries = [(number, each.state()) for number, each in self._entries.items()]
+        return {"clocks": [*self.clocks.all().items()], "entries": entries}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Know what another server knew; who is gone, and the tables, are known already."""
+        for worker, clock in state["clocks"]:
+            self.clocks.tick(worker, clock)
+        for number, entries in state["entries"]:
+            self._entries_of(number).load(entries)
+
     def missing(self, rank: int, chief: int) -> list[tuple[str, str, list[int]]]:
         """Return for what the requests of a rank wait: what, of which table, and which workers.
 

@@ -39,6 +39,12 @@ class Traffic:
     apply_s: float = 0.0
     staleness: dict[int, int] = field(default_factory=dict)
 
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> Traffic:
+        """Return what asdict() was, before JSON made texts of keys."""
+        staleness = {int(missed): n for missed, n in content["staleness"].items()}
+        return cls(**{**content, "staleness": staleness})
+
 
 class Block:
     """Values, the state of their updater, and whose pushes are in them.

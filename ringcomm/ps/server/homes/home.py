@@ -5,11 +5,13 @@ See ringcomm.ps.server.homes.replication for the protocol.
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
+from ringcomm.ps.partition_state import State
 from ringcomm.ps.protocol.frames import (
     HEADER_NBYTES,
     Copy,
@@ -23,14 +25,16 @@ from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.clock import CopiedClock
 from ringcomm.ps.server.homes.home_link import NO_BODY, HomeLink, is_letter
 from ringcomm.ps.server.homes.replication import Came, Log
+from ringcomm.ps.server.homes.whole_copy import Piece, is_read, load, may_be_copied, pieces
 
 if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Link
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.server import Server
 
+_log: Final = logging.getLogger("ringcomm")
 _AT: Final = struct.Struct("<Qdd")  # the rank that sent it, and the times at which it is done
-_READS: Final = frozenset((Kind.PULL, Kind.PULLS, Kind.STATS, Kind.MISSING))
 
 
 class _Entry:
@@ -52,9 +56,11 @@ class Home:
         make_server: makes the server, with its wire and its clock.
         is_primary: this copy answers.
         follower: rank of the other copy, if this is the primary and there is one.
+        is_whole: it has all that the other copy has.
 
     Attributes:
-        number, is_primary, follower: see above.
+        number, is_primary, follower, is_whole: see above.
+        why_not: why it cannot be a copy; empty: it can.
         server: what this copy has, and decides.
     """
 
@@ -67,13 +73,20 @@ class Home:
         *,
         is_primary: bool,
         follower: int | None,
+        is_whole: bool = True,
     ) -> None:
+        self.is_whole, self.why_not = is_whole, ""
+        self._early: list[Delivery] = []  # records that wait until it is whole
+        self._pieces: Iterator[Piece] | None = None  # that the follower has not got yet
+        self._in_transit: Bytes | None = None  # the last of them, which may be read where it is
+        self._refused: set[int] = set()  # ranks that cannot be the follower
         self.number, self._layout, self._link = number, layout, link
         self.follower = follower
         self._clock, self._behind_s = CopiedClock(), 0.0
         self._home_link = HomeLink(number, layout, link, is_primary=is_primary)
         self.server = make_server(self._home_link, self._clock)
         self.server.is_copy = not is_primary
+        self.server.n_copies = 1 if follower is None else 2
         self._log: Log[_Entry] = Log(has_follower=follower is not None)
 
     @property
@@ -84,7 +97,7 @@ class Home:
     @property
     def is_over(self) -> bool:
         """True once all clients have left, as far as this copy has heard."""
-        return self.server.is_over and not len(self._log)
+        return self.is_whole and self.server.is_over and not len(self._log)
 
     # --- the primary ----------------------------------------------------------------------------
     def on_frame(self, delivery: Delivery) -> None:
@@ -94,6 +107,10 @@ class Home:
             self._follow(delivery)
         elif header.kind == Kind.RECORD and header.option == Copy.DONE:
             self._carry_out(self._log.done(header.sequence))
+        elif header.kind == Kind.RECORD and header.option == Copy.PIECE:
+            self._load(delivery)
+        elif header.kind == Kind.RECORD and header.option == Copy.LOADED:
+            self._on_loaded(delivery)
         elif self.is_primary:
             self._take(delivery)
 
@@ -105,7 +122,7 @@ class Home:
             if not self._home_link.letters.is_new(sender, header.letter):
                 self._home_link.confirm(sender, header.letter)
                 return
-        elif header.kind in _READS or (header.kind == Kind.STATE and not header.n_body):
+        elif is_read(header):
             entry = self._entry(delivery)
             if self._log.add_read(entry):
                 self._do(entry)
@@ -164,11 +181,90 @@ class Home:
 
     def lose_follower(self) -> None:
         """Go on alone: the other copy's process died."""
-        self.follower = None
+        self.follower = self._pieces = self._in_transit = None
+        self.server.n_copies = 1
         self._carry_out(self._log.lose_follower())
+
+    # --- a new follower -------------------------------------------------------------------------
+    def seek_follower(self, live: Iterable[int]) -> None:
+        """Make a copy in another process, if there is none; of these ranks in the first that can.
+
+        It is made at a moment at which nothing is under way but requests that wait.
+        """
+        if self.follower is not None or not self.is_primary or self.server.is_over:
+            return
+        rank = next((each for each in live if each not in self._refused), None)
+        if rank is None or not may_be_copied(self.server, self._home_link):
+            return
+        self.follower = rank
+        self._log.gain_follower()
+        self._pieces = pieces(self.server, self._home_link)
+        self._send_piece(1)
+
+    def _send_piece(self, number: int) -> None:
+        assert self._pieces is not None
+        assert self.follower is not None
+        try:
+            state, is_last = next(self._pieces)
+            body = self._in_transit = self.server.transfer.staged(state, self.follower)
+        except MemoryError as error:
+            self._give_up(f"no memory to send it: {error}")
+            return
+        header = Header(
+            Kind.RECORD, status=self.number + 1, option=Copy.PIECE, sequence=number, clock=is_last,
+        )  # fmt: skip
+        at = _AT.pack(self.follower, self._clock.monotonic_s, self._clock.time_s)
+        self._link.send(self.follower, header, at, body)
+
+    def _on_loaded(self, delivery: Delivery) -> None:
+        if self._pieces is None or delivery.source != self.follower:
+            return
+        self._in_transit = None
+        if delivery.meta:
+            self._give_up(delivery.meta.decode())
+        elif delivery.header.clock:
+            self._pieces, self.server.n_copies = None, 2
+            _log.warning("ps: of server %d there are two copies again", self.number)
+        else:
+            self._send_piece(delivery.header.sequence + 1)
+
+    def _give_up(self, why: str) -> None:
+        assert self.follower is not None
+        _log.warning(
+            "ps: of server %d no copy can be made on rank %d: %s", self.number, self.follower, why
+        )
+        self._refused.add(self.follower)
+        self.lose_follower()
+
+    def _load(self, delivery: Delivery) -> None:
+        """Take a piece of what the primary has."""
+        if self.why_not:
+            return
+        header = delivery.header
+        _, self._clock.monotonic_s, self._clock.time_s = _AT.unpack(delivery.meta)
+        try:
+            load(self.server, self._home_link, State.unpacked(delivery.body))
+        except Exception as error:  # noqa: BLE001 - the primary gives this copy up, and says why
+            self.why_not = f"{type(error).__name__}: {error}"[:2000]
+        self._link.send(
+            delivery.source,
+            Header(
+                Kind.RECORD, status=self.number + 1, option=Copy.LOADED, sequence=header.sequence,
+                clock=header.clock,
+            ),
+            self.why_not.encode(),
+        )  # fmt: skip
+        if header.clock and not self.why_not:
+            self.is_whole = True
+            early, self._early = self._early, []
+            for record in early:
+                self._follow(record)
 
     # --- the follower ---------------------------------------------------------------------------
     def _follow(self, record: Delivery) -> None:
+        if not self.is_whole:
+            self._early.append(record)
+            return
         source, at_s, time_s = _AT.unpack_from(record.meta)
         inner = header_of(record.meta[_AT.size :])
         meta, body = record.meta[_AT.size + HEADER_NBYTES :], record.body

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Copy, Header, Kind
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.core.core import Core
     from ringcomm.ps.server.homes.home_link import HomeLink
     from ringcomm.ps.server.server import Server
+
+_log: Final = logging.getLogger("ringcomm")
 
 
 class Homes:
@@ -45,6 +48,7 @@ class Homes:
         self.index, self._layout, self._link = index, layout, link
         self.own_time = OwnTime()
         self._dead: set[int] = set()
+        self._make_server = make_server
         n = len(layout.servers)
         before, behind = (index - 1) % n, layout.servers[(index + 1) % n]
         self._homes = {
@@ -71,13 +75,30 @@ class Homes:
         """Do what is due by now; at each poll."""
         for home in self._homes.values():
             home.look()
+        if self._dead:
+            self._restore_copies()
+
+    def _restore_copies(self) -> None:
+        """Let each home that is answered for here have a copy elsewhere, if a server lives."""
+        servers, own = self._layout.servers, self.index
+        behind = [each for each in (*servers[own + 1 :], *servers[:own]) if each not in self._dead]
+        for home in self._homes.values():
+            home.seek_follower(behind)
 
     def on_request(self, delivery: Delivery) -> None:
         """Hand a frame to the home that it is for."""
-        status = delivery.header.status
-        home = self._homes.get(status - 1 if status else self.index)
+        header = delivery.header
+        number = header.status - 1 if header.status else self.index
+        if header.kind == Kind.RECORD and header.option == Copy.PIECE and header.sequence == 1:
+            self._homes[number] = Home(
+                number, self._layout, self._link, partial(self._make_server, number),
+                is_primary=False, follower=None, is_whole=False,
+            )  # fmt: skip
+        home = self._homes.get(number)
         if home is not None:
             home.on_frame(delivery)
+            if home.why_not:
+                del self._homes[number]
 
     def on_death(self, rank: int) -> None:
         """Go on without a client, or a server, that died."""
@@ -88,10 +109,14 @@ class Homes:
                 if home.is_primary:
                     home.say(Copy.DIED, rank)
             return
-        for home in homes:
+        for home in [*homes]:
             if home.is_primary and home.follower == rank:
                 home.lose_follower()
             elif not home.is_primary and layout.rank_of(home.number) == rank:
+                if not home.is_whole:
+                    _log.warning("ps: server %d died while a copy of it was made here", home.number)
+                    del self._homes[home.number]
+                    continue
                 home.promote()
                 for client in self._dead - {*layout.servers}:
                     home.say(Copy.DIED, client)

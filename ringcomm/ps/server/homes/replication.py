@@ -6,11 +6,16 @@
 | a request that only reads | it is kept behind those before it; with none, carried out at once |
 | the follower has done a request | what was kept up to it, and reads behind, are carried out |
 | the follower died | all that was kept is carried out |
+| there is no follower, and only requests are under way | another server becomes it: see below |
 
 So what can be read at the primary, or was answered by it, is at the follower, too. Both are in the
 same state after the same requests, and a follower whose primary died goes on in its place. Clients
 send again all that is not answered: Answers knows which of it was carried out. Servers send again
 what was not confirmed: see Letters.
+
+A new follower gets all that the primary has in pieces, one after the other. Meanwhile the primary
+carries out no change: it keeps them, as ever, and the follower does so until it has all pieces. A
+follower without all of them cannot go on in the primary's place.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -67,6 +72,10 @@ class Log(Generic[T]):
         while self._kept and self._kept[0].last <= index:
             yield self._kept.popleft().entry
 
+    def gain_follower(self) -> None:
+        """Keep all changes from now on, of which the follower is told once it is a copy."""
+        self.has_follower = True
+
     def lose_follower(self) -> Iterator[T]:
         """Yield what was kept: there is no other copy any more."""
         self.has_follower = False
@@ -109,6 +118,15 @@ class Answers(Generic[R]):
         if len(replies) > KEPT:
             del replies[next(iter(replies))]
 
+    def waiting(self) -> set[tuple[int, int]]:
+        """Return the requests that have no reply yet: client, number."""
+        return {(client, each) for client, waiting in self._waiting.items() for each in waiting}
+
+    def replies(self) -> list[tuple[int, R]]:
+        """Return all replies with their clients; those of each in their order."""
+        of_clients = self._replies.items()
+        return [(client, reply) for client, replies in of_clients for reply in replies.values()]
+
     def reply(self, client: int, sequence: int) -> R:
         """Return the reply to a request that was ANSWERED."""
         return self._replies[client][sequence]
@@ -117,6 +135,20 @@ class Answers(Generic[R]):
         """Keep nothing for a client that died."""
         self._waiting.pop(client, None)
         self._replies.pop(client, None)
+
+
+class LettersState(NamedTuple, Generic[T]):
+    """What Letters knows.
+
+    Attributes:
+        written: by receiver: how many.
+        heard: by sender: the last one.
+        unconfirmed: receiver and number, with the message.
+    """
+
+    written: dict[int, int]
+    heard: dict[int, int]
+    unconfirmed: list[tuple[tuple[int, int], T]]
 
 
 class Letters(Generic[T]):
@@ -142,6 +174,21 @@ class Letters(Generic[T]):
     def unconfirmed(self, home: int) -> list[tuple[int, T]]:
         """Return the messages to a home, with their numbers, that may not have come."""
         return [*self._unconfirmed.get(home, ())]
+
+    def state(self) -> LettersState[T]:
+        """Return all there is to it."""
+        unconfirmed = [
+            ((home, number), letter)
+            for home, letters in self._unconfirmed.items()
+            for number, letter in letters
+        ]
+        return LettersState(dict(self._written), dict(self._heard), unconfirmed)
+
+    def load(self, state: LettersState[T]) -> None:
+        """Know what others knew."""
+        self._written, self._heard = state.written, state.heard
+        for (home, number), letter in state.unconfirmed:
+            self._unconfirmed.setdefault(home, deque()).append((number, letter))
 
     def is_new(self, home: int, number: int) -> bool:
         """Take note of a message of a home; return False if it came before."""

@@ -57,6 +57,7 @@ class Shard:
         now: returns the time that rows are marked with: seconds since 1970.
 
     Attributes:
+        now: see above.
         index: of the server.
         partitions: numbers of those that this server has.
         version: pushes that became updates, or rounds.
@@ -66,7 +67,7 @@ class Shard:
     """
 
     def __init__(self, spec: Spec, owners: list[int], index: int, now: Callable[[], float]) -> None:
-        self._now = now
+        self.now = now
         self.spec, self.index = spec, index
         self.partitions = [part for part, owner in enumerate(owners) if owner == index]
         self.dim = spec.count
@@ -173,7 +174,7 @@ class Shard:
     ) -> int:  # fmt: skip
         """Update rows; return how many keys were not admitted."""
         code = self.updater.code if code is None else code
-        began, at = time.perf_counter(), self._now()
+        began, at = time.perf_counter(), self.now()
         _, rejected, admitted = self.rows.push(sources, code, hyper, divisor, at, self.stamp + 1)
         self.stamp += 1
         self.n_rejected += rejected
@@ -303,7 +304,7 @@ class Shard:
 
     def evict(self) -> int:
         """Remove all rows that the policy drops; return how many."""
-        return self._evict(self._now(), _EVERYTHING) if self.can_evict else 0
+        return self._evict(self.now(), _EVERYTHING) if self.can_evict else 0
 
     def _evict(self, at: float, max_work: int) -> int:
         evicted = self.rows.evict(at, self.stamp + 1, max_work)
