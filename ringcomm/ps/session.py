@@ -177,7 +177,7 @@ class Session:
             self._lose_server(layout.number_of(rank), rank, how)
         if server is not None:
             server.on_death(rank)
-            if server.index == layout.leader:
+            if server.answers_for(layout.leader):
                 _log.warning(
                     "ps: %s, %s, %s; the job goes on without it%s",
                     self.engine.transport.label(rank), _role_in_words(layout, rank), how,

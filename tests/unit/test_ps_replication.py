@@ -248,11 +248,11 @@ def await_copies():
 
 
 @pytest.mark.usefixtures("wire")
-@pytest.mark.parametrize("victims", [(0, 1), (1, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("victims", [(0, 1), (2, 0)], ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_second_server_may_die_once_lost_copies_are_made_again(mode, victims):
     def body(rank):
-        table, rows = tables(mode, admit=ps.Admit(2), evict=ps.Evict(ttl_s=3600.0))
+        table, rows = tables(mode, admit=ps.Admit(2), evict=ps.Evict(ttl="1h"))
         applied = 0
         for step in range(40):
             kill_at(step, 8, victims[0])
@@ -307,6 +307,21 @@ def test_updates_have_the_same_bits_after_two_deaths():
         for one, other in zip(alive, killed, strict=True):
             for values, wanted in zip(one, other, strict=True):
                 assert values.tobytes() == wanted.tobytes()
+
+
+def test_a_work_queue_dies_with_its_server_and_can_be_made_again():
+    def body(rank):
+        table, _ = tables()
+        queue = rc.data.WorkQueue(400, 5)
+        rc.barrier()
+        kill_at(0, 0, 0)
+        with pytest.raises(rc.PeerFailedError, match="queue"):
+            # a part takes so long: the server dies before all are done
+            all(time.sleep(0.01) is None for _ in queue)
+        table.push(np.ones(N)).wait()  # the server that goes on is known from here on
+        return sum(indices.sum() for indices in rc.data.WorkQueue(400, 5, name="again"))
+
+    assert sum(run(body)) == sum(range(400))
 
 
 REFUSED = {

@@ -66,6 +66,11 @@ class Homes:
         """Of the home that began here: knows which clients there are."""
         return self._homes[self.index].server.core
 
+    def answers_for(self, number: int) -> bool:
+        """Return True if this process answers in the place of a server."""
+        home = self._homes.get(number)
+        return home is not None and home.is_primary
+
     @property
     def is_over(self) -> bool:
         """True once all clients have left, as all copies here have heard."""
