@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Kills all ranks of jobs that save checkpoints; the newest complete one is whole, each time.
+"""Kills jobs at each operation on the files of a checkpoint; what is left is whole, each time.
 
-usage: .venv/bin/python ci/ps_killed_saves.py [--times 100] [--seed 1]
+usage: .venv/bin/python ci/ps_killed_saves.py [--times 100]
 
-Each job saves one checkpoint after the other, and is killed at a random moment once the first is
-complete. Ends with 1 if what is read then is not a state that the job had.
+A job saves four checkpoints, one after the other; its ranks are threads of one process. A moment is
+before or after an operation of any rank on files: a flush, a rename and so on; of writes that
+follow each other the first counts, and one in 200. One job that is not killed tells how many
+moments there are; then each job is killed at one of them, --times of them, evenly spread. Ends with
+1 if what is found then is neither the checkpoint that was complete last nor the one that was being
+written, as a whole.
 """
 
 import argparse
 import os
-import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,80 +21,108 @@ from pathlib import Path
 
 import numpy as np
 
-from ringcomm import ps
-from ringcomm.ps.checkpoint import files
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
 
-JOB = """
-import sys
-import numpy as np
-from ringcomm import ps
-ps.init(servers=2)
-w = ps.table("w", 50_000, updater=ps.optim.Add(), block_nbytes=40_000)
-rows = ps.hashtable("rows", 2, updater=ps.optim.Add())
-for step in range(10**6):
-    pushed = [w.push(np.ones(50_000, np.float32)), rows.push(range(100), np.ones((100, 2), "f"))]
-    [each.wait() for each in pushed]
-    ps.save(sys.argv[1], step=step + 1).wait()
-"""
-LIMIT_S = 60
+from file_operations import watched  # noqa: E402
+from ps_jobs import run_workers  # noqa: E402
+
+from ringcomm import ps  # noqa: E402
+from ringcomm.ps.checkpoint import files  # noqa: E402
+
+N_SAVES, COUNT, KEYS, LIMIT_S = 4, 50_000, 100, 60
+WRITES = 200  # of so many that follow each other one counts
 
 
-def is_whole(root, rng):
-    """Kill a job that saves there; return True if what is found then is whole."""
-    command = [
-        Path(sys.executable).parent / "mpirun", "--oversubscribe", "-np", "3",
-        sys.executable, "-c", JOB, root,
-    ]  # fmt: skip
-    allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-    environment = os.environ | dict.fromkeys(allowed, "1") | {"TMPDIR": str(root.parent)}
-    quiet = subprocess.DEVNULL
-    job = subprocess.Popen(
-        command, env=environment, stdout=quiet, stderr=quiet, start_new_session=True
-    )
-    deadline = time.monotonic() + LIMIT_S
-    while not files.complete(root):
-        if time.monotonic() > deadline or job.poll() is not None:
-            raise RuntimeError("the job has saved nothing")
-        time.sleep(0.01)  # other processes write it
-    time.sleep(rng.uniform(0, 0.3))  # the random moment
-    for pid in _session(job.pid):
-        os.kill(pid, signal.SIGKILL)
-    job.wait()
-    before = files.complete(root)
-    step = files.read_manifest(before[0])["step"] if before else None
-    found = ps.load_state_dict(root)
-    return (
-        step is not None
-        and (found["w"] == step).all()
-        and len(found["rows"]["keys"]) == 100
-        and np.all(found["rows"]["values"] == step)
-    )
+def train(folder):
+    w = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=40_000)
+    rows = ps.hashtable("rows", 2, updater=ps.optim.Add())
+    saved = os.open(folder / "saved", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for step in range(1, N_SAVES + 1):
+        w.push(np.ones(COUNT, np.float32)).wait()
+        rows.push(range(KEYS), np.ones((KEYS, 2), np.float32)).wait()
+        ps.save(folder / "saves", step=step).wait()
+        os.write(saved, b".")
 
 
-def _session(leader):
-    """Return the pids of all processes of a session."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+def run(folder, moment):
+    """Run a job in this process, and kill it at a moment; note how many there were."""
+    n, n_writes, root = 0, 0, folder / "saves"
+
+    def at(name):
+        nonlocal n, n_writes
+        n_writes = n_writes + 1 if name == "write" else 0
+        if n_writes % WRITES > 1 or not root.is_dir():
+            return
+        if n == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        n += 1
+
+    with watched(at):
+        run_workers(1, lambda _: train(folder), 2)
+    (folder / "moments").write_text(str(n))
+
+
+def ended(folder, moment):
+    """Run a job in another process; return by which signal it ended, or 0."""
+    pid = os.fork()
+    if pid == 0:
         try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[3]) == leader:
-            found.append(int(path.parent.name))
-    return found
+            run(folder, moment)
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise RuntimeError(f"the job that is killed at moment {moment} hangs")
+        time.sleep(0.005)  # another process works
+
+
+def n_moments():
+    """Return how many moments a job has."""
+    with tempfile.TemporaryDirectory() as folder:
+        ended(Path(folder), -1)
+        return int((Path(folder) / "moments").read_text())
+
+
+def problem_after(moment):
+    """Kill a job there; return what is wrong with what is found then, or ""."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if ended(folder, moment) != signal.SIGKILL:
+            return "it has not come to this moment"
+        root, n_saved = folder / "saves", (folder / "saved").stat().st_size
+        complete = files.complete(root)
+        if not complete:
+            return f"nothing is there, and {n_saved} were saved" if n_saved else ""
+        step = files.read_manifest(complete[0])["step"]
+        if step not in (n_saved, n_saved + 1):
+            return f"{n_saved} were saved, and {step} is found"
+        found = ps.load_state_dict(root)
+        values, rows = found["w"], found["rows"]
+        if (values != step).any() or len(rows["keys"]) != KEYS or np.any(rows["values"] != step):
+            return f"checkpoint {step} has other values"
+        return ""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--times", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    rng, n_whole = random.Random(args.seed), 0
-    for _ in range(args.times):
-        with tempfile.TemporaryDirectory() as folder:
-            n_whole += bool(is_whole(Path(folder) / "saves", rng))
-    print(f"{n_whole} of {args.times} were whole")
-    sys.exit(n_whole != args.times)
+    n, n_whole = n_moments(), 0
+    times = min(args.times, n)
+    for k in range(times):
+        moment = k * n // times
+        problem = problem_after(moment)
+        n_whole += not problem
+        if problem:
+            print(f"moment {moment}: {problem}", flush=True)
+    print(f"{n_whole} of {times} were whole; there are {n} moments")
+    sys.exit(n_whole != times)
 
 
 if __name__ == "__main__":

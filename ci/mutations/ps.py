@@ -219,6 +219,29 @@ self.steps = int(state.meta["steps"])
         ),
     ),
     Mutation(
+        "ps-partitions-are-not-flushed",
+        "ps",
+        "ps/checkpoint/files.py",
+        """\
+            self._file.flush()
+            os.fsync(self._file.fileno())
+""",
+        """\
+            self._file.flush()
+""",
+        "a checkpoint is complete before its values are on disk",
+        ("unit/test_ps_killed_saves.py",),
+    ),
+    Mutation(
+        "ps-the-newest-checkpoint-is-tidied",
+        "ps",
+        "ps/checkpoint/files.py",
+        "kept = complete(root)[:keep]",
+        "kept = complete(root)[1:keep]",
+        "a save removes what it has just written",
+        ("unit/test_ps_killed_saves.py", "unit/test_ps_checkpoint.py"),
+    ),
+    Mutation(
         "ps-stale-rows-are-saved",
         "ps",
         "ps/checkpoint/server.py",
