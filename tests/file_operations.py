@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 
-CHANGES = frozenset(
-    "chmod fsync ftruncate link mkdir open remove rename replace rmdir truncate unlink".split()
-)
-OF_FILES = frozenset(("write", "flush", "close"))
+CHANGES = {
+    "chmod", "fsync", "ftruncate", "link", "mkdir", "open", "remove", "rename", "replace", "rmdir",
+    "truncate", "unlink",
+}  # fmt: skip
+OF_FILES = {"write", "flush", "close"}
 
 
 @contextlib.contextmanager

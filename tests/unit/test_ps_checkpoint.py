@@ -4,8 +4,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -545,69 +543,6 @@ def test_a_save_that_fails_is_told_and_leaves_nothing(tmp_path, monkeypatch):
 
     run_workers(1, body, 3)
     assert (ps.load_state_dict(tmp_path)["w"] == 1).all()
-
-
-KILLED = """
-import os, sys
-import numpy as np
-sys.path[:0] = [sys.argv[1]]
-from ps_jobs import run_workers
-from ringcomm import ps
-
-def main(root, moment):
-    calls, armed = iter(range(10**6)), []
-
-    def dying(call):
-        def wrapped(*args, **kwargs):
-            if armed and next(calls) == moment:
-                os._exit(77)
-            return call(*args, **kwargs)
-        return wrapped
-
-    for name in ("fsync", "replace", "link", "chmod", "unlink", "mkdir"):
-        setattr(os, name, dying(getattr(os, name)))
-
-    def body(rank):
-        t = ps.table("w", 5000, updater=ps.optim.Add(), block_nbytes=4000)
-        t.push(np.ones(5000, np.float32)).wait()
-        ps.save(root, step=1, keep=1).wait()
-        t.push(np.ones(3000, np.float32), where=slice(0, 3000)).wait()
-        armed.append(True)
-        ps.save(root, step=2, keep=1).wait()
-
-    run_workers(1, body, 2)
-
-for moment in sys.argv[3:]:
-    child = os.fork()  # no thread is there yet
-    if not child:
-        main(os.path.join(sys.argv[2], moment), int(moment))
-        os._exit(0)
-    print(moment, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-@pytest.mark.long
-def test_killed_at_any_moment_of_a_save_the_older_one_or_the_new_one_is_whole(tmp_path):
-    tests = os.path.dirname(os.path.dirname(__file__))
-    moments = [str(k) for k in at_length(range(30), (0, 2, 5, 8, 11, 14, 17, 20))]
-    command = [sys.executable, "-c", KILLED, tests, str(tmp_path), *moments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    outcomes = set()
-    for line in run.stdout.splitlines():
-        moment, code = line.split()
-        assert code in ("0", "77"), run.stderr
-        root = tmp_path / moment
-        found = ps.load_state_dict(root)["w"]
-        is_new = bool(found[0] == 2)
-        assert (found[:3000] == 1 + is_new).all()
-        assert (found[3000:] == 1).all()
-        outcomes.add((int(code), is_new))
-    assert {(77, False), (77, True)} <= outcomes <= {(77, False), (77, True), (0, True)}
-    left = sorted(os.listdir(tmp_path / "5"))
-    assert len(left) == 2
-    save_in_a_job(tmp_path / "5", 5.0, keep=1)  # what was left lying does not disturb
-    assert len(os.listdir(tmp_path / "5")) == 1
 
 
 # --- as data ------------------------------------------------------------------------------------

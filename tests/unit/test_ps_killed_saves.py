@@ -19,7 +19,7 @@ def save_again_and_again(root, note):
     for step in range(1, N_SAVES + 1):
         w.push(np.ones(COUNT, np.float32)).wait()
         rows.push(range(KEYS), np.ones((KEYS, 2), np.float32)).wait()
-        ps.save(root, step=step).wait()
+        ps.save(root, step=step, keep=1).wait()
         note(step)
 
 
@@ -66,3 +66,16 @@ def test_after_each_operation_on_files_the_newest_checkpoint_is_whole(tmp_path, 
             require_last_or_the_one_before(root, n_saved)
     assert {n_saved for n_saved, _ in states} >= {*range(N_SAVES)}
     assert len(states) > 15 * N_SAVES
+
+
+def test_the_next_save_removes_what_a_killed_one_has_left(tmp_path, monkeypatch):
+    states = states_of(tmp_path / "saves", monkeypatch)
+    root = tmp_path / "left"
+    state = next(state for n_saved, state in states if n_saved == 1 and len(folders(state)) == 2)
+    write({path: content[0] for path, content in state.items()}, root)
+    run_workers(1, lambda _: save_again_and_again(root, lambda _: None), 1)
+    assert len([*root.iterdir()]) == 1
+
+
+def folders(state):
+    return {path.parts[0] for path in state}
