@@ -54,7 +54,7 @@ class Process:
 
     def __init__(self, net, rank):
         self.net, self.rank, self.wire = net, rank, Wire(net, rank)
-        self.layout = Layout(net.workers, net.servers, (), replication=2)
+        self.layout = Layout(net.workers, net.servers, (), replication=net.replication)
         self.takeovers = Takeovers(self.layout)
 
     def receive(self, frame):
@@ -100,6 +100,7 @@ class Client(Process):
         self.n_pushed = Counter()
         self.n_rounds = 0
         self.has_left = self.waits = False
+        self.table = 1
         self.ask(0, Kind.CREATE, meta=packed_json(net.spec.to_json()), take=self.created)
 
     def created(self, reply):
@@ -180,7 +181,7 @@ class Client(Process):
         self.ask(0, Kind.ENTER, table=1, clock=clock, option=Entry.ASK, take=decided)
 
     def ask_part(self, part, kind, *args, **more):
-        self.ask(self.owners[part], kind, *args, table=1, partition=part, **more)
+        self.ask(self.owners[part], kind, *args, table=self.table, partition=part, **more)
 
     def push_part(self, part, clock):
         workers = self.net.workers
@@ -218,6 +219,8 @@ class Net:
         n_servers, n_workers, n_steps, n_deaths: how many there are.
     """
 
+    replication = 2
+
     def __init__(self, mode, choices, *, n_servers, n_workers, n_steps, n_deaths, is_patient=False):
         self.is_patient = is_patient
         self.mode, self.choices, self.n_deaths = mode, choices, n_deaths
@@ -236,9 +239,15 @@ class Net:
         self.acked = defaultdict(Counter)
         self.ranks = {}
         for rank in self.servers:
-            self.ranks[rank] = ServerProcess(self, rank)
+            self.ranks[rank] = self.new_server(rank)
         for rank in self.workers:
-            self.ranks[rank] = Client(self, rank, n_steps)
+            self.ranks[rank] = self.new_client(rank, n_steps)
+
+    def new_server(self, rank):
+        return ServerProcess(self, rank)
+
+    def new_client(self, rank, n_steps):
+        return Client(self, rank, n_steps)
 
     @property
     def live(self):

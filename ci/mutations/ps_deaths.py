@@ -147,6 +147,15 @@ PS_DEATHS = [
         _OF_SERVERS,
     ),
     Mutation(
+        "ps-who-has-left-is-to-restore",
+        "ps",
+        "ps/server/core/recovery.py",
+        '"restores": came[0].request.source',
+        '"restores": self._members().workers[0]',
+        "if the chief has left, the others wait for ever for somebody who restores",
+        ("unit/test_ps_recovery_model.py",),
+    ),
+    Mutation(
         "ps-steps-go-on-after-a-recovery",
         "ps",
         "ps/checkpoint/recover.py",

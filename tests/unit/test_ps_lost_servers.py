@@ -260,6 +260,24 @@ def test_the_next_chief_restores_if_the_chief_dies_in_a_recovery(
     assert results[1:3] == [18.0, 18.0]
 
 
+def test_another_worker_restores_if_the_chief_has_left(tmp_path):
+    def body(rank):
+        table, rows = tables("async", ps.optim.Add())
+        train(table, rows, range(3), tmp_path)
+        rc.barrier()
+        if rank == 0:
+            return "left"
+        peers = session().engine.watch.peers
+        session().client.drive_until(lambda: 0 in peers.left, "test", DEADLINE_S)
+        kill_server(0)
+        with pytest.raises(rc.ServerLostError):
+            push_on(table)
+        assert ps.recover(tmp_path).manifest["step"] == 3
+        return table.pull().wait()[0]
+
+    assert ended(run_all(2, body, 3, settings=ELASTIC), 1)[:2] == ["left", 12.0]
+
+
 def test_workers_end_training_at_one_step_after_a_recovery(tmp_path):
     def body(rank):
         table, rows = tables("sync", ps.optim.Add())
@@ -311,7 +329,7 @@ def test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers
     assert meet(core, 2, Meeting.DONE) == []
     assert names(core.handle(on.Died(1), 0.0)) == ["Reply"]  # the chief: its heir restores
     reply, describe = meet(core, 2, Meeting.DONE, said={"manifest": {}})
-    assert reply.content == {"said": {"manifest": {}}}
+    assert reply.content == {"said": {"manifest": {}}, "restores": 2}
     assert (describe.request.source, describe.said) == (9, {"manifest": {}})
 
 

@@ -2,7 +2,7 @@
 
     workers -> leader     BEGIN: all who live have come
     leader -> servers     all tables are opened anew, under new numbers, on the servers that live
-    chief -> servers      restore
+    chief -> servers      restore; if it has left or dies, the lowest worker that has come does so
     workers -> leader     DONE: all go on
 
 What is under way for the old numbers is refused. If another server dies meanwhile, all begin again.
@@ -190,11 +190,12 @@ def _reopen(current: Session, tables: list[dict[str, Any]]) -> None:
 
 
 def _restored(current: Session, root: Path, limit_s: float) -> dict[str, Any]:
-    """Return the manifest of the checkpoint, once the chief has restored it, or the next chief."""
+    """Return the manifest of the checkpoint, once the chief has restored it, or another worker."""
+    restores = current.layout.chief
     while True:
         said: dict[str, Any] | None = None
         problem: Exception | None = None
-        if is_chief():
+        if current.engine.job_rank == restores:
             try:
                 manifest = restore_tables(current, root, limit_s)
                 said = {"manifest": manifest}
@@ -206,11 +207,13 @@ def _restored(current: Session, root: Path, limit_s: float) -> dict[str, Any]:
         answer = _meet(current, Meeting.DONE, said, limit_s)
         if problem is not None:
             raise problem
-        if answer is None or answer["said"] is None:
+        assert answer is not None  # this worker has met
+        if answer["said"] is None:
+            restores = answer["restores"]
             continue
         if "problem" in answer["said"]:
-            why = answer["said"]["problem"]
-            raise RingcommError(f"{_LABEL}: the chief could not restore the tables: {why}")
+            why, who = answer["said"]["problem"], current.engine.transport.label(restores)
+            raise RingcommError(f"{_LABEL}: {who} could not restore the tables: {why}")
         found: dict[str, Any] = answer["said"]["manifest"]
         return found
 

@@ -106,7 +106,8 @@ class Recovery:
         content = came[0].content
         if content is not None and "manifest" in content:  # else nothing is restored yet
             self._recovered, self._said = came[0].servers, content
-        return [Reply(each.request, content={"said": content}) for each in came]
+        answer = {"said": content, "restores": came[0].request.source}
+        return [Reply(each.request, content=answer) for each in came]
 
     def _agrees(self, met: _Met) -> bool:
         return met.servers == tuple(self._members().server_numbers)

@@ -1,0 +1,329 @@
+"""Servers without copies, clients and a network, in one thread: servers die, and all recover.
+
+The chief saves at any time. After the death of a server all clients go back to the checkpoint that
+was complete last, as ps.recover() does, and make the steps since then again. The servers are real,
+up to their wire and their files; what was pushed is counted by table, for each has a new number
+after a recovery. See ps_homes_model.py for the rest.
+"""
+
+import json
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+from ps_homes_model import BLOCK, N_PARTS, Client, Net, Process, Wire, memory
+
+from ringcomm.ps import optim
+from ringcomm.ps.protocol.frame_meta import COMMIT, PushMeta, packed_json
+from ringcomm.ps.protocol.frames import Kind, Meeting, Status
+from ringcomm.ps.server.server import Server
+from ringcomm.ps.snapshot_numbers_and_request_names import (
+    HOLD,
+    PAUSE,
+    RELEASE,
+    STOP,
+    moment_number,
+)
+
+GO_ON = (Kind.LEAVE, Kind.TICK)  # at servers that live, if another dies
+SAVES_OF = 6  # the chief saves once in so many steps
+
+
+class Checkpoint(NamedTuple):
+    step: int
+    states: dict[int, Any]  # by partition
+
+
+class WireToServers(Wire):
+    def open(self, *_):
+        """C++ carries out nothing here."""
+
+    def close(self, *_):
+        """See open()."""
+
+
+class LoneServer(Process):
+    def __init__(self, net, rank):
+        super().__init__(net, rank)
+        self.wire = WireToServers(net, rank)
+        index = self.layout.number_of(rank)
+        self.server = Server(index, self.layout, self.wire, memory, {})
+        self.take, self.look = self.server.on_request, self.server.look
+
+    def hear(self, rank):
+        self.layout.lose(rank, ())
+        self.server.on_death(rank)
+
+    @property
+    def store(self):
+        return self.server._performer.store
+
+
+class RecoveringClient(Client):
+    def __init__(self, net, rank, n_steps):
+        self.recovers = self.has_met = False
+        self.n_moments, self.moment = 0, None
+        super().__init__(net, rank, n_steps)
+
+    @property
+    def is_chief(self):
+        return self.rank == self.net.workers[0]
+
+    def ask_all(self, kind, meta, on_done):
+        """Ask all servers that live; on_done() once all have answered."""
+        waiting = {*self.layout.server_numbers}
+
+        def answered(home):
+            def take(reply):
+                waiting.discard(home)
+                if not waiting:
+                    on_done()
+
+            return take
+
+        for home in self.layout.server_numbers:
+            self.ask(home, kind, meta, take=answered(home))
+
+    # --- a save
+    def act(self):
+        if self.recovers:
+            return self.meet()
+        may_save = self.is_chief and self.owners is not None and not self.has_left
+        if may_save and self.moment is None and self.is_save_due():
+            self.save()
+            return True
+        return super().act()
+
+    def is_save_due(self):
+        return self.net.checkpoint is None or self.net.choices.below(SAVES_OF) == 1
+
+    def save(self):
+        """Hold a moment, and keep what the servers have copied; see ps.save()."""
+        self.n_moments += 1
+        number = self.moment = moment_number(self.rank, self.n_moments)
+        floor = {part: Counter(self.net.acked[self.table, part]) for part in range(N_PARTS)}
+        step, rounds = self.step, Counter()
+
+        def ask(what, on_done, home=None, **more):
+            meta = packed_json({"do": what, "id": number, **more})
+            if home is None:
+                self.ask_all(Kind.SNAPSHOT, meta, on_done)
+            else:
+                self.ask(home, Kind.SNAPSHOT, meta, take=lambda _: on_done())
+
+        def hold():
+            ask(HOLD, keep, rounds=dict(rounds), save_to="saves")
+
+        def keep():
+            self.net.keep(self, number, step, floor)
+            ask(RELEASE, last, is_taken=False, moves=False)
+
+        def last():
+            ask(RELEASE, over, self.layout.leader, is_taken=False, moves=True)
+
+        def over():
+            self.moment = None
+
+        def stop():
+            waiting = {*self.layout.server_numbers}
+
+            def stopped(home):
+                def take(reply):
+                    for table, version in json.loads(reply.body.tobytes() or reply.meta).items():
+                        rounds[table] = max(rounds[table], version)
+                    waiting.discard(home)
+                    if not waiting:
+                        hold()
+
+                return take
+
+            meta = packed_json({"do": STOP, "id": number})
+            for home in self.layout.server_numbers:
+                self.ask(home, Kind.SNAPSHOT, meta, take=stopped(home))
+
+        ask(PAUSE, stop, self.layout.leader, patience_s=0)
+
+    # --- a recovery
+    def hear(self, rank):
+        lost = self.layout.number_of(rank)
+        self.layout.lose(rank, ())
+        for sequence, (home, header, *_) in [*self.asked.items()]:
+            if home == lost or header.kind not in GO_ON:
+                del self.asked[sequence]  # it raises ServerLostError
+        if not self.has_left:
+            self.recovers, self.has_met, self.waits, self.moment = True, False, False, None
+
+    def meet(self):
+        if self.has_met or any(header.kind == Kind.TICK for _, header, *_ in self.asked.values()):
+            return False
+        self.has_met = True
+        self.come(Meeting.BEGIN, {"tables": ["w"], "found": True}, self.reopened)
+        return True
+
+    def come(self, meeting, said, take):
+        meta = packed_json({"servers": self.layout.server_numbers, "said": said})
+        self.ask(self.layout.leader, Kind.RECOVER, meta, option=meeting, take=take)
+
+    def reopened(self, reply):
+        answer = json.loads(reply.body.tobytes() or reply.meta)
+        self.layout.lost.update({*range(len(self.layout.servers))} - {*answer["servers"]})
+        (table,) = answer["tables"]
+        self.table, self.owners = table["number"], table["owners"]
+        self.n_rounds, self.n_pushed = 0, Counter()
+        self.n_meetings = 0
+        self.restore(self.layout.chief)
+
+    def restore(self, rank):
+        """Restore if this is the worker to do so, then meet the others."""
+        if rank == self.rank:
+            self.net.prepare(self)
+            meta = packed_json({"id": 1, "do": COMMIT, "values_only": False, "is_same_job": True})
+            said = {"manifest": {"clock": self.net.checkpoint.step}}
+            self.ask_all(Kind.RESTORE, meta, lambda: self.come(Meeting.DONE, said, self.go_on))
+        else:
+            self.come(Meeting.DONE, None, self.go_on)
+
+    def go_on(self, reply):
+        answer = json.loads(reply.body.tobytes() or reply.meta)
+        if answer["said"] is None:
+            self.n_meetings += 1
+            assert self.n_meetings < 3, "nobody restores"
+            self.restore(answer["restores"])
+            return
+        self.step = answer["said"]["manifest"]["clock"]
+        self.recovers = False
+        for home in self.layout.server_numbers:
+            self.ask(home, Kind.TICK, clock=self.step)
+        self.net.n_recovered += 1
+
+    # --- what it pushes
+    def push_part(self, part, clock):
+        has_rounds = self.net.mode.has_rounds
+        at = 0 if has_rounds else self.n_pushed[part] % self.net.room
+        at += self.net.room * self.net.workers.index(self.rank)
+        self.n_pushed[part] += 1
+        place = self.table, part
+        self.net.issued[place][at] += 1
+        gradient = np.zeros(BLOCK)
+        gradient[at] = 1.0
+        meta = PushMeta(1.0, 0, BLOCK, "float64", 0, optim.Add().hyper).packed()
+
+        def answered(reply):
+            assert reply.header.status == Status.OK
+            self.net.acked[place][at] += 1
+
+        self.ask_part(part, Kind.PUSH, meta, gradient.view(np.uint8), clock=clock, take=answered)
+
+    def read(self, part):
+        place = self.table, part
+        acked = Counter(self.net.acked[place])
+        clock = self.n_rounds if self.net.mode.name == "sync" else 0
+
+        def require(reply):
+            self.net.require(place, reply.body.view(np.float64), acked)
+
+        self.ask_part(part, Kind.PULL, clock=clock, take=require)
+
+
+class LossyNet(Net):
+    """A run: servers without copies, of which some die once there is a checkpoint."""
+
+    replication = 1
+
+    def __init__(self, *args, **sizes):
+        self.checkpoint = None
+        self.issued = defaultdict(Counter)  # by table and partition: pushes, by element
+        self.base = {}  # likewise: the values that were restored
+        self.n_recovered = 0
+        super().__init__(*args, **sizes)
+        self.acked = defaultdict(Counter)
+
+    def new_server(self, rank):
+        return LoneServer(self, rank)
+
+    def new_client(self, rank, n_steps):
+        return RecoveringClient(self, rank, n_steps)
+
+    def server(self, number):
+        return self.ranks[self.servers[number]]
+
+    def act(self, what):
+        if what >= 13 and self.checkpoint is not None and self.n_deaths:  # more often than there
+            what = 15
+        super().act(what)
+
+    def kill(self, number):
+        if self.checkpoint is None:
+            self.n_deaths += not self.choices.are_over  # it is for later
+        else:
+            super().kill(number)
+
+    def deliver_one(self):
+        """At the end of a run, deaths that are left come once some clients have left."""
+        have_left = [self.client(rank).has_left for rank in self.workers]
+        if self.n_deaths and any(have_left) and not all(have_left):
+            self.n_deaths -= 1
+            self.kill(self.n_deaths % len(self.servers))
+        return super().deliver_one()
+
+    def keep(self, client, number, step, floor):
+        """Keep what the servers have copied as the newest checkpoint."""
+        states = {}
+        for home in client.layout.server_numbers:
+            for item in self.server(home).store._taken[number]:
+                table, part = item.partition
+                assert table == client.table
+                assert part not in states
+                states[part] = item.state
+                values = item.state.arrays["values"]
+                self.require((table, part), values, floor[part])
+        assert [*sorted(states)] == [*range(N_PARTS)]
+        self.checkpoint = Checkpoint(step, states)
+
+    def prepare(self, client):
+        """Let the servers have read the newest checkpoint."""
+        for home in client.layout.server_numbers:
+            process = self.server(home)
+            parts = process.server.catalog.contents[client.table].parts
+            process.store._prepared[1] = [
+                (((client.table, part), values), self.checkpoint.states[part])
+                for part, values in parts.items()
+            ]
+        for part, state in self.checkpoint.states.items():
+            self.base[client.table, part] = state.arrays["values"].copy()
+
+    # --- what must hold
+    def require(self, place, values, acked):
+        """Fail unless what was acknowledged since the checkpoint is there, and nothing twice."""
+        base, issued = self.base.get(place, np.zeros(BLOCK)), self.issued[place]
+        share = len(self.workers) if self.mode.has_rounds else 1
+        for at, value in enumerate(values - base):
+            assert acked[at] / share - 1e-9 <= value <= issued[at] + 1e-9, (place, at, value)
+
+    def require_all(self):
+        """Fail unless each request was answered, and the values are those of the last recovery."""
+        for rank in self.workers:
+            client = self.ranks[rank]
+            assert client.has_left, f"worker {rank} waits for {client.asked}"
+            assert not client.asked
+        live = [self.ranks[rank] for rank in self.servers if rank not in self.dead]
+        for process in live:
+            assert process.server.is_over
+        self.require_values(live)
+
+    def require_values(self, live):
+        """Fail unless each partition is there once, with all that was pushed to it."""
+        found = {}
+        for process in live:
+            for number, contents in process.server.catalog.contents.items():
+                for part, block in contents.parts.items():
+                    assert (number, part) not in found
+                    found[number, part] = block.values
+        for place, values in found.items():
+            self.require(place, values, self.acked[place])
+            base, acked = self.base.get(place, np.zeros(BLOCK)), self.acked[place]
+            if self.mode.has_rounds:
+                n = max(acked.values(), default=0)
+                assert round((values - base).sum(), 6) == n
+            else:
+                assert (values - base).tolist() == [acked[at] for at in range(BLOCK)]

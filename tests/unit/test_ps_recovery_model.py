@@ -1,0 +1,31 @@
+"""Deaths of servers without copies, as a model runs them: whoever dies, whoever hears of it first.
+
+No push is lost that was acknowledged before the checkpoint to which all go back, and none since
+then; none is doubled; each request is answered, be it by ServerLostError.
+"""
+
+import pytest
+from harness import at_length, is_fast
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ps_homes_model import MODES
+from ps_recovery_model import LossyNet
+from ps_simulation import Choices
+
+N = at_length(5_000, 10 if is_fast() else 25)
+ANY_ORDER = settings(
+    max_examples=N, derandomize=True, database=None, deadline=None,
+    suppress_health_check=[*HealthCheck],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", "ssp"])
+@ANY_ORDER
+@given(
+    numbers=st.binary(min_size=100, max_size=900), n_servers=st.integers(2, 4),
+    n_workers=st.integers(2, 3), n_steps=st.integers(3, 12), n_deaths=st.integers(1, 3),
+)  # fmt: skip
+def test_all_go_back_to_one_checkpoint_and_go_on_whoever_dies(mode, numbers, **sizes):
+    net = LossyNet(MODES[mode], Choices(numbers), **sizes)
+    net.run()
+    net.require_all()
