@@ -87,6 +87,18 @@ def test_frames_arrive_in_order_whatever_way_their_bodies_take(nodes):
     assert not b.is_busy
 
 
+def test_a_request_to_another_host_has_the_header_that_was_given():
+    _, (a, b) = links((0, 1))
+    a.ask(1, (Kind.PUSH, 3, 4, 5, 6, 7, 8, 9, 10), b"meta", np.arange(4, dtype=np.uint8))
+    a.flush()
+    (came,) = b.poll()
+    given = Header(
+        Kind.PUSH, view=3, origin=4, sequence=5, table=6, partition=7, clock=8, option=9, place=10
+    )
+    assert came.header._replace(where=0, n_meta=0, n_body=0) == given
+    assert (came.meta, came.body.tolist()) == (b"meta", [0, 1, 2, 3])
+
+
 def test_small_frames_share_a_message():
     _, (a, b) = links((0, 1))
     for i in range(100):
