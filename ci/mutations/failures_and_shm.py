@@ -104,6 +104,15 @@ FAULT = [
         ("unit/test_status_page_and_guardian.py",),
     ),
     Mutation(
+        "rank-aborted-by-mpi-is-the-cause",
+        "fault",
+        "launch/job/verdict.py",
+        "_SUREST.index(Evidence.ASKED if has_obeyed else failure.evidence), failure.time_ns",
+        "failure.code == 143, failure.time_ns",
+        "a rank that MPI aborted for another host's failure is named the cause",
+        ("unit/test_ringcomm_run.py",),
+    ),
+    Mutation(
         "short-messages-pass",
         "fault",
         "transport/mpi.py",

@@ -238,7 +238,8 @@ class Guardian {
     if (first == kNobody && (is_reported_ || !was_interrupted(now))) return;
     note_fault(now);
     if (first == kNobody) {
-      if (others_have_spoken(now)) tell(interruption(now), kNobody, code_of_interruption(now));
+      if (!others_have_spoken(now)) return;
+      tell(interruption(now), a_stopped(now), kNobody);
       return;
     }
     RankFacts& failed = now[static_cast<std::size_t>(first)];
@@ -249,12 +250,14 @@ class Guardian {
     const auto time = failed.end.kind != Ending::none ? failed.end.time_ns
                                                       : std::max(failed.gone_ns, failed.leaving_ns);
     ranks_[static_cast<std::size_t>(first)].is_reported = true;
-    tell(report(now, first, ops_, time), failed.rank, code_of(failed));
+    tell(report(now, first, ops_, time), failed, failed.rank);
     ops_.clear();
   }
 
-  void tell(const std::string& text, int rank, int code) {
-    if (!record_.report(rank, code, text)) write_out("\n" + text);
+  void tell(const std::string& text, const RankFacts& failed, int rank) {
+    const bool is_recorded = record_.report(rank, code_of(failed), evidence_of(failed),
+                                            time_of_failure(failed), text);
+    if (!is_recorded) write_out("\n" + text);
     is_reported_ = true;
     release_the_reported();
   }
@@ -403,11 +406,11 @@ class Guardian {
     remove_files(segments_);
   }
 
-  static int code_of_interruption(const std::vector<RankFacts>& ranks) {
+  static const RankFacts& a_stopped(const std::vector<RankFacts>& ranks) {
     const auto is_stopped = [](const RankFacts& r) {
       return r.end.kind == Ending::interrupted || r.end.kind == Ending::terminated;
     };
-    return code_of(*std::find_if(ranks.begin(), ranks.end(), is_stopped));
+    return *std::find_if(ranks.begin(), ranks.end(), is_stopped);
   }
 
   static void write_out(const std::string& text) {

@@ -302,6 +302,22 @@ int code_of(const RankFacts& r) {
   return r.exit_code < 0 && r.leaving_ns == 0 && r.replaced_by.empty() ? 0 : 1;
 }
 
+Evidence evidence_of(const RankFacts& r) {
+  if (r.end.kind == Ending::terminated || r.end.kind == Ending::interrupted) return Evidence::asked;
+  if (r.end.kind != Ending::none || !r.replaced_by.empty()) return Evidence::own;
+  if (r.killed_by == SIGKILL) return Evidence::killed;
+  if (r.killed_by == SIGTERM || r.killed_by == SIGINT || r.killed_by == SIGHUP)
+    return Evidence::asked;
+  if (r.killed_by != 0 || r.leaving_ns != 0 || r.exit_code == 0) return Evidence::own;
+  return r.exit_code > 0 ? Evidence::mpi : Evidence::silent;
+}
+
+std::int64_t time_of_failure(const RankFacts& r) {
+  if (r.end.kind != Ending::none) return r.end.time_ns;
+  const std::int64_t t = failure_time(r);
+  return t == kNever ? r.leaving_ns : t;
+}
+
 std::string interruption(const std::vector<RankFacts>& ranks) {
   std::uint64_t step = 0;
   bool by_key = false;

@@ -26,6 +26,16 @@ struct RankFacts {
 
 constexpr int kNobody = -1;
 
+// By what a failure is known, the surest sign that it came first in the job at the front. Guardians of
+// other hosts have theirs, and `ringcomm run` compares them (ringcomm/launch/job/verdict.py).
+enum class Evidence {
+  own,     // the rank's own deed: an exception, an exit, a crash
+  killed,  // SIGKILL, as of the out-of-memory killer; launchers send it to the others in the end
+  silent,  // it is dead, and nothing says how
+  asked,   // a signal that asks it to end, as launchers send first
+  mpi,     // an exit in C code, as of MPI when another host fails
+};
+
 // True of a process that came to the end of its program and returned 0.
 bool ended_well(const RankFacts& rank);
 
@@ -43,6 +53,12 @@ bool was_interrupted(const std::vector<RankFacts>& ranks);
 // The report, at most 10 lines. `ops` is what each rank was doing when the fault was seen.
 std::string report(const std::vector<RankFacts>& ranks, int culprit,
                    const std::vector<OpView>& ops, std::int64_t fault_ns);
+
+// `culprit` is one that failed.
+Evidence evidence_of(const RankFacts& culprit);
+
+// When it failed, by monotonic_ns(), or left while others waited for it.
+std::int64_t time_of_failure(const RankFacts& culprit);
 
 // The exit code that this failed rank gives to its job: its own, 128 + signal, or 0 if it is not known.
 int code_of(const RankFacts& rank);

@@ -5,8 +5,10 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <ctime>
 #include <utility>
 
+#include "../clock.hpp"
 #include "../descriptor.hpp"
 
 namespace ringcomm {
@@ -24,6 +26,16 @@ bool append(const char* path, const char* text, std::size_t size) {
   const auto written = uninterrupted([&] { return ::write(fd, text, size); });
   ::close(fd);
   return written == static_cast<ssize_t>(size);
+}
+
+// In the order of Evidence.
+constexpr const char* kEvidence[] = {"own", "killed", "silent", "asked", "mpi"};
+
+// Clocks of different hosts have different zeros, but for that of the calendar.
+std::int64_t since_1970(std::int64_t monotonic) {
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  return now.tv_sec * 1'000'000'000 + now.tv_nsec - (monotonic_ns() - monotonic);
 }
 
 void append_to_rank(const char* text, std::size_t size) {
@@ -59,9 +71,12 @@ GuardianRecord::GuardianRecord(std::string path) : path_(std::move(path)) {
   if (!path_.empty() && !append(path_.c_str(), text.data(), text.size())) throw_errno(path_);
 }
 
-bool GuardianRecord::report(int rank, int code, const std::string& text) const {
+bool GuardianRecord::report(int rank, int code, Evidence evidence, std::int64_t time_ns,
+                            const std::string& text) const {
   if (path_.empty()) return false;
   const std::string all = "report " + std::to_string(rank) + " " + std::to_string(code) + " " +
+                          kEvidence[static_cast<int>(evidence)] + " " +
+                          std::to_string(since_1970(time_ns)) + " " +
                           std::to_string(text.size()) + "\n" + text;
   return append(path_.c_str(), all.data(), all.size());
 }

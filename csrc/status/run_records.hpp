@@ -2,7 +2,10 @@
 // exit code: each rank records how far it came, and each guardian what it saw.
 // ringcomm/launch/job/records.py reads both.
 #pragma once
+#include <cstdint>
 #include <string>
+
+#include "report.hpp"
 
 namespace ringcomm {
 
@@ -14,16 +17,18 @@ void record_this_rank_in(const std::string& path);
 void record_left();
 void record_exit(int code);
 
-// The file of a guardian: lines "watches PID", "report RANK CODE NBYTES" followed by so many bytes of
-// text, "note NBYTES" likewise, and "end". Each is one write. RANK is -1 if nobody failed: the job
-// was ended from outside.
+// The file of a guardian: lines "watches PID", "report RANK CODE EVIDENCE TIME_NS NBYTES" followed by so
+// many bytes of text, "note NBYTES" likewise, and "end". Each is one write. RANK is -1 if nobody
+// failed: the job was ended from outside. EVIDENCE: report.hpp; TIME_NS: when it failed, since 1970,
+// by the clock of this host.
 class GuardianRecord {
  public:
   // "": there is no file. Throws std::system_error.
   explicit GuardianRecord(std::string path);
 
   // False if there is no file, or no room for it: the text is for somebody else then.
-  bool report(int rank, int code, const std::string& text) const;
+  bool report(int rank, int code, Evidence evidence, std::int64_t time_ns,
+              const std::string& text) const;
   bool note(const std::string& text) const;
   void end() const;
 

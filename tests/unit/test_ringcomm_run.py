@@ -13,6 +13,7 @@ from ringcomm.launch.job import command, horovodrun_flags, rank_program
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output import LauncherText, LinesOf
 from ringcomm.launch.job.records import (
+    Evidence,
     Failure,
     GuardianFile,
     RankEnd,
@@ -148,12 +149,17 @@ def test_a_program_that_is_not_there_is_named(tmp_path):
 
 
 # --- records ------------------------------------------------------------------------------------
+def failed(rank, code, text="x", evidence=Evidence.OWN, *, at=0):
+    return Failure(rank, code, evidence, at, text)
+
+
 def test_a_guardian_file_is_read_up_to_what_is_not_whole():
-    data = "watches 12\nnote 3\nÄ\nreport 1 3 4\nx r\nreport -1 143 2\nyy".encode()
-    read = GuardianFile(12, (Failure(1, 3, "x r\n"), Failure(None, 143, "yy")), ("Ä\n",))
+    data = "watches 12\nnote 3\nÄ\nreport 1 3 own 7 4\nx r\nreport -1 143 asked 8 2\nyy".encode()
+    failures = (failed(1, 3, "x r\n", at=7), failed(None, 143, "yy", Evidence.ASKED, at=8))
+    read = GuardianFile(12, failures, ("Ä\n",))
     assert parse_guardian_file(data) == read
     assert parse_guardian_file(data + b"end\n").has_ended
-    assert parse_guardian_file(data + b"report 2 1 9\nabc") == read
+    assert parse_guardian_file(data + b"report 2 1 own 7 9\nabc") == read
     assert parse_guardian_file(b"watch") == GuardianFile(0)
 
 
@@ -224,8 +230,8 @@ KILLED = RankEnd()
 OPENMPI_SIGNAL = "prterun noticed that process rank 1 with PID 9 on node vm exited on\nsignal 9 (K"
 OPENMPI_EXIT = "   Process name: [prterun-vm-25016@1,1]\n   Exit code:    3\n"
 MPICH_SIGNAL = "APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
-RAISED = Failure(1, 1, "x rank 1 raised\n")
-STOPPED = Failure(None, 143, "x the job was ended from outside (SIGTERM)\n")
+RAISED = failed(1, 1, "x rank 1 raised\n")
+STOPPED = failed(None, 143, "x the job was ended from outside (SIGTERM)\n")
 VERDICTS = {
     # ends by rank, failures, launcher's code and text, others -> code, rank
     "all is well": ([GOOD, GOOD], [], 0, "", {}, 0, None),
@@ -237,22 +243,41 @@ VERDICTS = {
     "a failure there": ([GOOD, None], [], 3, OPENMPI_EXIT, {"seen": [0]}, 3, 1),
     "os._exit after shutdown()": ([LEFT, GOOD], [], 0, "", {}, 0, None),
     "killed after shutdown()": ([LEFT, GOOD], [], 137, OPENMPI_SIGNAL, {}, 137, 1),
-    "the culprit's code": ([BAD, RankEnd(False, 3)], [Failure(1, 3, "x")], 1, "", {}, 3, 1),
+    "the culprit's code": ([BAD, RankEnd(False, 3)], [failed(1, 3)], 1, "", {}, 3, 1),
     "an exception": ([BAD, BAD], [RAISED], 1, "", {}, 1, 1),
-    "SIGKILL by Open MPI": ([BAD, KILLED], [Failure(1, 137, "x")], 1, "", {}, 137, 1),
-    "SIGKILL of an old kernel": ([BAD, KILLED], [Failure(1, 0, "x")], 9, MPICH_SIGNAL, {}, 137, 1),
-    "unknown, and mpirun returned 0": ([GOOD, KILLED], [Failure(1, 0, "x")], 0, "", {}, 1, 1),
+    "SIGKILL by Open MPI": ([BAD, KILLED], [failed(1, 137)], 1, "", {}, 137, 1),
+    "SIGKILL of an old kernel": ([BAD, KILLED], [failed(1, 0)], 9, MPICH_SIGNAL, {}, 137, 1),
+    "unknown, and mpirun returned 0": ([GOOD, KILLED], [failed(1, 0)], 0, "", {}, 1, 1),
     "another host's victim reports first": (
         [BAD, BAD, BAD],
-        [Failure(0, 1, "x (MPI does so when another host fails: see that host's report)"),
-         Failure(2, 7, "x rank 2")],
-        1, "", {}, 7, 2,
+        [failed(0, 14, evidence=Evidence.MPI), failed(2, 7, at=9)], 1, "", {}, 7, 2,
+    ),
+    "a rank that is dead, nobody knows how, reports before one that was killed": (
+        [BAD, KILLED, KILLED, KILLED],
+        [failed(0, 14, evidence=Evidence.MPI), failed(2, 0, evidence=Evidence.SILENT),
+         failed(3, 137, evidence=Evidence.KILLED, at=9)],
+        14, "", {}, 137, 3,
+    ),
+    "the first of those killed": (
+        [BAD, KILLED, KILLED],
+        [failed(1, 137, evidence=Evidence.KILLED, at=9),
+         failed(2, 137, evidence=Evidence.KILLED, at=8)],
+        14, "", {}, 137, 2,
+    ),
+    "an exception, after which another host's rank is killed": (
+        [BAD, KILLED, BAD],
+        [failed(1, 137, evidence=Evidence.KILLED, at=8), failed(2, 1, at=9)], 14, "", {}, 1, 2,
+    ),
+    "a rank is killed, and another one saves and exits with 75": (
+        [RankEnd(False, 75), KILLED],
+        [failed(0, 75, at=8), failed(1, 137, evidence=Evidence.KILLED, at=9)], 14, "", {}, 137, 1,
     ),
     "a rank that the launcher ended reports first": (
-        [BAD, KILLED, KILLED], [Failure(1, 143, "x SIGTERM"), Failure(2, 137, "x SIGKILL")],
+        [BAD, KILLED, KILLED],
+        [failed(1, 143, evidence=Evidence.ASKED), failed(2, 137, evidence=Evidence.KILLED)],
         1, "", {}, 137, 2,
     ),
-    "SIGTERM alone": ([KILLED] * 2, [Failure(1, 143, "x SIGTERM")], 1, "", {}, 143, 1),
+    "SIGTERM alone": ([KILLED] * 2, [failed(1, 143, evidence=Evidence.ASKED)], 1, "", {}, 143, 1),
     "1 rank": ([RankEnd(True, 3)], [], 3, "", {}, 3, 0),
     "mpirun names the first of bad ranks": (
         [RankEnd(False, 4), RankEnd(False, 3)], [], 3, OPENMPI_EXIT, {}, 3, 1,
@@ -263,34 +288,34 @@ VERDICTS = {
     "no init(), a signal, MPICH": ([], [], 9, MPICH_SIGNAL, {}, 137, None),
     "mpirun killed": ([], [], -9, "", {}, 137, None),
     "asked, and stopped in order": ([GOOD, GOOD], [], 0, "", {"asked": 15}, 75, None),
-    "asked, exit 75": ([RankEnd(False, 75)] * 2, [Failure(0, 75, "x")], 75, "", {"asked": 15},
+    "asked, exit 75": ([RankEnd(False, 75)] * 2, [failed(0, 75)], 75, "", {"asked": 15},
                        75, None),
     "stopped by ctl": ([GOOD, GOOD], [], 0, "", {"is_stopped": True}, 75, None),
-    "stopped by ctl, exit 75": ([RankEnd(False, 75)] * 2, [Failure(0, 75, "x")], 75, "",
+    "stopped by ctl, exit 75": ([RankEnd(False, 75)] * 2, [failed(0, 75)], 75, "",
                                 {"is_stopped": True}, 75, None),
-    "stopped by ctl, and failed": ([RankEnd(False, 1), GOOD], [Failure(0, 1, "x")], 1, "",
+    "stopped by ctl, and failed": ([RankEnd(False, 1), GOOD], [failed(0, 1)], 1, "",
                                    {"is_stopped": True}, 1, 0),
-    "exit 75 without being asked": ([RankEnd(False, 75)] * 2, [Failure(0, 75, "x")], 75, "", {},
+    "exit 75 without being asked": ([RankEnd(False, 75)] * 2, [failed(0, 75)], 75, "", {},
                                     75, 0),
     "asked, no handler": ([KILLED] * 2, [STOPPED], 143, "", {"asked": 15}, 143, None),
-    "Ctrl-C": ([BAD, BAD], [Failure(None, 130, "x")], 1, "", {"asked": 2}, 130, None),
-    "hang-up": ([KILLED] * 2, [Failure(0, 129, "x")], 129, "", {"asked": 1}, 129, None),
-    "killed with mpirun after the grace period": ([KILLED] * 2, [Failure(0, 0, "x")], -9, "",
+    "Ctrl-C": ([BAD, BAD], [failed(None, 130)], 1, "", {"asked": 2}, 130, None),
+    "hang-up": ([KILLED] * 2, [failed(0, 129)], 129, "", {"asked": 1}, 129, None),
+    "killed with mpirun after the grace period": ([KILLED] * 2, [failed(0, 0)], -9, "",
                                                   {"asked": 2}, 130, None),
-    "killed after the grace period": ([KILLED] * 2, [Failure(0, 137, "x")], 137, "",
+    "killed after the grace period": ([KILLED] * 2, [failed(0, 137)], 137, "",
                                       {"asked": 15}, 143, None),
     "asked, but a rank raised": ([BAD, BAD], [RAISED], 1, "", {"asked": 15}, 1, 1),
     "ended by a scheduler": ([KILLED] * 2, [STOPPED], 143, "", {}, 143, None),
-    "a death in an elastic job": ([GOOD, KILLED], [Failure(1, 137, "x")], 137, "",
+    "a death in an elastic job": ([GOOD, KILLED], [failed(1, 137)], 137, "",
                                   {"goes_on_after_deaths": True}, 0, None),
-    "all dead in an elastic job": ([KILLED] * 2, [Failure(1, 137, "x"), Failure(0, 139, "y")], 0,
+    "all dead in an elastic job": ([KILLED] * 2, [failed(1, 137), failed(0, 139)], 0,
                                    "", {"goes_on_after_deaths": True}, 137, 1),
     "too few are left in an elastic job": (
-        [KILLED, RankEnd(False, 75), GOOD], [Failure(0, 137, "x"), Failure(1, 75, "y")], 0, "",
+        [KILLED, RankEnd(False, 75), GOOD], [failed(0, 137), failed(1, 75)], 0, "",
         {"goes_on_after_deaths": True}, 75, None,
     ),
     "a failure beside those that stop": (
-        [RankEnd(False, 75), RankEnd(False, 3)], [Failure(1, 3, "x"), Failure(0, 75, "y")], 0, "",
+        [RankEnd(False, 75), RankEnd(False, 3)], [failed(1, 3), failed(0, 75)], 0, "",
         {"goes_on_after_deaths": True}, 3, 1,
     ),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from guarded_ranks import WAITING, wait_until_running
 from harness import wait_until
 
 from ringcomm._core import StatusPage, monotonic_ns
+from ringcomm.launch.job.records import parse_guardian_file
 from ringcomm.status.ending_in_words import how_it_ended
 from ringcomm.status.guardian import Guardian, Ward
 from ringcomm.status.page_enums import Ending, OpState, State
@@ -265,6 +266,35 @@ def test_the_guardian_names_the_culprit_and_ends_the_others(deed, start_rank, ca
     assert "waiting at that moment: rank 0 in allreduce[w] (4.2 MB) for 0." in report
     assert report.count("x rank") == 1
     assert code != 0
+
+
+EVIDENCE = {
+    "exception": ('raise ValueError("boom")', ("own", 1)),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", ("killed", 137)),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", ("asked", 143)),
+    "exit in C code": ("import ctypes; ctypes.CDLL(None).exit(14)", ("mpi", 14)),
+}
+
+
+@pytest.mark.parametrize("deed", EVIDENCE)
+def test_a_record_says_when_a_rank_failed_and_by_what_this_is_known(
+    deed, start_rank, capfd, monkeypatch, tmp_path
+):
+    body, expected = EVIDENCE[deed]
+    monkeypatch.setenv("RINGCOMM_RUN_FOLDER", f"{os.getpid()} {tmp_path}")
+    bystander, culprit = start_rank(0, WAITING), start_rank(1, body)
+    before = time.time_ns()
+    guardian = guarded(capfd, culprit, bystander)
+    culprit.process.wait(60)
+    after = time.time_ns()
+    bystander.end()
+    guardian.wait()
+    (path,) = tmp_path.glob("guardian-*")
+    (failure,) = parse_guardian_file(path.read_bytes()).failures
+    is_of_old_kernel = failure.evidence == "silent" and deed == "SIGKILL"
+    assert is_of_old_kernel or (failure.evidence, failure.code) == expected
+    assert failure.rank == 1
+    assert before - 5e6 < failure.time_ns < after + 5e7  # the guardian sees a death a moment later
 
 
 def test_sigkill_is_named(start_rank, capfd):

@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Evidence(StrEnum):
+    """By what a guardian knows of a failure, the surest sign that it came first at the front.
+
+    report.hpp says what each is.
+    """
+
+    OWN = "own"
+    KILLED = "killed"
+    SILENT = "silent"
+    ASKED = "asked"
+    MPI = "mpi"
 
 
 @dataclass(frozen=True)
@@ -11,6 +25,8 @@ class Failure:
 
     rank: int | None  # None: nobody failed; the ranks were ended from outside
     code: int  # the exit code that it gives to the job; 0: not known
+    evidence: Evidence
+    time_ns: int  # when it failed, since 1970, by the clock of its host
     text: str
 
 
@@ -33,9 +49,10 @@ def parse_guardian_file(data: bytes) -> GuardianFile:
         match line.decode().split():
             case ["watches", number]:
                 pid = int(number)
-            case ["report", rank, code, size] if len(data) >= int(size):
+            case ["report", number, code, evidence, time_ns, size] if len(data) >= int(size):
                 text, data = data[: int(size)].decode(errors="replace"), data[int(size) :]
-                failures.append(Failure(int(rank) if int(rank) >= 0 else None, int(code), text))
+                rank = int(number) if int(number) >= 0 else None
+                failures.append(Failure(rank, int(code), Evidence(evidence), int(time_ns), text))
             case ["note", size] if len(data) >= int(size):
                 notes.append(data[: int(size)].decode(errors="replace"))
                 data = data[int(size) :]

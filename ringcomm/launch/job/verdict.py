@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ringcomm.launch.job.records import Failure, RankEnd
+from ringcomm.launch.job.records import Evidence, Failure, RankEnd
 
 STOPPED_IN_ORDER: Final = 75  # EX_TEMPFAIL: start it again to go on
 SIGNAL_NAMES: Final = {1: "SIGHUP", 2: "SIGINT", 15: "SIGTERM"}  # those that ask a job to stop
 # Codes of ranks that have done as they were asked; 137: after the grace period, by SIGKILL.
-_TERMINATED: Final = 143
 _OBEYED: Final = (STOPPED_IN_ORDER, 129, 130, 137, 143)
+_SUREST: Final = tuple(Evidence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Ending:
         size: number of ranks.
         ends: what each rank recorded; ranks that never called init() have recorded nothing.
         seen: the ranks that can record: their hosts see the folder of the run.
-        failures: what guardians reported, in the order in which it was seen.
+        failures: what guardians reported.
         launcher_code: exit code of mpirun or srun; -N: signal N ended it.
         launcher_text: what it printed last.
         asked: the signal by which the job was asked to stop, if it was.
@@ -74,14 +74,11 @@ def _could_not_go_on(e: Ending) -> Verdict | None:
 
 
 def _failed_rank(e: Ending) -> Verdict | None:
-    """A guardian has seen which rank failed first."""
+    """Guardians have seen which rank of their host failed first."""
     culprits = _culprits(e)
     if not culprits or _are_done(e):
         return None
-    # A rank that MPI ended because of another host has no code of its own, or that of SIGTERM.
-    own = [each for each in culprits if "see that host's report" not in each.text]
-    causes = [each for each in own if each.code != _TERMINATED]
-    first = [*causes, *own, *culprits][0]
+    first = min(culprits, key=_doubt)
     assert first.rank is not None
     if e.asked is not None and first.code in (0, *_OBEYED):
         return None
@@ -89,6 +86,16 @@ def _failed_rank(e: Ending) -> Verdict | None:
         return None
     code = first.code or _code_of_launcher(e) or 1
     return Verdict(code, f"rank {first.rank} failed", first.rank, first.text)
+
+
+def _doubt(failure: Failure) -> tuple[int, int]:
+    """Order failures that guardians of several hosts saw, the likeliest cause first.
+
+    MPI and launchers end the ranks of the other hosts. The clocks of hosts differ, so what ended a
+    rank counts before the time.
+    """
+    has_obeyed = failure.code == STOPPED_IN_ORDER
+    return _SUREST.index(Evidence.ASKED if has_obeyed else failure.evidence), failure.time_ns
 
 
 def _stopped(e: Ending) -> Verdict | None:
