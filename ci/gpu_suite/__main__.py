@@ -3,44 +3,68 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from gpu_suite.stage_runner import Row, Stage, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 SET_UP = "set-up"
+SET_UP_LIMIT_S = 200
 TAIL = 25  # lines of the log of a stage that failed
+# A new process uses the GPU, which after some failures none can; prints the number of GPUs.
 PROBE = """
-from ringcomm.nvidia.judge_software import require
-from ringcomm.nvidia.find_software import probe
-require(probe())
+from gpu_suite.driver import Driver
+gpu = Driver()
+at = gpu.allocate(4)
+gpu.call("cuMemsetD32_v2", at, 7, 1)
+assert gpu.read(at) == 7
+print(gpu.n_gpus)
 """
+ONE_MACHINE = "several hosts"
+Plan = list[list["Stage"]]
 
 
 def python(*arguments: str) -> list[str]:
-    return [sys.executable, "-P", *arguments]
+    """Return a command of the environment that the set-up makes, if any."""
+    return ["python3", "-P", *arguments]
 
 
 def ranks(size: int, *arguments: str) -> list[str]:
     """Return the command of a job, whose ranks may outnumber the cores and use several each."""
-    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     options = ("--oversubscribe", "--bind-to", "none", "-np", str(size))
-    return [mpirun or "mpirun", *options, *python(*arguments)]
+    return ["mpirun", *options, *python(*arguments)]
+
+
+def probe(name: str, what: str, limit_s: float = 25) -> Stage:
+    command = [sys.executable, "-P", "-m", "gpu_suite.probes", what]
+    return Stage(f"probe {name}", command, limit_s, needs_build=False)
 
 
 def collectives(transport: str, size: int, limit_s: float = 75, **environment: str) -> Stage:
     command = ranks(size, "-m", "gpu_suite.collectives", transport)
     forced = {"RINGCOMM_GPU_TRANSPORT": transport, "RINGCOMM_TIMEOUT_S": "40", **environment}
     return Stage(f"{transport} N={size}", command, limit_s, forced)
+
+
+def small(transport: str, size: int) -> Stage:
+    whole = collectives(transport, size, 40)
+    return replace(whole, name=f"small {whole.name}", command=[*whole.command, "small"])
+
+
+def on_two_gpus(stage: Stage) -> Stage:
+    """Return a stage whose ranks have a GPU each."""
+    return replace(stage, name=f"{stage.name}, a GPU each", n_gpus=2)
 
 
 def speed(size: int, limit_s: float) -> Stage:
@@ -59,68 +83,186 @@ KERNELS = (
 )
 
 
-def plan() -> list[list[Stage]]:
-    """Return lists of stages. The stages of a list run at the same time: they measure no times."""
-    return [
-        [Stage("hardware", python("-m", "gpu_suite.hardware"), 60)],
-        [
-            Stage("kernels", python("-m", "pytest", *KERNELS), 100),
-            collectives("ipc", 2),
-            collectives("ipc", 3),
-            collectives("staged", 2),
-        ],
-        [
-            collectives("ipc", 4),
-            collectives("staged", 4),
-            collectives("nccl", 1),
-            Stage("streams N=2", ranks(2, "-m", "gpu_suite.streams"), 60),
-        ],
-        [speed(2, 60)],
-        [speed(8, 90)],
-        [speed(4, 70)],
-        [Stage("faults N=4", python("-m", "gpu_suite.faults"), 75)],
-        [
-            collectives("ipc", 8, 90),
-            Stage("training N=4", ranks(4, "-m", "gpu_suite.training"), 75),
-            Stage("example N=2", ranks(2, str(ROOT / "examples" / "gpu_train.py")), 60),
-        ],
-        [Stage("pack", python("-m", "gpu_suite.pack_speed"), 40)],
-        [
-            collectives("nccl", 2, 40, **SHARED_NCCL),
-            collectives("nccl", 4, 40, **SHARED_NCCL),
-        ],
+def calls() -> dict[int, Plan]:
+    """Return the stages of each call, as lists of stages that run at the same time.
+
+    The first call must be worth it alone. Stages that measure times run alone.
+    """
+    look = [sys.executable, "-P", "-m", "gpu_suite.facts"]
+    facts = Stage("facts", look, 40, needs_gpu=False, needs_build=False)
+    probes = [
+        probe("memory operations", "memory"),
+        probe("release of a stream", "release"),
+        probe("blocked calls", "blocked", 40),
+        *(probe(f"ipc N={n}", f"ipc,{n}") for n in (2, 4, 8)),
+        *(probe(f"ipc N={n}, MPS", f"ipc,{n},mps") for n in (2, 4, 8)),
     ]
+    return {
+        1: [
+            [facts],
+            *([each] for each in probes),
+            [Stage("kernels", python("-m", "pytest", *KERNELS), 100)],
+            [small("ipc", 2), small("staged", 2), small("nccl", 1)],
+            [Stage("reduce kernel", python("-m", "gpu_suite.reduce_speed"), 40)],
+        ],
+        2: [
+            [collectives("ipc", 2), collectives("ipc", 3), collectives("staged", 2)],
+            [
+                collectives("ipc", 4),
+                collectives("staged", 4),
+                collectives("nccl", 1),
+                Stage("streams N=2", ranks(2, "-m", "gpu_suite.streams"), 60),
+            ],
+            [collectives("ipc", 8, 90)],
+            [
+                collectives("nccl", 2, 40, **SHARED_NCCL),
+                collectives("nccl", 4, 40, **SHARED_NCCL),
+            ],
+            [on_two_gpus(collectives("nccl", 2))],
+            [on_two_gpus(collectives("ipc", 2))],
+        ],
+        3: [
+            [Stage("faults N=4", python("-m", "gpu_suite.faults"), 75)],
+            [
+                Stage("training N=4", ranks(4, "-m", "gpu_suite.training"), 75),
+                Stage("example N=2", ranks(2, str(ROOT / "examples" / "gpu_train.py")), 60),
+            ],
+        ],
+        4: [
+            [speed(2, 60)],
+            [speed(8, 90)],
+            [speed(4, 70)],
+            [Stage("pack", python("-m", "gpu_suite.pack_speed"), 40)],
+        ],
+    }
+
+
+def plan(call: int | None = None) -> Plan:
+    """Return the stages of a call; None: of all calls."""
+    return [wave for number, waves in calls().items() if call in (None, number) for wave in waves]
 
 
 def main() -> int:
     args = arguments()
-    deadline = time.monotonic() + args.limit - args.spent
-    gap = "a dry run" if args.dry_run else missing_gpu()
-    environment = environment_of(args.work)
-    rows = [Row(SET_UP, "ok", args.spent, "")] if args.spent else []
-    waves = plan()
-    for stage in itertools.chain(*waves):
-        log_of(stage.name, args.out).unlink(missing_ok=True)
-    for wave in waves:
-        chosen = [stage for stage in wave if stage.name.startswith(args.only)]
-        for row in run_wave(chosen, args.out, environment, deadline, gap):
-            rows.append(row)
-            print(row, flush=True)
-            print_tail(row, args.out)
-            (args.out / "table.txt").write_text(table(rows, gap))
-    print(f"\n{table(rows, gap)}\n{summary(rows)}", flush=True)
-    ran = [row for row in rows if row.verdict != "skip" and row.name != SET_UP]
-    is_good = all(row.verdict == "ok" for row in ran) and (ran or args.dry_run)
-    return 0 if is_good else 1
+    begin = time.monotonic()
+    suite = Suite(args.out, args.call, environment_of(args.work), begin + args.limit)
+    suite.look_for_gpu(is_dry=args.dry_run)
+    waves = [[s for s in w if s.name.startswith(args.only)] for w in plan(args.call)]
+    build = None if args.installed else set_up(args.work, args.wheels, is_dry=args.dry_run)
+    suite.run([wave for wave in waves if wave], build)
+    return suite.end(is_dry=args.dry_run)
+
+
+def set_up(work: Path, wheels: Path, *, is_dry: bool) -> Stage:
+    """Return the stage that makes the environment of all stages but the first ones."""
+    options = ["--dry-run"] if is_dry else []
+    script = str(Path(__file__).with_name("make_environment.py"))
+    command = [sys.executable, script, str(ROOT), str(wheels), str(work), *options]
+    return Stage(SET_UP, command, SET_UP_LIMIT_S, needs_gpu=False, needs_build=False)
+
+
+class Suite:
+    """The stages that have run, and their results in OUT_DIR.
+
+    Args:
+        out: folder of the results: call-N.txt, call-N-logs.tar.gz, and the wheel that was built.
+        call: the number of the call; None: all calls in one.
+        environment: of all stages.
+        deadline: of everything, by time.monotonic().
+
+    Attributes:
+        rows: the outcomes so far.
+    """
+
+    def __init__(
+        self, out: Path, call: int | None, environment: Mapping[str, str], deadline: float
+    ) -> None:
+        self._name = "all-calls" if call is None else f"call-{call}"
+        self._out, self._environment, self._deadline = out, environment, deadline
+        self._logs = Path(environment["TMPDIR"]) / "logs"
+        self._logs.mkdir()
+        self.rows: list[Row] = []
+        self._gap = ""
+        self._is_dry = False
+        self._n_gpus = 1
+
+    def look_for_gpu(self, *, is_dry: bool = False) -> None:
+        """Find out why no GPU can be used, if so."""
+        self._is_dry = is_dry
+        found = "a dry run" if is_dry else missing_gpu()
+        self._n_gpus, self._gap = (0, found) if isinstance(found, str) else (found, "")
+
+    def run(self, waves: Plan, build: Stage | None) -> None:
+        """Run lists of stages; the build, if any, beside those that do not need it."""
+        with ThreadPoolExecutor(1) as pool:
+            building = pool.submit(self._run, build) if build is not None else None
+            for wave in waves:
+                if building is not None and any(stage.needs_build for stage in wave):
+                    self._note(building.result())
+                    building = None
+                rows = self._run_wave(wave)
+                for row in rows:
+                    self._note(row)
+                if any(row.verdict in ("FAIL", "cut") for row in rows) and not self._gap:
+                    self.look_for_gpu()
+            if building is not None:
+                self._note(building.result())
+
+    def _run_wave(self, wave: Sequence[Stage]) -> list[Row]:
+        with ThreadPoolExecutor(len(wave)) as pool:
+            return list(pool.map(self._run, wave))
+
+    def _run(self, stage: Stage) -> Row:
+        built = {row.name: row.verdict for row in self.rows}.get(SET_UP, "ok")
+        if self._gap and stage.needs_gpu:
+            return Row(stage.name, "skip", 0.0, "")  # the table says why below its rows
+        if built != "ok" and stage.needs_build:
+            return Row(stage.name, "skip", 0.0, f"the {SET_UP} failed")
+        if stage.needs_gpu and stage.n_gpus > self._n_gpus:
+            found = f"this machine has {self._n_gpus}"
+            return Row(stage.name, "not shown", 0.0, f"needs {stage.n_gpus} GPUs, {found}")
+        return run_stage(stage, self._log_of(stage.name), self._environment, self._deadline)
+
+    def _note(self, row: Row) -> None:
+        """Print a row and write all results anew, so that they are there if this is the last."""
+        self.rows.append(row)
+        print(row, flush=True)
+        self._print_tail(row)
+        (self._out / f"{self._name}.txt").write_text(table(self.rows, self._gap))
+        with tarfile.open(self._out / f"{self._name}-logs.tar.gz", "w:gz") as bundle:
+            bundle.add(self._logs, "logs")
+        for wheel in (self._logs.parent / "wheel").glob("*.whl"):  # for wheels/ of later calls
+            shutil.copy(wheel, self._out)
+
+    def _log_of(self, name: str) -> Path:
+        return self._logs / f"{re.sub('[^A-Za-z0-9]+', '-', name.replace('=', ''))}.log"
+
+    def _print_tail(self, row: Row) -> None:
+        """Print the end of the output of a stage that failed."""
+        log = self._log_of(row.name)
+        if row.verdict in ("ok", "skip", "not shown") or not log.exists():
+            return
+        for line in log.read_text(errors="replace").splitlines()[-TAIL:]:
+            print(f"    {line}", flush=True)
+
+    def end(self, *, is_dry: bool) -> int:
+        """Print the table; return 0 if stages ran, and all that ran are good."""
+        self._note(Row(ONE_MACHINE, "not shown", 0.0, "this is one machine"))
+        print(f"\n{table(self.rows, self._gap)}\n{summary(self.rows)}", flush=True)
+        ran = [row for row in self.rows if row.verdict not in ("skip", "not shown")]
+        tested = [row for row in ran if row.name not in (SET_UP, "facts")]
+        return 0 if all(row.verdict == "ok" for row in ran) and (tested or is_dry) else 1
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_suite.sh")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--work", type=Path, required=True, help="folder that is removed later")
-    parser.add_argument("--spent", type=int, default=0, help="seconds of the set-up")
+    parser.add_argument("--wheels", type=Path, required=True, help="folder of packages")
     parser.add_argument("--limit", type=int, default=525, help="seconds of everything")
+    parser.add_argument("--call", type=int)
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--installed", action="store_true")
     parser.add_argument("--only", type=names_of, default=("",))
     return parser.parse_args()
 
@@ -129,17 +271,17 @@ def names_of(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
 
 
-def missing_gpu() -> str:
-    """Return why no GPU can be used, "" if one can; a child looks, because CUDA stays loaded."""
-    command = python("-c", PROBE)
+def missing_gpu() -> str | int:
+    """Return the number of GPUs, or why none can be used; a child looks, as CUDA stays loaded."""
+    command = [sys.executable, "-P", "-c", PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except subprocess.TimeoutExpired:
         return "no GPU: no answer in 60 s to the question for one"
     if done.returncode == 0:
-        return ""
+        return int(done.stdout)
     last = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-    return f"no GPU: {last.removeprefix('ringcomm.errors.ConfigError: ')}"
+    return f"no GPU: {last}"
 
 
 def environment_of(work: Path) -> dict[str, str]:
@@ -147,42 +289,18 @@ def environment_of(work: Path) -> dict[str, str]:
     foreign = ("RINGCOMM_", "OMPI_", "PMIX_", "PRTE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     own = {
-        "PATH": f"{Path(sys.executable).parent}:{kept.get('PATH', '')}",
+        "PATH": f"{work / 'venv' / 'bin'}:{Path(sys.executable).parent}:{kept.get('PATH', '')}",
         "TMPDIR": str(work),
         "CUPY_CACHE_DIR": str(work / "cupy"),
         "XDG_CACHE_HOME": str(work / "cache"),
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
     }
     return kept | own
-
-
-def run_wave(
-    stages: Sequence[Stage], out: Path, environment: Mapping[str, str], deadline: float, gap: str
-) -> list[Row]:
-    """Run stages at the same time; return their rows in order."""
-
-    def run(stage: Stage) -> Row:
-        if gap and stage.needs_gpu:
-            return Row(stage.name, "skip", 0.0, "")  # the table says why below its rows
-        return run_stage(stage, log_of(stage.name, out), environment, deadline)
-
-    with ThreadPoolExecutor(max(1, len(stages))) as pool:
-        return list(pool.map(run, stages))
-
-
-def log_of(name: str, out: Path) -> Path:
-    return out / "logs" / f"{name.replace(' ', '-').replace('=', '')}.log"
-
-
-def print_tail(row: Row, out: Path) -> None:
-    """Print the end of the output of a stage that failed."""
-    log = log_of(row.name, out)
-    if row.verdict in ("ok", "skip") or not log.exists():
-        return
-    for line in log.read_text(errors="replace").splitlines()[-TAIL:]:
-        print(f"    {line}", flush=True)
 
 
 def table(rows: Sequence[Row], gap: str = "") -> str:

@@ -24,16 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cupy.cuda import nccl
-from gpu_suite.gpu_helpers import (
-    SHARES_FROM,
-    copy_ceiling,
-    detail,
-    event_seconds,
-    figure,
-    highest,
-    start,
-    until,
-)
+from gpu_suite.clocks import copy_ceiling, event_seconds
+from gpu_suite.gpu_helpers import SHARES_FROM, highest, start, until
+from gpu_suite.lines import detail, figure
 
 import ringcomm as rc
 

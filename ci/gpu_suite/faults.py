@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpu_suite.lines import detail, figure
 from gpu_suite.stage_runner import end_session
 from harness import Job, finish_job, start_job
 
@@ -55,8 +56,6 @@ FAULTS = {
 
 # --- the jobs -----------------------------------------------------------------------------------
 def main() -> int:
-    from gpu_suite.gpu_helpers import detail, figure
-
     with ThreadPoolExecutor(len(FAULTS)) as pool:
         verdicts = list(pool.map(run, FAULTS))
     problems = []

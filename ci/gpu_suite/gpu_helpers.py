@@ -1,41 +1,21 @@
-"""Helpers for the jobs of the suite: arrays of cupy and torch, a slow kernel, and clocks."""
+"""Helpers for the jobs of the suite: arrays of cupy and torch, and a slow kernel."""
 
 from __future__ import annotations
 
 import contextlib
-import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import cupy
 import ml_dtypes
 import numpy as np
 import torch
-from gpu_suite.stage_runner import SKIP
 from random_programs import Library
 
 import ringcomm as rc
 
-GIB = 1 << 30
 SHARES_FROM = 23000  # the first NCCL whose ranks can share a GPU
 CYCLES_PER_S = 2e9  # of the fastest GPU; others sleep longer
-
-
-def figure(text: str) -> None:
-    """Print the text of this stage's row in the table."""
-    print(f"figure: {text}", flush=True)
-
-
-def detail(line: str) -> None:
-    """Print a line for the details below the table."""
-    print(f"| {line}", flush=True)
-
-
-def skip(reason: str) -> None:
-    """End this stage as skipped; on all ranks, before rc.init()."""
-    print(f"skip: {reason}", flush=True)
-    sys.exit(SKIP)
 
 
 def start() -> None:
@@ -108,25 +88,6 @@ def current(stream: cupy.cuda.Stream) -> Iterator[None]:
     """Make a stream of cupy the current one of both libraries."""
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         yield
-
-
-def event_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the mean time on the GPU of calls that follow each other."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for call in calls:
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000 / len(calls)
-
-
-def copy_ceiling(nbytes: int = 2 * GIB) -> float:
-    """Return the bytes per second, read plus written, of a copy within the GPU's memory."""
-    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = [event_seconds([lambda: target.copy_(source)] * 3) for _ in range(8)]
-    return 2 * nbytes / statistics.median(times[1:])
 
 
 def highest(value: float) -> float:

@@ -1,7 +1,7 @@
 """Makes the environment WORK/venv, which extends that of this python, and builds ringcomm there.
 
 usage: python3 make_environment.py SOURCES WHEELS WORK [--dry-run]
-Works offline, and imports the standard library alone.
+The wheel that it builds stays in WORK/wheel. Works offline, and imports the standard library alone.
 """
 
 import os
@@ -41,7 +41,7 @@ def main():
     needed += () if "--dry-run" in sys.argv[4:] else GPUS_NEED
     require(python, needed, sources)
     if is_built:
-        build(python, sources, work / "build")
+        build(python, sources, work)
     run(python, "-P", "-c", LOOK)
 
 
@@ -78,19 +78,25 @@ def make_environment(folder):
     return python
 
 
-def build(python, sources, folder):
+def build(python, sources, work):
     # By itself, CMake looks for nanobind only among the packages of the new environment.
     asked = [python, "-m", "nanobind", "--cmake_dir"]
     nanobind = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout
-    settings = {"build-dir": folder, "cmake.define.nanobind_DIR": nanobind.strip()}
+    settings = {"build-dir": work / "build", "cmake.define.nanobind_DIR": nanobind.strip()}
     options = [f"--config-settings={name}={value}" for name, value in settings.items()]
-    install(python, "--no-build-isolation", *options, sources)
+    folder = work / "wheel"
+    pip(python, "wheel", "--no-build-isolation", *options, "-w", folder, sources)
+    install(python, *folder.glob("*.whl"))
 
 
-def install(python, *arguments):
+def install(python, *wheels):
     # --ignore-installed: pip must not uninstall packages of the outer environment.
-    always = ("--no-index", "--no-deps", "--no-compile", "--ignore-installed")
-    run(python, "-m", "pip", "--disable-pip-version-check", "install", *always, *arguments)
+    pip(python, "install", "--no-compile", "--ignore-installed", *wheels)
+
+
+def pip(python, command, *arguments):
+    always = ("--no-index", "--no-deps", *arguments)
+    run(python, "-m", "pip", "--disable-pip-version-check", command, *always)
 
 
 def run(*command):

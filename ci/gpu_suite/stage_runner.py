@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-SKIP = 77  # the exit code of a stage that prints "skip: REASON"
+from gpu_suite.lines import SKIP
+
 GRACE_S = 5.0  # in which mpirun can end its ranks
+TRACE_S = 1.5  # in which a process writes where its threads are
+_LAUNCHERS = ("mpirun", "prterun", "prted", "orterun", "timeout")  # they write no trace
 SHORTEST_S = 5.0
 
-Verdict = Literal["ok", "FAIL", "cut", "skip"]
+Verdict = Literal["ok", "FAIL", "cut", "skip", "not shown"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Stage:
     limit_s: float  # after that it is ended
     environment: Mapping[str, str] = field(default_factory=dict)  # in addition to the suite's
     needs_gpu: bool = True  # it is skipped if there is no GPU
+    needs_build: bool = True  # of ringcomm; it is skipped if there is none
+    n_gpus: int = 1  # with fewer, what it is about is not shown
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,13 @@ class Row:
 
     name: str  # of the stage
     verdict: Verdict  # "cut": it exceeded its limit, or the suite had no time left for it
+    # "not shown": this machine has too few GPUs, or hosts, to show it
     seconds: float  # of its run
     text: str  # "ok": its figure, or else its last line; other verdicts: why
     details: tuple[str, ...] = ()  # lines that are printed below the table
 
     def __str__(self) -> str:
-        return f"{self.name:<22} {self.verdict:<4} {self.seconds:6.1f} s  {self.text}".rstrip()
+        return f"{self.name:<26} {self.verdict:<9} {self.seconds:6.1f} s  {self.text}".rstrip()
 
 
 def run_stage(stage: Stage, log: Path, environment: Mapping[str, str], deadline: float) -> Row:
@@ -82,10 +88,29 @@ def end_session(leader: int, grace_s: float) -> list[str]:
     deadline = time.monotonic() + grace_s
     while (members := _members(leader)) and time.monotonic() < deadline:
         time.sleep(0.05)  # only a parent can wait for the end of a process
+    if members:
+        abort_session(leader)
     for pid, _ in members:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _kill(pid, signal.SIGKILL)
     return [name for _, name in members]
+
+
+def abort_session(leader: int) -> None:
+    """Let the processes of a session write where their threads are, which ends them.
+
+    PYTHONFAULTHANDLER is set, so that SIGABRT does that.
+    """
+    asked = [pid for pid, name in _members(leader) if name not in _LAUNCHERS]
+    for pid in asked:
+        _kill(pid, signal.SIGABRT)
+    deadline = time.monotonic() + TRACE_S
+    while time.monotonic() < deadline and any(pid in asked for pid, _ in _members(leader)):
+        time.sleep(0.05)  # only a parent can wait for the end of a process
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
@@ -93,6 +118,7 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
+        abort_session(process.pid)
         process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)

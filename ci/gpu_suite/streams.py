@@ -15,7 +15,8 @@ from typing import Any
 import cupy
 import numpy as np
 import torch
-from gpu_suite.gpu_helpers import LIBRARIES, Arrays, current, detail, figure, highest, sleep, start
+from gpu_suite.gpu_helpers import LIBRARIES, Arrays, current, highest, sleep, start
+from gpu_suite.lines import detail, figure
 
 import ringcomm as rc
 

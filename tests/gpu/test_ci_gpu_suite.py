@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,26 +31,48 @@ def run_script(tmp_path, *arguments, path=Path(sys.executable).parent, **environ
     )
 
 
-def test_a_dry_run_skips_every_stage_with_the_reason(tmp_path):
+@pytest.mark.parametrize("call", [1, 4])
+def test_a_dry_run_skips_every_stage_with_the_reason(call, tmp_path):
     # RINGCOMM_WHEELS is the script's own; the package would refuse it.
-    done = run_script(tmp_path, "--dry-run", "--installed", "out", RINGCOMM_WHEELS="/nowhere")
+    options = ("--dry-run", "--installed", "--call", str(call))
+    done = run_script(tmp_path, *options, "out", RINGCOMM_WHEELS="/nowhere")
     assert (done.returncode, done.stderr) == (0, "")
-    table = (tmp_path / "out" / "table.txt").read_text()
+    name = f"call-{call}"
+    table = (tmp_path / "out" / f"{name}.txt").read_text()
     assert table in done.stdout
-    *rows, empty, why = table.splitlines()
-    stages = [re.split(r"  +", line)[:2] for line in rows if not line.startswith(suite.SET_UP)]
-    assert stages == [[name, "skip"] for name in NAMES]
-    assert (empty, why) == ("", "skip: a dry run")
-    assert done.stdout.splitlines()[-1] == f"gpu_suite: {len(NAMES)} skip"
+    rows, why, *_ = table.split("\n\n")
+    stages = [re.split(r"  +", line)[:2] for line in rows.splitlines()]
+    expected = [stage.name for wave in suite.plan(call) for stage in wave]
+    assert stages == [
+        *([each, "ok" if each == "facts" else "skip"] for each in expected),
+        [suite.ONE_MACHINE, "not shown"],
+    ]
+    assert why.strip() == "skip: a dry run"
+    found = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert found == [f"{name}-logs.tar.gz", f"{name}.txt"]
+
+
+def test_the_calls_have_all_stages_once():
+    assert [wave for n in (1, 2, 3, 4) for wave in suite.plan(n)] == suite.plan()
+    assert len(NAMES) == len(set(NAMES))
+
+
+def test_each_call_can_end_in_9_minutes():
+    for number, waves in suite.calls().items():
+        limits = [max(stage.limit_s for stage in wave) for wave in waves]
+        assert sum(limits) <= 525, limits
+        if number == 1:  # it builds, beside the stages that do not need that
+            after = [max(s.limit_s for s in w) for w in waves if all(s.needs_build for s in w)]
+            assert suite.SET_UP_LIMIT_S + sum(after) <= 525
 
 
 def test_a_run_of_nothing_is_no_success(tmp_path):
-    if not suite.missing_gpu():
+    if isinstance(suite.missing_gpu(), int):
         pytest.skip("there is a GPU")
-    assert run_script(tmp_path, "--installed", "--only", "hardware").returncode == 1
+    assert run_script(tmp_path, "--installed", "--only", "kernels").returncode == 1
 
 
-@pytest.mark.parametrize("names", ["nosuch", "hardware,nosuch", ","])
+@pytest.mark.parametrize("names", ["nosuch", "facts,nosuch", ","])
 def test_a_stage_that_is_not_known_is_refused_with_those_that_are(names, tmp_path):
     done = run_script(tmp_path, "--dry-run", "--installed", "--only", names)
     what = "no names" if names == "," else "no stage is called 'nosuch'"
@@ -60,24 +83,29 @@ def test_a_stage_that_is_not_known_is_refused_with_those_that_are(names, tmp_pat
 
 
 def test_stages_are_chosen_by_how_their_names_begin(tmp_path):
-    done = run_script(tmp_path, "--dry-run", "--installed", "--only", "hard,pack,")
+    done = run_script(tmp_path, "--dry-run", "--installed", "--only", "kern,pack,")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "gpu_suite: 2 skip"
+    assert done.stdout.splitlines()[-1] == "gpu_suite: 1 not shown, 2 skip"
 
 
 def test_an_option_that_lacks_its_names_is_refused(tmp_path):
     done = run_script(tmp_path, "--only")
-    said = "gpu_suite: --only needs names, as in --only hardware,ipc\n"
+    said = "gpu_suite: --only needs names, as in --only facts,ipc\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
-def test_logs_of_an_earlier_run_go_and_files_of_others_stay(tmp_path):
-    logs = tmp_path / "out" / "logs"
-    logs.mkdir(parents=True)
-    for name in ("hardware", "ipc-N2", "set-up", "of-another"):
-        (logs / f"{name}.log").write_text("old")
-    run_script(tmp_path, "--dry-run", "--installed", "--only", "hardware", "out")
-    assert [path.name for path in logs.iterdir()] == ["of-another.log"]
+def test_a_call_that_is_not_known_is_refused(tmp_path):
+    done = run_script(tmp_path, "--call", "5")
+    assert (done.returncode, done.stderr) == (2, "gpu_suite: --call needs 1, 2, 3 or 4\n")
+
+
+def test_results_replace_those_of_an_earlier_run_and_files_of_others_stay(tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("all-calls.txt", "of-another.txt"):
+        (tmp_path / "out" / name).write_text("old")
+    run_script(tmp_path, "--dry-run", "--installed", "--only", "kernels", "out")
+    assert (tmp_path / "out" / "of-another.txt").read_text() == "old"
+    assert "kernels" in (tmp_path / "out" / "all-calls.txt").read_text()
 
 
 def test_an_option_that_is_not_known_is_refused(tmp_path):
@@ -109,25 +137,17 @@ def test_the_example_says_in_one_line_that_there_is_no_gpu_and_fails(tmp_path):
     assert "x rank" not in job.output, "no rank is told to have failed"
 
 
-def test_a_set_up_that_fails_stands_in_the_table(tmp_path):
-    (tmp_path / "python3").write_text("#!/bin/sh\necho cannot; exit 4\n")
-    (tmp_path / "python3").chmod(0o755)
-    done = run_script(tmp_path, path=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == "cannot\n"
-    table = (tmp_path / "gpu-suite" / "table.txt").read_text()
-    log = tmp_path / "gpu-suite" / "logs" / "set-up.log"
-    assert re.fullmatch(rf"set-up FAIL after \d+ s: exit 4, see {log}\n", table)
-    assert log.read_text() == "cannot\n"
-
-
-def test_a_set_up_that_lacks_modules_says_which_in_one_line(tmp_path):
+def test_a_set_up_that_lacks_modules_says_which_and_stops_no_probe(tmp_path):
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
     usual = os.defpath  # of no mpirun, cmake or ninja of this environment
     done = run_script(tmp_path, "--dry-run", path=f"{bare / 'bin'}:{usual}", RINGCOMM_WHEELS="/no")
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, done.stderr) == (1, "")
+    rows = (tmp_path / "gpu-suite" / "all-calls.txt").read_text().splitlines()
+    assert rows[0].startswith("facts                      ok ")
+    (row,) = (row for row in rows if row.startswith("set-up"))
+    assert row.split()[1] == "FAIL"
+    (last,) = (x.strip() for x in done.stdout.splitlines() if x.startswith("    gpu_suite: "))
     assert last.startswith(f"gpu_suite: {bare / 'bin' / 'python3'} has no numpy, mpi4py, pytest, ")
     assert "nanobind, scikit_build_core" in last
     assert "torch" not in last.partition(". In ")[0], "a dry run needs none"
@@ -135,7 +155,7 @@ def test_a_set_up_that_lacks_modules_says_which_in_one_line(tmp_path):
         f"In {ROOT}, type: pip install '.[torch,cuda13,openmpi,test,build]', or cuda12 instead of "
         "cuda13"
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stdout
 
 
 @pytest.mark.parametrize("each", [s for wave in suite.plan() for s in wave], ids=lambda s: s.name)
@@ -269,25 +289,95 @@ while not other.exists():
 """
 
 
-def test_stages_of_one_wave_run_side_by_side_and_a_failure_stops_none(tmp_path):
-    (tmp_path / "logs").mkdir()
+@pytest.fixture
+def run_all(tmp_path):
+    """Return a function that runs waves, and returns their rows."""
+
+    def run_all(*waves, build=None):
+        (tmp_path / "work").mkdir()
+        environment = suite.environment_of(tmp_path / "work")
+        made = suite.Suite(tmp_path, 1, environment, time.monotonic() + 60)
+        made.run(list(waves), build)
+        return made.rows
+
+    return run_all
+
+
+def python(name, script, **options):
+    return Stage(name, [sys.executable, "-c", script], 20, **options)
+
+
+def test_stages_of_one_wave_run_side_by_side_and_a_failure_stops_none(
+    tmp_path, run_all, monkeypatch
+):
+    monkeypatch.setattr(suite, "missing_gpu", lambda: 1)  # it still works
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     command = [sys.executable, "-c", MEETING]
     wave = [
         Stage("one", [*command, a, b], 20),
-        Stage("bad", [sys.executable, "-c", "exit(5)"], 20),
+        python("bad", "exit(5)"),
         Stage("two", [*command, b, a], 20),
     ]
-    rows = suite.run_wave(wave, tmp_path, os.environ, time.monotonic() + 60, "")
+    rows = run_all(wave, [python("later", "print('3 passed')")])
     assert [(row.name, row.verdict) for row in rows] == [
         ("one", "ok"),
         ("bad", "FAIL"),
         ("two", "ok"),
+        ("later", "ok"),
     ]
+    assert [line.split()[:2] for line in (tmp_path / "call-1.txt").read_text().splitlines()] == [
+        [row.name, row.verdict] for row in rows
+    ]
+    with tarfile.open(tmp_path / "call-1-logs.tar.gz") as logs:
+        assert sorted(logs.getnames())[1:] == [
+            f"logs/{n}.log" for n in ("bad", "later", "one", "two")
+        ]
+
+
+def test_a_gpu_that_does_not_work_any_more_ends_what_needs_it(run_all, monkeypatch, tmp_path):
+    monkeypatch.setattr(suite, "missing_gpu", lambda: "no GPU: cuInit failed")
+    rows = run_all(
+        [python("bad", "exit(5)")],
+        [python("more", "print(1)")],
+        [python("host", "print(2)", needs_gpu=False)],
+    )
+    assert [row.verdict for row in rows] == ["FAIL", "skip", "ok"]
+    assert "skip: no GPU: cuInit failed" in (tmp_path / "call-1.txt").read_text()
+
+
+def test_the_build_is_beside_what_needs_none_and_its_failure_skips_the_rest(run_all, tmp_path):
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    first = Stage("probe", [sys.executable, "-c", MEETING, a, b], 20, needs_build=False)
+    build = Stage(
+        suite.SET_UP, [sys.executable, "-c", MEETING + "exit(3)", b, a], 20, needs_gpu=False,
+        needs_build=False,
+    )  # fmt: skip
+    rows = run_all([first], [python("tests", "print(1)")], build=build)
+    assert [(row.name, row.verdict, row.text) for row in rows[::2]] == [
+        ("probe", "ok", "no output"),
+        ("tests", "skip", "the set-up failed"),
+    ]
+    assert rows[1].verdict == "FAIL"
+
+
+def test_what_needs_two_gpus_is_not_shown_on_one(run_all):
+    (row,) = run_all([python("pairs", "print(1)", n_gpus=2)])
+    assert (row.verdict, row.text) == ("not shown", "needs 2 GPUs, this machine has 1")
+
+
+def test_a_stage_that_is_cut_says_where_its_threads_were(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage_runner, "SHORTEST_S", 0)
+    script = "import time\ndef stuck():\n    time.sleep(60)\nstuck()"
+    made = Stage("a stage", [sys.executable, "-c", script], 1.0)
+    environment = suite.environment_of(tmp_path)
+    row = run_stage(made, tmp_path / "log", environment, time.monotonic() + 60)
+    assert row.verdict == "cut"
+    assert "in stuck" in (tmp_path / "log").read_text()
 
 
 def test_details_stand_below_the_rows():
     rows = [Row("a", "ok", 1.5, "1 GB/s", ("x 1", "y 2")), Row("b", "skip", 0.0, "no GPU")]
     assert suite.table(rows) == (
-        f"{'a':<22} ok      1.5 s  1 GB/s\n{'b':<22} skip    0.0 s  no GPU\n\na\nx 1\ny 2\n"
+        f"{'a':<26} ok           1.5 s  1 GB/s\n"
+        f"{'b':<26} skip         0.0 s  no GPU\n\na\nx 1\ny 2\n"
     )

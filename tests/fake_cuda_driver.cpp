@@ -1,0 +1,160 @@
+// A libcuda.so.1 for tests of ci/gpu_suite/probes.py. A stream is a thread, GPU memory is a file
+// that other processes map. FAKE_BLOCKS=1: freeing memory waits for all streams, as CUDA may.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+
+using Address = uint64_t;
+constexpr int kInvalidValue = 1, kNotReady = 600;
+
+struct Stream {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> work;
+    std::thread thread{[this] { run(); }};
+
+    void run() {
+        for (;;) {
+            std::function<void()> next;
+            {
+                std::unique_lock lock(mutex);
+                changed.wait(lock, [this] { return !work.empty(); });
+                next = work.front();
+            }
+            next();
+            std::lock_guard lock(mutex);
+            work.pop_front();
+            changed.notify_all();
+        }
+    }
+    int add(std::function<void()> next) {
+        std::lock_guard lock(mutex);
+        work.push_back(std::move(next));
+        changed.notify_all();
+        return 0;
+    }
+    bool idle() {
+        std::lock_guard lock(mutex);
+        return work.empty();
+    }
+    int wait() {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [this] { return work.empty(); });
+        return 0;
+    }
+};
+struct Event {
+    bool reached = true;
+};
+struct Handle {
+    char raw[64];
+};
+
+static std::mutex everything;
+static std::set<Stream*> streams;
+
+static int map_file(Address* out, const char* path, size_t nbytes, int flags) {
+    const int fd = open(path, O_RDWR | flags, 0600);
+    if (fd < 0) return kInvalidValue;
+    if (flags != 0 && ftruncate(fd, static_cast<off_t>(nbytes)) != 0) return kInvalidValue;
+    void* at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    *out = reinterpret_cast<Address>(at);
+    return 0;
+}
+static std::string path_of(long pid, Address at) {
+    return std::string(getenv("FAKE_GPU")) + "/" + std::to_string(pid) + "." + std::to_string(at);
+}
+static volatile uint32_t* word(Address at) { return reinterpret_cast<volatile uint32_t*>(at); }
+
+extern "C" {
+int cuInit(unsigned) { return 0; }
+int cuDeviceGetCount(int* n) { return *n = 1, 0; }
+int cuDeviceGet(int* device, int) { return *device = 0, 0; }
+int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &everything, 0; }
+int cuCtxSetCurrent(void* context) { return context == &everything ? 0 : kInvalidValue; }
+int cuGetErrorName(int, const char** name) { return *name = "CUDA_ERROR_OF_A_FAKE", 0; }
+int cuCtxSynchronize() {
+    std::lock_guard lock(everything);
+    for (Stream* each : streams) each->wait();
+    return 0;
+}
+int cuMemAlloc_v2(Address* out, size_t nbytes) {
+    static int serial = 0;
+    std::lock_guard lock(everything);
+    const std::string fresh = path_of(getpid(), static_cast<Address>(serial++)) + ".new";
+    if (map_file(out, fresh.c_str(), nbytes, O_CREAT) != 0) return kInvalidValue;
+    return rename(fresh.c_str(), path_of(getpid(), *out).c_str());
+}
+int cuMemFree_v2(Address) { return getenv("FAKE_BLOCKS") ? cuCtxSynchronize() : 0; }
+int cuMemsetD32_v2(Address at, uint32_t value, size_t n) {
+    for (size_t i = 0; i < n; ++i) word(at)[i] = value;
+    return 0;
+}
+int cuMemsetD32Async(Address at, uint32_t value, size_t n, Stream* stream) {
+    return stream->add([=] { cuMemsetD32_v2(at, value, n); });
+}
+int cuMemcpyDtoH_v2(void* to, Address at, size_t nbytes) {
+    return std::memcpy(to, reinterpret_cast<void*>(at), nbytes), 0;
+}
+int cuMemHostRegister_v2(void*, size_t, unsigned flags) { return flags == 3 ? 0 : kInvalidValue; }
+int cuMemHostUnregister(void*) { return 0; }
+int cuMemHostGetDevicePointer_v2(Address* out, void* at, unsigned) {
+    return *out = reinterpret_cast<Address>(at), 0;
+}
+int cuStreamCreate(Stream** out, unsigned) {
+    std::lock_guard lock(everything);
+    return streams.insert(*out = new Stream), 0;
+}
+int cuStreamDestroy_v2(Stream*) { return 0; }
+int cuStreamQuery(Stream* stream) { return stream->idle() ? 0 : kNotReady; }
+int cuStreamSynchronize(Stream* stream) { return stream->wait(); }
+int cuStreamWriteValue32_v2(Stream* stream, Address at, uint32_t value, unsigned) {
+    return stream->add([=] { *word(at) = value; });
+}
+int cuStreamWaitValue32_v2(Stream* stream, Address at, uint32_t value, unsigned) {
+    return stream->add([=] {
+        while (static_cast<int32_t>(*word(at) - value) < 0) usleep(20);
+    });
+}
+int cuEventCreate(Event** out, unsigned) { return *out = new Event, 0; }
+int cuEventDestroy_v2(Event*) { return 0; }
+int cuEventRecord(Event* event, Stream* stream) {
+    event->reached = false;
+    return stream->add([=] { event->reached = true; });
+}
+int cuEventQuery(Event* event) { return event->reached ? 0 : kNotReady; }
+int cuModuleLoadData(void** out, const char* text) {
+    return *out = &everything, std::strstr(text, ".entry nothing") ? 0 : kInvalidValue;
+}
+int cuModuleGetFunction(void** out, void*, const char* name) {
+    return *out = &streams, std::strcmp(name, "nothing");
+}
+int cuLaunchKernel(void* function, unsigned x, unsigned, unsigned, unsigned, unsigned, unsigned,
+                   unsigned shared, Stream* stream, void** arguments, void** extra) {
+    if (function != &streams || x != 1 || shared || arguments || extra) return kInvalidValue;
+    return stream->add([] {});
+}
+int cuIpcGetMemHandle(Handle* out, Address at) {
+    std::memset(out, 0, sizeof *out);
+    std::snprintf(out->raw, sizeof out->raw, "%ld.%lu", static_cast<long>(getpid()), at);
+    return 0;
+}
+int cuIpcOpenMemHandle_v2(Address* out, Handle handle, unsigned) {
+    const std::string path = std::string(getenv("FAKE_GPU")) + "/" + handle.raw;
+    return map_file(out, path.c_str(), 1 << 21, 0);
+}
+int cuIpcCloseMemHandle(Address) { return 0; }
+}

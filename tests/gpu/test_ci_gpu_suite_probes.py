@@ -1,0 +1,111 @@
+"""The probes of ci/gpu_suite.sh, with a stand-in for NVIDIA's driver."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from gpu_suite import matrix
+
+ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def driver():
+    """Return the folder of the stand-in, which the first caller builds."""
+    folder = Path(tempfile.mkdtemp(prefix="fake-cuda-"))
+    source, built = ROOT / "tests" / "fake_cuda_driver.cpp", folder / "libcuda.so.1"
+    options = ("-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-Wall", "-Werror")
+    subprocess.run(["g++", *options, "-o", built, source], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _removed():
+    yield
+    if driver.cache_info().currsize:
+        shutil.rmtree(driver())
+
+
+def run(tmp_path, what, **environment):
+    paths = os.pathsep.join(map(str, (ROOT / "ci", ROOT / "tests")))
+    known = {"LD_LIBRARY_PATH": str(driver()), "FAKE_GPU": str(tmp_path), "PYTHONPATH": paths}
+    return subprocess.run(
+        [sys.executable, "-P", *what],
+        env=os.environ | known | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def probe(tmp_path, name, **environment):
+    return run(tmp_path, ("-m", "gpu_suite.probes", name), **environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("memory", "a wait and a write take "),
+        ("release", "done "),
+        ("blocked", "0 of 18 calls block while a stream waits"),
+        ("ipc,2", "maps in "),
+        ("ipc,4", "maps in "),
+    ],
+)
+def test_a_probe_ends_with_its_figure(name, said, tmp_path):
+    done = probe(tmp_path, name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"figure: {said}")
+
+
+def test_a_call_that_blocks_is_named_and_hides_no_other(tmp_path):
+    done = probe(tmp_path, "blocked", FAKE_BLOCKS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *details, figure = done.stdout.splitlines()
+    assert figure == "figure: 1 of 18 calls block while a stream waits"
+    (blocked,) = (line for line in details if "blocks until the stream goes on" in line)
+    assert blocked.split()[1] == "free"
+
+
+def test_a_machine_without_the_daemon_of_mps_says_so(tmp_path):
+    done = probe(tmp_path, "ipc,2,mps", PATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (77, "skip: there is no nvidia-cuda-mps-control\n")
+
+
+def test_a_private_daemon_of_mps_is_told_to_quit(tmp_path):
+    program, log = tmp_path / "nvidia-cuda-mps-control", tmp_path / "log"
+    program.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY $* $(cat)" >>{log}\n')
+    program.chmod(0o755)
+    done = probe(tmp_path, "ipc,2,mps", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    begun, ended = log.read_text().splitlines()
+    folder, *_ = begun.split()
+    assert folder.startswith("/tmp/mps-")
+    assert ended.split() == [folder, "quit"]
+    assert not Path(folder).exists()
+
+
+def test_the_suite_asks_the_driver_itself_for_a_gpu(tmp_path):
+    from gpu_suite.__main__ import PROBE
+
+    done = run(tmp_path, ("-c", PROBE))
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+def test_a_matrix_shows_each_cell_and_the_first_error_of_each():
+    cases = matrix.Matrix()
+    for row, column, error in [("f32", "SUM", ""), ("f32", "SUM", "off"), ("i8", "MAX", "")]:
+        cases.add(row, column, error)
+    assert (cases.n_cases, cases.n_wrong) == (3, 1)
+    assert [line.split() for line in cases.lines()] == [
+        ["SUM", "MAX"],
+        ["f32", "1/2!", "-"],
+        ["i8", "-", "1"],
+        ["f32,", "SUM:", "off"],
+    ]
