@@ -20,7 +20,7 @@ from gpu_suite.stage_runner import Row, Stage, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 SET_UP = "set-up"
-SET_UP_LIMIT_S = 200
+SET_UP_LIMIT_S = 300
 TAIL = 25  # lines of the log of a stage that failed
 # A new process uses the GPU, which after some failures none can; prints the number of GPUs.
 PROBE = """
