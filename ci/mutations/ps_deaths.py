@@ -140,8 +140,8 @@ PS_DEATHS = [
     Mutation(
         "ps-the-dead-come-back-in-a-recovery",
         "ps",
-        "ps/server/core/core.py",
-        "        self.left |= left\n",
+        "ps/server/core/departures.py",
+        "        self.left.update(left)\n",
         "",
         "rounds wait for workers that died before",
         _OF_SERVERS,
