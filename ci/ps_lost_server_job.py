@@ -44,6 +44,12 @@ def parse():
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--replication", type=int, default=1)
     parser.add_argument("--kill", action="append", default=[], help="SERVER@REQUEST:WHEN")
+    parser.add_argument(
+        "--kill-later",
+        action="append",
+        default=[],
+        help="likewise; counts once another has died and there are two copies",
+    )
     parser.add_argument("--kill-worker", default="-1@0", help="WORKER@STEP, after its push")
     return parser.parse_args()
 
@@ -51,20 +57,30 @@ def parse():
 def plan_kills(args):
     """Let servers die: before or after so many requests of a kind, or a moment after one."""
     plans = {}
-    for kill in args.kill:
+    for kill in (*args.kill, *args.kill_later):
         who, at, when = kill.replace("@", ":").split(":")
         plans[int(who)] = int(at), when.partition("-")
+    later = {int(kill.partition("@")[0]) for kill in args.kill_later}
     on_request, counts, of_copies = Server.on_request, itertools.count(1), itertools.count(1)
 
     def die(server):
         (args.out / f"kill.{session().engine.job_rank}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def may_die(number):
+        """Return True once the death of this server loses nothing."""
+        layout = session().layout
+        if number in later and layout.dead & {*layout.servers}:  # it has heard of the first death
+            homes = session().dispatcher.server._homes.values()
+            if all(home.server.n_copies == 2 for home in homes if home.is_primary):
+                later.remove(number)
+        return number not in later
+
     def on_request_or_die(server, request):
         current = session()
         number = current.layout.number_of(current.engine.job_rank)
         at, (kinds, _, moment) = plans.get(number, (0, ("push", "", "")))
-        is_counted = request.header.kind in OF_REQUESTS[kinds]
+        is_counted = request.header.kind in OF_REQUESTS[kinds] and may_die(number)
         if server.index == number:
             is_due = is_counted and next(counts) == at
         else:  # another server's, of which this process has a copy

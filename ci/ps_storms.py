@@ -8,7 +8,7 @@ usage: .venv/bin/python ci/ps_storms.py [--storms 200] [--launcher ulfm|continuo
 Ends with 1 if a job hangs, if its exit code is not that of a good job, if an acknowledged push is
 lost or one counts twice, or if a checkpoint that is complete cannot be read. After the death of a
 server all go back to a checkpoint, and their state is that of it, and what was pushed since. With
---replication 2 nobody goes back.
+--replication 2 nobody goes back, and a second server dies once lost copies are made again.
 """
 
 import argparse
@@ -195,12 +195,28 @@ class ServerStorm(Storm):
         return {k * SHARE / n + (step - k) * SHARE / (n - 1) for k in with_all}
 
 
+@dataclass
 class CopiedServerStorm(ServerStorm):
-    """A job of which a server is killed, and another one goes on in its place."""
+    """A job of which a server is killed, and another one goes on in its place.
 
+    Attributes:
+        later: as kills: who dies once there are two copies again.
+        n_killed: servers that died in run().
+    """
+
+    later: str = ""
+    n_killed: int = 0
     replication = 2
 
+    @property
+    def _kill_options(self):
+        return [*super()._kill_options, f"--kill-later={self.later}"]
+
+    def __str__(self):
+        return f"{super().__str__()}, then {self.later}: {self.n_killed} killed"
+
     def _problems(self, out, code):
+        self.n_killed = len([*out.glob("kill.*")])
         yield from super()._problems(out, code)
         for path in out.glob("result.*"):
             if json.loads(path.read_text())["n_recovered"]:
@@ -208,13 +224,18 @@ class CopiedServerStorm(ServerStorm):
 
 
 def random_copied_server_storm(rng, launcher):
-    """Return a storm; of three servers one dies: by a request to it, or to one it has a copy of."""
+    """Return a storm; of three servers one dies: by a request to it, or to one it has a copy of.
+
+    Then another one dies, if it still gets so many pushes once there are two copies of it.
+    """
     kinds = rng.choice([each for each in OF_SERVERS if each not in ("moving", "recovering")])
     moment = rng.choice(("before", "after", "soon"))
-    kill = f"{rng.randrange(3)}@{rng.randint(*OF_SERVERS[kinds])}:{kinds}-{moment}"
+    first, second = rng.sample(range(3), 2)
+    kill = f"{first}@{rng.randint(*OF_SERVERS[kinds])}:{kinds}-{moment}"
+    later = f"{second}@{rng.randint(1, 20)}:push-{rng.choice(('before', 'after', 'soon'))}"
     mode = rng.choice(MODES)
     n_workers = 2 if mode == "first_of" else rng.randint(2, 3)  # see random_server_storm()
-    return CopiedServerStorm(mode, n_workers, [kill], launcher)
+    return CopiedServerStorm(mode, n_workers, [kill], launcher, later=later)
 
 
 def random_server_storm(rng, launcher):
