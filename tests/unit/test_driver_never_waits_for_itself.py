@@ -9,6 +9,7 @@ from harness import run_ranks
 
 import ringcomm as rc
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.progress import loop
 from ringcomm.engine.progress.loop import Progress
 
 SOON_S = 30.0  # longer than any of this takes; a hang lasts longer
@@ -140,7 +141,7 @@ def test_a_callback_may_look():
 
 def test_a_service_that_waits_for_its_own_turn_is_refused():
     class Impatient:
-        is_busy = has_news = False
+        is_busy = has_news = is_streaming = False
 
         def poll(self, *, only_news=False):
             engine_of_rank.run_until(lambda: False)
@@ -166,7 +167,7 @@ def test_naps_are_as_long_as_looks_are_costly_whatever_work_and_others_take(monk
             pass
 
     class Sluggish:
-        is_busy = has_news = False
+        is_busy = has_news = is_streaming = False
         n_polls = 0
 
         def poll(self, *, only_news=False):
@@ -189,3 +190,29 @@ def test_naps_are_as_long_as_looks_are_costly_whatever_work_and_others_take(monk
     [naps] = run_ranks(1, body)
     *_, behind_work, behind_others, behind_look = naps
     assert max(behind_work, behind_others) < 0.5 <= behind_look
+
+
+def test_naps_stay_short_while_a_long_message_is_under_way(monkeypatch):
+    class Streaming:
+        is_busy = is_streaming = True
+        has_news = False
+        n_polls = 0
+
+        def poll(self, *, only_news=False):
+            self.n_polls += 1
+            self.is_streaming = self.n_polls < 200
+            return False
+
+    def body(rank):
+        service = Streaming()
+        engine().progress.attach(service)
+        engine().run_until(lambda: service.n_polls == 300)
+        service.is_busy = False
+        return naps
+
+    naps = []
+    monkeypatch.setattr(loop, "_PASS_SHARE", 1e6)  # each look costs much
+    monkeypatch.setattr(Progress, "_park", lambda self, nap_s, *, is_background: naps.append(nap_s))
+    [naps] = run_ranks(1, body)
+    streaming, after = naps[1:100], naps[-50:]
+    assert max(streaming) <= 0.5e-3 < max(after)

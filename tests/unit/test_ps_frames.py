@@ -84,6 +84,7 @@ def test_frames_arrive_in_order_whatever_way_their_bodies_take(nodes):
     assert is_shared == (nodes[0] == nodes[1])
     a.poll()
     assert not a.is_busy
+    assert not a.is_streaming
     assert not b.is_busy
 
 
@@ -97,6 +98,20 @@ def test_a_request_to_another_host_has_the_header_that_was_given():
     )
     assert came.header._replace(where=0, n_meta=0, n_body=0) == given
     assert (came.meta, came.body.tolist()) == (b"meta", [0, 1, 2, 3])
+
+
+def test_a_link_is_streaming_while_a_long_body_is_under_way():
+    _, (a, b) = links((0, 1))
+    a.send(1, Header(Kind.PUSH), b"", np.ones(1 << 20, np.uint8))
+    a.flush()
+    assert a.is_streaming
+    assert not b.is_streaming
+    while not (came := b.poll()):
+        a.poll()
+    a.poll()
+    assert len(came) == 1
+    assert not a.is_streaming
+    assert not b.is_streaming
 
 
 def test_small_frames_share_a_message():

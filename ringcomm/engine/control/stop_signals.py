@@ -29,7 +29,7 @@ class StopSignals:
         has_stopped: this rank takes no commands, and those that do have stopped.
     """
 
-    has_news = is_busy = False  # as a service: others make the loop poll
+    has_news = is_busy = is_streaming = False  # as a service: others make the loop poll
 
     def __init__(self, engine: ControlledEngine) -> None:
         self._engine = engine

@@ -34,6 +34,10 @@ class Service(Protocol):
     def is_busy(self) -> bool:
         """True while the service waits for something, so that it must be polled."""
 
+    @property
+    def is_streaming(self) -> bool:
+        """True while a long message is under way, whose bytes move when the wire is polled."""
+
 
 class TaskSet:
     """Tasks and services; any thread may add one, the driver does the rest."""
@@ -63,6 +67,11 @@ class TaskSet:
         if self._tasks or self.inbox:
             return True
         return any(service.is_busy for service in self.services)
+
+    @property
+    def is_streaming(self) -> bool:
+        """True while a service sends or receives a long message."""
+        return any(service.is_streaming for service in self.services)
 
     def waits_in_cpp(self) -> bool:
         """Return True if C++ alone advances what is under way, and wakes a thread at its end."""

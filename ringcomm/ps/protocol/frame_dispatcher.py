@@ -105,6 +105,11 @@ class FrameDispatcher:
         is_serving = self.server is not None and not self.server.is_over
         return is_serving or self.link.is_busy
 
+    @property
+    def is_streaming(self) -> bool:
+        """True while a body that is a message of its own is under way."""
+        return self.link.is_streaming
+
     def place_for(self, header: Header) -> Bytes | None:
         """Return where the body of a message shall go; see Link."""
         is_reply = header.kind == Kind.REPLY and self.client is not None

@@ -296,6 +296,11 @@ class Link:
         )
 
     @property
+    def is_streaming(self) -> bool:
+        """True while a body is under way as a message."""
+        return bool(self._sends or self._n_waiting)
+
+    @property
     def n_queued(self) -> int:
         """How many frames wait to leave, or for their body."""
         return sum(map(len, self._outgoing)) + self._n_waiting
@@ -317,16 +322,10 @@ class Link:
             if sending.dest not in self._dead:
                 self._sends.append(sending)
         if self._sends:
-            self._sends = [each for each in self._sends if not self._is_over(each, each.dest)]
-
-    def _is_over(self, request: Request | _Sending, rank: int) -> bool:
-        """Test a request; if its rank dies, it is over with forget(), once that is known."""
-        try:
-            return request.test()
-        except WireFault:
-            if rank in self._survivable:
-                return False
-            raise
+            may_die = self._survivable
+            self._sends = [
+                each for each in self._sends if not _is_over(each, may_die=each.dest in may_die)
+            ]
 
     def _admit(self, source: int, frame: Frame) -> None:
         if source in self._dead:
@@ -351,7 +350,10 @@ class Link:
 
     def _arrived(self) -> Iterable[Delivery]:
         for source, queue in enumerate(self._queues):
-            while queue and (queue[0].request is None or self._is_over(queue[0].request, source)):
+            may_die = source in self._survivable
+            while queue and (
+                queue[0].request is None or _is_over(queue[0].request, may_die=may_die)
+            ):
                 incoming = queue.popleft()
                 self._n_waiting -= incoming.request is not None
                 yield incoming.delivery
@@ -369,3 +371,13 @@ class _Sending:
         if self.request is None:
             self.request = self._start()
         return self.request.test()
+
+
+def _is_over(request: Request | _Sending, *, may_die: bool) -> bool:
+    """Test a request; if its rank dies, it is over with forget(), once that is known."""
+    try:
+        return request.test()
+    except WireFault:
+        if may_die:
+            return False
+        raise
