@@ -222,6 +222,32 @@ def test_who_has_heard_of_a_later_change_still_learns_of_the_view_that_others_ha
     assert job.states[1].view == job.states[0].view
 
 
+def test_who_hears_of_a_view_from_one_without_a_place_first_goes_over_to_it_with_its_members():
+    job = Job(5)
+    job.handle(0, Resize(3))
+    job.handle(0, Heal())
+    while not all(job.to_clear):
+        moves = [m for m in job.moves() if m[0] != job.clear]
+        moves[0][0](*moves[0][1:])
+    for rank in (1, 2, 3, 4, 0):
+        job.clear(rank)
+    for rank in (1, 2, 4):  # they know the view, 0 has yet to hear that 3 is ready
+        for source in job.live():
+            while job.queues[source, rank]:
+                job.deliver(source, rank)
+    assert [s.phase for s in job.states[:3]] == [Phase.HEALING, Phase.WORKING, Phase.WORKING]
+    job.queues[3, 0].clear()
+    job.dead.add(3)  # which is no member of the new view
+    job.see(0, 3)
+    job.deliver(0, 4)
+    while job.queues[4, 0]:  # before 1 and 2 answer that they have agreed
+        job.deliver(4, 0)
+    job.rest()
+    assert [s.phase for s in job.states[:3]] == [Phase.WORKING] * 3
+    assert {s.view.members for s in job.states[:3]} == {(0, 1, 2)}
+    assert len({s.view for s in job.states[:3]}) == 1
+
+
 def test_ranks_on_the_host_of_one_that_hangs_are_asked_to_kill_it():
     job = Job(3)
     _, actions = handle(job.states[0], Evict(frozenset({2})))

@@ -18,9 +18,10 @@ more (GONE), and that members go on only with one of them that lives.
 
 The view before an agreement is the latest in which one of the live processes has worked: all of
 them send the view in which they were, and one that was in an earlier view, because it had heard of
-another change before it could install the later one, first goes over to that (AGREED). A rank that
-has raised an exception is known to have failed, and is lost only when its process ends or says
-GONE.
+another change before it could install the later one, first goes over to that (AGREED). So does one
+that has heard of the later view from a process without a place there, if no other view is needed:
+its members work on. A rank that has raised an exception is known to have failed, and is lost only
+when its process ends or says GONE.
 
 Processes that are no members may have arrived: they have nothing to stop, and take part in the
 agreements of the first run. A later view makes members of them if it has room.
@@ -102,6 +103,7 @@ class Membership:
     changes: Changes = field(default_factory=Changes)
     run: int = 0
     is_done: bool = False
+    _worked_in: int = 0  # number of the last view in which it has worked
     _told: tuple[Changes, int] | None = None  # changes and view of its last STOPPED, when healing
     _asked: Changes | None = None  # the changes for which it was asked to clear its memory
     _cleared: Changes | None = None  # the changes of its last CLEARED, since it began to heal
@@ -319,8 +321,8 @@ def _hear(state: Membership, source: int, message: Message) -> _Result:  # noqa:
     )
     actions: list[Action] = []
     is_or_was_member = source in (*state.view.members, *view.members)
-    is_behind = is_or_was_member and view.number < state.view.number
-    if is_behind and state.phase is not Phase.HEALING:
+    may_be_behind = view.number < state.view.number or not state.needs_view
+    if is_or_was_member and may_be_behind and state.phase is not Phase.HEALING:
         actions.append(Send((source,), _message(state, Kind.AGREED)))
     is_leaving = state.phase is Phase.LEAVING
     return _and_then(actions, _refuse_others(state) if is_leaving else _go_on(state))
@@ -333,10 +335,12 @@ def _go_over(state: Membership, message: Message) -> _Result:
         return replace(state, run=message.run), [EndRun()]
     if not state.is_member:
         return _go_on(state)
-    is_behind = state.phase is Phase.HEALING and view.number > state.view.number
+    number = state.view.number
+    is_new = view.number > number or (view.number == number and not state.needs_view)
+    is_behind = state.phase is Phase.HEALING and view.number > state._worked_in and is_new
     if not is_behind or state.me not in view.members:
         return state, []
-    return replace(_at_work(state), view=view, is_done=False), [Install(view)]
+    return replace(_at_work(state, view), is_done=False), [Install(view)]
 
 
 def _hear_over(state: Membership, message: Message) -> _Result:
@@ -379,7 +383,7 @@ def _go_on(state: Membership) -> _Result:
         return state, actions
     state = replace(state, view=state._next_view(), is_done=False)
     if state.is_member:
-        state = _at_work(state)
+        state = _at_work(state, state.view)
         actions.append(Install(state.view))
     return state, actions
 
@@ -393,7 +397,7 @@ def _say_cleared(state: Membership) -> _Result:
 
 def _end_run(state: Membership) -> _Result:
     over = replace(
-        _at_work(state),
+        _at_work(state, state.view),
         run=state.run + 1,
         is_done=False,
         _done=frozenset(each for each in state._done if each[2] > state.run),
@@ -401,8 +405,9 @@ def _end_run(state: Membership) -> _Result:
     return over, [Send(state.everyone, _message(state, Kind.OVER)), EndRun()]
 
 
-def _at_work(state: Membership) -> Membership:
-    return replace(state, phase=Phase.WORKING, _told=None, _asked=None, _cleared=None)
+def _at_work(state: Membership, view: View) -> Membership:
+    known = replace(state, view=view, _worked_in=view.number)
+    return replace(known, phase=Phase.WORKING, _told=None, _asked=None, _cleared=None)
 
 
 def _withdraw(state: Membership) -> _Result:
