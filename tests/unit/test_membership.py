@@ -1,11 +1,15 @@
 """The agreement on who is in the job, under any order of deaths, messages and departures."""
 
+from types import SimpleNamespace
+
 import pytest
 from harness import at_length
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from membership_model import Job, Training, steps
 
+from ringcomm.engine.api import outside
+from ringcomm.errors import ConfigError
 from ringcomm.transport.membership.events import (
     Arrive,
     Evict,
@@ -370,3 +374,17 @@ def test_spares_that_do_not_know_each_other_do_not_go_on_when_all_others_have_le
     job.rest()
     assert not any(job.states[spare].is_member for spare in (2, 3))
     assert all(job.states[spare].is_job_over for spare in (2, 3))
+
+
+def test_a_request_for_the_size_that_is_wanted_already_is_no_change(monkeypatch):
+    """All ranks may ask, and ask again after a loss has taken them back, when no change is left."""
+    job = Job(3)
+    job.handle(0, Resize(2))
+    membership = SimpleNamespace(state=job.states[0], handle=pytest.fail)
+    presence = SimpleNamespace(size=3, lines=range(2), n_losses=1)
+    engine = SimpleNamespace(settings=SimpleNamespace(elastic_min=1))
+    world = SimpleNamespace(membership=membership, presence=presence, engine=engine)
+    monkeypatch.setattr(outside, "current", lambda: world)
+    outside.request_size(2)
+    with pytest.raises(ConfigError, match="resized 1 times, and init\\(\\) was prepared for 1"):
+        outside.request_size(3)

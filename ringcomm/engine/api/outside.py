@@ -113,13 +113,14 @@ def request_size(n: int) -> None:
             f"elastic.request_scale({n}): it must be {least} (RINGCOMM_ELASTIC_MIN) to {n_live}, "
             "which is how many processes the job has. Start it with more RINGCOMM_RESERVES"
         )
+    if n == state.size:  # another rank, or this one before a loss, has asked for it
+        return
     if state.changes.number + 1 >= len(presence.lines):
         raise ConfigError(
             f"elastic.request_scale({n}): {state.changes}, and init() was prepared for "
             f"{presence.n_losses}: set RINGCOMM_ELASTIC_LOSSES to more"
         )
-    if n != state.size:
-        world.membership.handle(Resize(n))
+    world.membership.handle(Resize(n))
 
 
 def _show_idle(world: World) -> None:
