@@ -29,7 +29,6 @@ from ringcomm.errors import RingcommError
 from ringcomm.gpu.device import packing
 from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Mark, Marks, Reached
 from ringcomm.gpu.executor.transport_setup import set_up_transport
-from ringcomm.gpu.kernels.scale import ScaleKernel
 from ringcomm.gpu.transports.base import GpuTransport, Job
 from ringcomm.gpu.transports.nccl_base import NcclBinding
 from ringcomm.gpu.transports.transport_choice import GpuChoice
@@ -196,24 +195,16 @@ class GpuTeam:
         """
         transport, device, stream = self._own_transport, self._gpu.device, self._stream
         phases = transport.phases(job.work, outlines)  # loads the kernels, before the first wait
-        before = _scaling(job.buffer, job.prescale)
-        after = _scaling(job.work.target, job.postscale)
-        for kernel in (*before, *after):
-            device.load(kernel)
         if job.buffer is not None:
             packing.load(device, job.buffer.dtype.itemsize)
         issue.let_wait(stream)
         if job.buffer is not None:
             packing.pack(device, stream, job.packed, job.buffer)
-        for kernel in before:
-            device.launch(stream, kernel)
         for number, _ in enumerate(phases, 1):
             if transport.meets_on_stream:
                 transport.meet()
             if not transport.meets_on_stream or number % _PHASES_AHEAD == 0:
                 yield self._own_marks.make()
-        for kernel in after:
-            device.launch(stream, kernel)
         if job.buffer is not None:
             packing.unpack(device, stream, job.unpacked, job.buffer)
 
@@ -339,10 +330,3 @@ class GpuTeam:
 
         keeps_alive = [keeps]
         threading.Thread(target=release, name="ringcomm-gpu-release", daemon=True).start()
-
-
-def _scaling(x: Span | None, factor: float) -> list[ScaleKernel]:
-    """Return the kernel that multiplies an array by a factor; none if nothing would change."""
-    if x is None or factor == 1.0 or not x.count:
-        return []
-    return [ScaleKernel(x.address, x.count, x.dtype, factor)]
