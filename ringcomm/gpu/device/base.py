@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ringcomm.arrays.base import Bytes
@@ -66,9 +65,6 @@ class Device(Allocator, Protocol):
         The driver may load it only once all streams are idle, so call this before a stream waits
         for another rank. Raises ConfigError if the kernel cannot be compiled.
         """
-
-    def shown_as(self, label: str) -> AbstractContextManager[object]:
-        """Return a context whose calls NVIDIA's profilers show as one range, with their kernels."""
 
     def launch(self, stream: int, kernel: Kernel) -> None:
         """Launch a kernel."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -109,14 +107,6 @@ class _CudaDevice:
 
     def leave_captures_alone(self) -> None:
         self._driver.relax_captures()
-
-    @contextlib.contextmanager
-    def shown_as(self, label: str) -> Iterator[None]:
-        cupy.cuda.nvtx.RangePush(label)
-        try:
-            yield
-        finally:
-            cupy.cuda.nvtx.RangePop()
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         self._runtime.memcpyAsync(target, source, nbytes, _ANY_DIRECTION, stream)

@@ -170,15 +170,13 @@ class GpuTeam:
         self, t: Channel, job: Job, issue: Issue, end: Callable[[], R] | None = None
     ) -> R | None:
         """Enqueue a job, then call end(), if any; return its result."""
-        call, transport, device = self._gpu.launcher.call, self._own_transport, self._gpu.device
+        call, transport = self._gpu.launcher.call, self._own_transport
         outline = await call(partial(transport.outline, job.work))
         steps = self._enqueue(job, await gather_alike(outline, t), issue)
-        label = self._engine.pending.label_of(t.key) if self._engine.settings.nvtx else ""
 
         def step() -> Mark | R | None:
-            with device.shown_as(label) if label else contextlib.nullcontext():
-                mark = next(steps, None)
-                return end() if mark is None and end is not None else mark
+            mark = next(steps, None)
+            return end() if mark is None and end is not None else mark
 
         while True:
             made: Mark | R | None = await call(step)
