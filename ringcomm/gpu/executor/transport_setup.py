@@ -174,10 +174,8 @@ class _Setup:
 
     def _connect_ipc(self, flags: Bytes) -> tuple[IpcTransport, Address]:
         t, memory, regions = self._t, self._memory, self._device.regions
-        signed = regions.take(1)
-        address = regions.find(signed)
+        address = regions.find(regions.take(1))
         transport = IpcTransport(self._device, t.rank, t.size, flags=flags, host=memory.host)
-        transport.sign(signed)
         return transport, address
 
 
