@@ -19,12 +19,11 @@ from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.base import Move, Reduce, Update, Work
 from ringcomm.gpu.transports.nccl_base import Communicator
-from ringcomm.gpu.transports.slices import even_parts, passes, staging_nbytes
+from ringcomm.gpu.transports.slices import even_parts
 from ringcomm.transport.node import To
 
 _BYTE = DTYPES["uint8"]
 _WARM_UP = 128  # bytes
-_GRAIN = 256
 # The numbers of nccl.h. A complex array is summed as twice as many reals.
 DATA_TYPES = {
     "int8": 0,
@@ -162,79 +161,50 @@ class NcclTransport:
     def _combination(self, work: Reduce) -> Callable[[], None]:
         """Return the function that sends elements to their owners, which send the results.
 
-        Works in passes, because an owner needs memory for the elements of all ranks. Loads the
-        kernels with which the owners combine the elements.
+        Loads the kernel with which the owners combine the elements.
         """
         item = work.dtype.itemsize
         parts = work.parts or even_parts(work.source.count, self._size, item)
-        in_passes = [
-            [slice(each.start, each.stop) for each in slices]
-            for slices in passes(parts, item, staging_nbytes(self._size))
-        ]
-        longest = max((own.stop - own.start) * item for own in (p[self._rank] for p in in_passes))
-        room = -(-longest // _GRAIN) * _GRAIN
+        own = work.source[parts[self._rank]]
+        room = -(-own.nbytes // 256) * 256
         received = self._take("pieces", max(1, room * self._size)).address
         pieces = [received + r * room for r in range(self._size)]
-        todo = []
-        for slices in in_passes:
-            own = work.source[slices[self._rank]]
-            here = tuple(own.address if r == self._rank else at for r, at in enumerate(pieces))
-            result = self._result(work, slices[self._rank], parts[self._rank].start)
-            divisor = work.op.divisor(self._size)
-            kernel = ReduceKernel(here, (result.address,), own.count, work.dtype, work.op, divisor)
-            self._device.load(kernel)
-            todo.append((slices, kernel, result))
+        here = tuple(own.address if r == self._rank else at for r, at in enumerate(pieces))
+        result = self._result(work, parts[self._rank])
+        divisor = work.op.divisor(self._size)
+        to = (result.address,)
+        kernel = ReduceKernel(here, to, own.count, work.dtype, work.op, divisor)
+        self._device.load(kernel)
 
         def enqueue() -> None:
-            for slices, kernel, result in todo:
-                self._combine(work, slices, pieces, kernel, result)
+            self._exchange(
+                [(work.source[parts[r]], r) for r in self._others],
+                [(Span(pieces[r], own.nbytes, _BYTE), r) for r in self._others],
+            )
+            if own.count:
+                self._device.launch(self.stream, kernel)
+            if work.to is not To.OWNER:
+                self._spread(work, parts, result)
 
         return enqueue
 
-    def _combine(
-        self,
-        work: Reduce,
-        slices: Sequence[slice],
-        pieces: Sequence[int],
-        kernel: ReduceKernel,
-        result: Span,
-    ) -> None:
-        """Enqueue one pass.
-
-        Args:
-            work: the reduction.
-            slices: the elements that each rank owns in this pass, by rank.
-            pieces: addresses for the elements of each rank that this rank owns.
-            kernel: combines them.
-            result: memory for the results of the kernel.
-        """
-        nbytes = kernel.count * work.dtype.itemsize
-        self._exchange(
-            [(work.source[slices[r]], r) for r in self._others],
-            [(Span(pieces[r], nbytes, _BYTE), r) for r in self._others],
-        )
-        if kernel.count:
-            self._device.launch(self.stream, kernel)
-        if work.to is not To.OWNER:
-            self._spread(work, slices, result)
-
-    def _result(self, work: Reduce, own: slice, first: int) -> Span:
-        """Return the memory for the results of elements that this rank owns, from `first` on."""
+    def _result(self, work: Reduce, own: slice) -> Span:
+        """Return the memory for the results of the elements that this rank owns."""
         if work.to is To.OWNER:
             assert work.target is not None
-            return work.target[own.start - first : own.stop - first]
+            return work.target
         if work.target is not None:
             return work.target[own]
         nbytes = (own.stop - own.start) * work.dtype.itemsize
         return Span(self._take("result", max(1, nbytes)).address, nbytes, _BYTE)
 
-    def _spread(self, work: Reduce, slices: Sequence[slice], result: Span) -> None:
+    def _spread(self, work: Reduce, parts: Sequence[slice], result: Span) -> None:
         """Send the results of the owners to all ranks, or to the root."""
         ranks = range(self._size) if work.to is To.ALL else (work.root,)
         receives: list[tuple[Span, int]] = []
         if self._rank in ranks:
             assert work.target is not None
-            receives = [(work.target[slices[r]], r) for r in self._others]
+            receives = [(work.target[parts[r]], r) for r in self._others]
         self._exchange([(result, r) for r in ranks if r != self._rank], receives)
 
     # --- moves ------------------------------------------------------------------------------------
