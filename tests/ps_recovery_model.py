@@ -258,6 +258,10 @@ class LossyNet(Net):
         else:
             super().kill(number)
 
+    def copies(self):
+        """There is one copy of each server, which dies with it."""
+        return Counter(rank for rank in self.servers if rank not in self.dead)
+
     def deliver_one(self):
         """At the end of a run, deaths that are left come once some clients have left."""
         have_left = [self.client(rank).has_left for rank in self.workers]

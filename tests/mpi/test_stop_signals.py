@@ -39,7 +39,8 @@ sys.exit(75)
 
 
 def await_caught(folder, size):
-    """Return once all ranks catch SIGUSR1, of which the kernel tells."""
+    """Return once all ranks catch SIGUSR1, of which the kernel tells; MPICH does from the start."""
+    await_steps(folder, size)
 
     def is_caught():
         pids = [each.page["pid"] for each in ranks_in(folder).values()]

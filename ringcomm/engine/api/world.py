@@ -55,6 +55,12 @@ class World:
         return self.membership is not None and not self.membership.state.is_member
 
     @property
+    def is_changed(self) -> bool:
+        """True if the job has gone on in another view, maybe without this process."""
+        here = self.transport.view.number
+        return here > 0 or (self.membership is not None and self.membership.state.view.number > 0)
+
+    @property
     def survives_deaths(self) -> bool:
         """True if the launcher lets other ranks go on after a death."""
         is_elastic = self.membership is not None and not (self.gap and self.gap.ends_job)
