@@ -206,6 +206,9 @@ class SimulatedGpu:
     def load(self, kernel):
         self.load_function(kernel.defines)
 
+    def has_loaded(self, kernel):
+        return kernel.defines in self._loaded
+
     def load_function(self, name):
         """Load a function, as a library does with the first launch: once all streams are idle."""
         with self._call(is_unsafe=True):

@@ -178,7 +178,7 @@ GPU = [
     Mutation(
         "gpu-kernels-are-loaded-by-their-launch",
         "gpu",
-        "gpu/transports/ipc.py",
+        "gpu/executor/idle_calls.py",
         "                self._device.load(each)",
         "                pass",
         "the first launch of a kernel blocks behind the stream's own wait",

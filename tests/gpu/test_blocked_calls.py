@@ -16,7 +16,9 @@ from harness import wait_until
 from simulated_nccl import FakeCommunicator
 
 import ringcomm as rc
+from ringcomm.arrays import DTYPES
 from ringcomm.gpu.executor.team import MOST_UNDER_WAY
+from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.nccl import NcclTransport
 
 FREED_S = 20.0  # a busy machine needs a second
@@ -106,7 +108,7 @@ def test_a_deadline_does_not_need_a_call(transport, tmp_path):
         with pytest.raises(rc.CommTimeoutError, match=r"allreduce_\[gradient\] on the GPU"):
             rc.barrier()
 
-    results = with_fault(2, body, tmp_path, timeout_s=1, **choose(transport))
+    results = with_fault(2, body, tmp_path, timeout_s=4, **choose(transport))
     assert results == [None, None]
 
 
@@ -254,3 +256,32 @@ def test_a_death_ends_the_connection_of_nccl(tmp_path, monkeypatch):
     first, dead = with_fault(2, body, tmp_path, **choose("nccl"))
     assert isinstance(dead, ValueError)
     assert first is None, first
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_groups_may_load_their_kernels_in_any_order(transport, tmp_path):
+    """A load waits until the stream is idle, which may wait for a rank that has to load, too."""
+    n_targets = {"ipc": 2, "nccl": 1}[transport]
+    dtypes = ("uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16")
+
+    def body(rank, gpu):
+        groups = [rc.Group([0, 1]) for _ in range(2)]
+        for each in groups:
+            rc.broadcast(sim.array(np.ones(1)), 0, group=each)  # sets it up, and needs no kernel
+        results = []
+        for dtype in dtypes:
+            for ops in ((rc.SUM, rc.PRODUCT), (rc.MAX, rc.MIN)):
+                x = sim.array(np.full(100, 3 + rank, dtype))
+                loaded = ReduceKernel((0, 0), (0,) * n_targets, 0, DTYPES[dtype], ops[rank])
+                gpu.synchronize()  # this load is one of the test: it must not wait for a rank
+                gpu.load(loaded)
+                rc.barrier()
+                each = zip(groups, ops, strict=True)
+                options = {"deterministic": True}  # by NCCL, too, with a kernel of ringcomm's
+                handles = [rc.allreduce_async(x, op, group=group, **options) for group, op in each]
+                results.append([int(handle.wait().get()[0]) for handle in handles])
+        return results
+
+    expected = [[7, 12], [4, 3]] * len(dtypes)
+    results = with_fault(2, body, tmp_path, timeout_s=20, **choose(transport))
+    assert results == [expected, expected]

@@ -63,11 +63,14 @@ class Device(Allocator, Protocol):
         """Copy between addresses of GPU memory or of registered host memory."""
 
     def load(self, kernel: Kernel) -> None:
-        """Compile and load a kernel, which launch() would do, too.
+        """Compile and load a kernel, which launch() would do, too; see executor/idle_calls.py.
 
-        The driver may load it only once all streams are idle, so call this before a stream waits
-        for another rank. Raises ConfigError if the kernel cannot be compiled.
+        The driver may load it only once all streams are idle. Raises ConfigError if the kernel
+        cannot be compiled.
         """
+
+    def has_loaded(self, kernel: Kernel) -> bool:
+        """Return True if a kernel is loaded. Calls no function of CUDA."""
 
     def launch(self, stream: int, kernel: Kernel) -> None:
         """Launch a kernel."""

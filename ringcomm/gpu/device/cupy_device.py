@@ -71,6 +71,7 @@ class _CudaDevice:
             self.layouts = Layouts(room, self.register(room))
             kernels = Kernels(index)
             self.launch, self.load = kernels.launch, kernels.load
+            self.has_loaded = kernels.has_loaded
             self.reaches = self._neighbours()
             self._flushes = bool(self._runtime.deviceGetAttribute(CAN_FLUSH_REMOTE_WRITES, index))
             self.can_export = self._try_export()

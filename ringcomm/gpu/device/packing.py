@@ -23,11 +23,10 @@ def unpack(device: Device, stream: int, arrays: Sequence[Span], buffer: Span) ->
     _copy(device, stream, arrays, buffer, unpacks=True)
 
 
-def load(device: Device, itemsize: int) -> None:
-    """Load the kernels that pack and unpack elements of a size; see Device.load()."""
-    if itemsize in PACKED_ITEMSIZES:
-        for unpacks in (False, True):
-            device.load(PackKernel((), 0, itemsize, unpacks, 0, 0))
+def kernels(itemsize: int) -> list[PackKernel]:
+    """Return the kernels that pack and unpack elements of a size, to load them."""
+    both = (False, True) if itemsize in PACKED_ITEMSIZES else ()
+    return [PackKernel((), 0, itemsize, unpacks, 0, 0) for unpacks in both]
 
 
 def _copy(
@@ -37,11 +36,11 @@ def _copy(
     itemsize = buffer.dtype.itemsize
     if len(arrays) >= _WORTH_A_KERNEL and itemsize in PACKED_ITEMSIZES:
         addresses = [array.address for array in arrays]
-        kernels = device.layouts.kernels(
+        launches = device.layouts.kernels(
             addresses, counts, buffer.address, itemsize, unpacks=unpacks
         )
-        if kernels is not None:
-            for kernel in kernels:
+        if launches is not None:
+            for kernel in launches:
                 device.launch(stream, kernel)
             return
     for array, part in zip(arrays, consecutive(counts), strict=True):

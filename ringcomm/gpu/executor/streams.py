@@ -18,6 +18,7 @@ from ringcomm.engine.core.plan import Deferred
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool, whole_pages
+from ringcomm.gpu.executor.idle_calls import IdleCalls
 from ringcomm.gpu.executor.launcher import Launcher
 
 R = TypeVar("R")
@@ -37,6 +38,7 @@ class GpuMemory:
         copy_stream: the stream for copies to and from host memory.
         copies: the marks of copy_stream.
         launcher: the thread that calls CUDA for the progress loop.
+        idle_calls: makes the calls that may wait until all streams are idle.
         spare_events: events that nobody uses any more.
     """
 
@@ -48,6 +50,7 @@ class GpuMemory:
         with device.active():
             self.copy_stream = device.new_stream()
         self.launcher = Launcher(device, self.copy_stream)
+        self.idle_calls = IdleCalls(device, self.launcher)
         self.copies = Marks(self, self.copy_stream)
 
     def upload(self, x: Flat, target: Span, ready: Event) -> None:

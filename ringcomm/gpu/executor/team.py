@@ -24,9 +24,11 @@ import numpy as np
 from ringcomm.arrays import DTYPES, Flat, Span
 from ringcomm.collectives.algorithms import tree
 from ringcomm.engine.core.agreement import gather_alike, node_or
+from ringcomm.engine.core.engine_state import EngineState
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device import packing
+from ringcomm.gpu.executor.launcher import Launcher
 from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Mark, Marks, Reached
 from ringcomm.gpu.executor.transport_setup import set_up_transport
 from ringcomm.gpu.transports.base import GpuTransport, Job
@@ -45,6 +47,19 @@ MOST_UNDER_WAY: Final = 16
 _PHASES_AHEAD = 16
 _ERROR_WITHIN_S = 1.0
 R = TypeVar("R")
+
+
+class _UnderWay:
+    """An operation that this rank enqueues; see IdleCalls.note_under_way()."""
+
+    is_noted = False
+
+    def __init__(self) -> None:
+        self.is_over: Callable[[], bool] = lambda: False
+
+    def ask(self) -> bool:
+        """Return True once the operation's work on the stream is done."""
+        return self.is_over()
 
 
 class GpuTeam:
@@ -79,6 +94,7 @@ class GpuTeam:
         self.transport: GpuTransport | None = None
         self.n_launched = 0
         self._announced: set[str] = set()
+        self._loaded_by_all: set[tuple[str, ...]] = set()  # kernels, if there are no outlines
         self._engine.extensions.add_entered(self._base, self._has_entered)
 
     # --- order ------------------------------------------------------------------------------------
@@ -100,7 +116,8 @@ class GpuTeam:
                 made = await set_up_transport(self._provider, self._engine, issue.memory, t)
                 (self.choice, self.transport), self._memory = made, issue.memory
                 if self.transport is not None:
-                    self._marks = Marks(issue.memory, self.transport.stream)
+                    make = partial(Marks, issue.memory, self.transport.stream)
+                    self._marks = await issue.memory.idle_calls.call(make)
             else:
                 self._require_same_gpu(t, issue)
             yield
@@ -147,15 +164,20 @@ class GpuTeam:
         await self._await_room()
         todo = await issue.memory.launcher.call(lambda: jobs(self))
         keeps = (*todo, *keeps)
+        await self._load_kernels(t, todo)
+        under_way = _UnderWay()
         try:
             for job in todo[:-1]:
-                await self.put(t, job, issue)
-            launched = await self.put(t, todo[-1], issue, partial(self._end, issue, finish))
+                await self._put(t, job, issue, under_way)
+            end = partial(self._end, issue, finish)
+            launched = await self._put(t, todo[-1], issue, under_way, end)
         except BaseException:  # a death, or an error of CUDA: nothing watches the stream so far
-            self._break_off(keeps)
+            under_way.is_over = self._break_off(keeps)
             raise
         assert launched is not None
         self._under_way.append(launched.mark)
+        mark = launched.mark
+        under_way.is_over = lambda: mark.is_reached
         self._watch(t, launched, keeps, waits_for_others=True)
         return launched
 
@@ -166,13 +188,36 @@ class GpuTeam:
         while len(self._under_way) >= MOST_UNDER_WAY:
             await Wait((Reached(self._under_way.popleft()),))
 
-    async def put(
-        self, t: Channel, job: Job, issue: Issue, end: Callable[[], R] | None = None
+    async def _load_kernels(self, t: Channel, todo: Sequence[Job]) -> None:
+        """Load the kernels of jobs, before all ranks exchange outlines, or else meet here."""
+        transport = self._own_transport
+        kernels = [kernel for job in todo for kernel in transport.kernels(job.work)]
+        for job in todo:
+            if job.buffer is not None:
+                kernels += packing.kernels(job.buffer.dtype.itemsize)
+        await self._gpu.idle_calls.load(kernels)
+        if transport.has_outlines:
+            return
+        new = {kernel.defines for kernel in kernels} - self._loaded_by_all
+        if new:
+            await gather_alike(b"loaded", t)
+            self._loaded_by_all |= new
+
+    async def _put(
+        self,
+        t: Channel,
+        job: Job,
+        issue: Issue,
+        under_way: _UnderWay,
+        end: Callable[[], R] | None = None,
     ) -> R | None:
         """Enqueue a job, then call end(), if any; return its result."""
         call, transport = self._gpu.launcher.call, self._own_transport
         outline = await call(partial(transport.outline, job.work))
         steps = self._enqueue(job, await gather_alike(outline, t), issue)
+        if not under_way.is_noted:  # not before: the other ranks may have to load kernels first
+            under_way.is_noted = True
+            self._gpu.idle_calls.note_under_way(under_way.ask)
 
         def step() -> Mark | R | None:
             mark = next(steps, None)
@@ -192,9 +237,7 @@ class GpuTeam:
         Where the streams of the ranks do not meet, the ranks have to meet after each such wait.
         """
         transport, device, stream = self._own_transport, self._gpu.device, self._stream
-        phases = transport.phases(job.work, outlines)  # loads the kernels, before the first wait
-        if job.buffer is not None:
-            packing.load(device, job.buffer.dtype.itemsize)
+        phases = transport.phases(job.work, outlines)
         issue.let_wait(stream)
         if job.buffer is not None:
             packing.pack(device, stream, job.packed, job.buffer)
@@ -295,36 +338,47 @@ class GpuTeam:
     def _stream(self) -> int:
         return self._own_transport.stream
 
-    def _break_off(self, keeps: object) -> None:
+    def _break_off(self, keeps: object) -> Callable[[], bool]:
         """End the stream's waits after an operation was enqueued only in part.
 
-        `keeps` lives until the stream's work is done.
+        Returns a function that returns True once the stream's work is done; `keeps` lives as long.
         """
         # Made after the call that enqueues this operation, which may still be under way.
         making = self._gpu.launcher.submit(self._own_marks.make)
-        self._end_waits(lambda: making.is_over and making.result().is_reached, keeps)
+
+        def is_over() -> bool:
+            return making.is_over and making.result().is_reached
+
+        self._end_waits(is_over, keeps)
+        return is_over
 
     def _end_waits(self, is_over: Callable[[], bool], keeps: object) -> None:
-        """End the stream's waits until is_over(); the results are then worthless.
+        """End the stream's waits until is_over(); the results are then worthless."""
+        if self.transport is not None:
+            state, launcher = self._engine.state, self._gpu.launcher
+            release = partial(_release, self.transport, launcher, state, is_over, [keeps])
+            threading.Thread(target=release, name="ringcomm-gpu-release", daemon=True).start()
 
-        Calls no function of CUDA: it may block until the waits have ended.
-        """
-        transport = self.transport
-        if transport is None:
-            return
 
-        def release() -> None:
-            begin = time.monotonic()
-            # A caller whose stream goes on must also find the error, so the error is set first.
-            while not self._engine.state.is_broken and time.monotonic() < begin + _ERROR_WITHIN_S:
-                time.sleep(_RELEASE_EVERY_S)
-            with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
-                while not is_over():  # the stream may come to another wait
-                    transport.release()
-                    self._gpu.launcher.require_sound()
-                    is_soon = time.monotonic() < begin + _RELEASE_OFTEN_FOR_S
-                    time.sleep(_RELEASE_EVERY_S if is_soon else _RELEASE_SELDOM_S)
-            del keeps_alive[:]
+def _release(
+    transport: GpuTransport,
+    launcher: Launcher,
+    state: EngineState,
+    is_over: Callable[[], bool],
+    keeps: list[object],
+) -> None:
+    """Release a transport until is_over(); then drop what `keeps` holds.
 
-        keeps_alive = [keeps]
-        threading.Thread(target=release, name="ringcomm-gpu-release", daemon=True).start()
+    Calls no function of CUDA: it may block until the waits have ended.
+    """
+    begin = time.monotonic()
+    # A caller whose stream goes on must also find the error, so the error is set first.
+    while not state.is_broken and time.monotonic() < begin + _ERROR_WITHIN_S:
+        time.sleep(_RELEASE_EVERY_S)
+    with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
+        while not is_over():  # the stream may come to another wait
+            transport.release()
+            launcher.require_sound()
+            is_soon = time.monotonic() < begin + _RELEASE_OFTEN_FOR_S
+            time.sleep(_RELEASE_EVERY_S if is_soon else _RELEASE_SELDOM_S)
+    keeps.clear()

@@ -57,7 +57,7 @@ async def set_up_transport(
         ConfigError: on all ranks, if RINGCOMM_GPU_TRANSPORT names an unusable transport.
     """
     setup = _Setup(provider, engine, memory, t)
-    own = await memory.launcher.call(setup.facts)
+    own = await memory.idle_calls.call(setup.facts)
     facts = [Facts.unpack(each) for each in await gather_bytes(own.pack(), t)]
     choice = choose_transport(facts, engine.settings.gpu_transport)
     transport = None
@@ -138,7 +138,7 @@ class _Setup:
             raise
 
     async def _ipc(self) -> _Attempt[GpuTransport]:
-        t, call = self._t, self._memory.launcher.call
+        t, call = self._t, self._memory.idle_calls.call
         flags, problem = await self._flags()
         made = _Attempt[tuple[IpcTransport, Address]](None, problem)
         if flags is not None:

@@ -44,8 +44,12 @@ class Kernels:
 
     def load(self, kernel: Kernel) -> None:
         """See Device."""
-        if kernel.defines not in self._functions:
+        if not self.has_loaded(kernel):
             self._compile(kernel.defines)
+
+    def has_loaded(self, kernel: Kernel) -> bool:
+        """See Device."""
+        return kernel.defines in self._functions
 
     def _compile(self, defines: tuple[str, ...]) -> Any:
         with self._lock:

@@ -9,7 +9,7 @@ from typing import Protocol
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.operators import Op
-from ringcomm.gpu.kernels.base import Argument
+from ringcomm.gpu.kernels.base import Argument, Kernel
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import Rule
 from ringcomm.transport.node import To
 
@@ -103,10 +103,16 @@ class GpuTransport(Protocol):
     Attributes:
         stream: the CUDA stream of this rank.
         meets_on_stream: the streams wait for each other; False: the hosts must do so.
+        has_outlines: the ranks have to exchange outlines; False: these are empty, and kernels(work)
+            are the same on all ranks.
     """
 
     stream: int
     meets_on_stream: bool
+    has_outlines: bool
+
+    def kernels(self, work: Work) -> Sequence[Kernel]:
+        """Return the kernels of a work, to load them; their arguments do not matter."""
 
     def outline(self, work: Work) -> bytes:
         """Return what other ranks must know of this rank's part; equally long on all ranks."""
@@ -114,8 +120,8 @@ class GpuTransport(Protocol):
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
         """Enqueue this rank's part of a work; all ranks enqueue their works in the same order.
 
-        Loads all kernels before it returns, and enqueues nothing before the first `next()`.
-        Yields between phases: all ranks must have reached this point before any rank goes on.
+        All ranks have loaded kernels(work). Enqueues nothing before the first `next()`. Yields
+        between phases: all ranks must have reached this point before any rank goes on.
 
         Args:
             work: the work, as this rank sees it.

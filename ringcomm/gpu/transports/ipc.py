@@ -8,7 +8,6 @@ So writing the flags ends all waits, see release(), and reading them shows which
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,6 +17,7 @@ from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.ipc_allocator_and_address import NOWHERE, Address
 from ringcomm.gpu.device.ipc_memory import PeerMemory
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool
+from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.transports import ipc_stream_commands
 from ringcomm.gpu.transports.base import Reduce, Update, Work
 from ringcomm.gpu.transports.ipc_stream_commands import (
@@ -50,6 +50,8 @@ class IpcTransport:
         flags: zeroed host memory of flags_nbytes() that all ranks map.
         host: the pool that registers the flags with the GPU.
     """
+
+    has_outlines = True
 
     def __init__(
         self, device: Device, rank: int, size: int, *, flags: Bytes, host: HostPool
@@ -110,6 +112,10 @@ class IpcTransport:
             self._scratch = self._regions.take(nbytes)
         return self._scratch[:nbytes]
 
+    def kernels(self, work: Work) -> Sequence[Kernel]:
+        """See GpuTransport."""
+        return ipc_stream_commands.kernels(work, len(self._peers))
+
     def outline(self, work: Work) -> bytes:
         """Return an Outline, packed."""
         source = self._find(work.source)
@@ -132,11 +138,7 @@ class IpcTransport:
             lambda: self._own_staging().address,
             lambda rank, address: self._peers[rank].find(address),
         )
-        by_phase = list(ipc_stream_commands.phases(work, view))
-        for each in itertools.chain(*by_phase):
-            if not isinstance(each, Copy):
-                self._device.load(each)
-        return self._enqueue(by_phase)
+        return self._enqueue(list(ipc_stream_commands.phases(work, view)))
 
     def _enqueue(self, by_phase: Sequence[Sequence[Command]]) -> Iterator[None]:
         for number, commands in enumerate(by_phase):

@@ -16,9 +16,10 @@ from typing import TypeVar
 from ringcomm.arrays.base import Span
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.ipc_allocator_and_address import NOWHERE, Address
+from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel
-from ringcomm.gpu.transports.base import Move, Pull, Reduce, Update, Work
+from ringcomm.gpu.transports.base import Move, Pull, Reduce, Update, UpdatePiece, Work
 from ringcomm.gpu.transports.slices import Slice, even_parts, passes
 from ringcomm.transport.node import To
 
@@ -109,6 +110,17 @@ def phases(work: Work, view: View) -> Iterator[list[Command]]:
     return _update(work, view) if isinstance(work, Update) else _move(work, view)
 
 
+def kernels(work: Work, size: int) -> list[Kernel]:
+    """Return the kernels of a work among `size` ranks, to load them."""
+    if isinstance(work, Reduce):
+        targets = (0,) * (size if work.to is To.ALL else 1)
+        return [ReduceKernel((0,) * size, targets, 0, work.dtype, work.op, work.op.divisor(size))]
+    if isinstance(work, Move):
+        return []
+    sources = (0,) * (1 if work.is_reduced else size)
+    return [_update_kernel(work, piece, sources, (0,) * size) for piece in work.pieces]
+
+
 # --- reductions -----------------------------------------------------------------------------------
 def _reduce(work: Reduce, view: View) -> Iterator[list[Command]]:
     item = work.dtype.itemsize
@@ -182,21 +194,28 @@ def _update(work: Update, view: View) -> Iterator[list[Command]]:
     targets = _wholes(view, work.target, [outline.target for outline in view.outlines])
     yield []
     yield [
-        UpdateKernel(
-            sources=tuple(at + piece.start * work.source.dtype.itemsize for at in sources),
-            targets=tuple(at + piece.start * work.target.dtype.itemsize for at in targets),
-            owned=tuple(span.address for span in piece.owned),
-            count=piece.stop - piece.start,
-            gradient=work.source.dtype,
-            weight=work.target.dtype,
-            rule=piece.rule,
-            numbers=piece.numbers,
-            scale=work.scale,
-        )
+        _update_kernel(work, piece, sources, targets)
         for piece in work.pieces
         if piece.start < piece.stop
     ]
     yield []
+
+
+def _update_kernel(
+    work: Update, piece: UpdatePiece, sources: Sequence[int], targets: Sequence[int]
+) -> UpdateKernel:
+    """Return the kernel of a piece; sources and targets are the addresses of whole arrays."""
+    return UpdateKernel(
+        sources=tuple(at + piece.start * work.source.dtype.itemsize for at in sources),
+        targets=tuple(at + piece.start * work.target.dtype.itemsize for at in targets),
+        owned=tuple(span.address for span in piece.owned),
+        count=piece.stop - piece.start,
+        gradient=work.source.dtype,
+        weight=work.target.dtype,
+        rule=piece.rule,
+        numbers=piece.numbers,
+        scale=work.scale,
+    )
 
 
 def _wholes(view: View, own: Span, addresses: Sequence[Address]) -> list[int]:

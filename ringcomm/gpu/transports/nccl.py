@@ -16,6 +16,7 @@ from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.operators import AVERAGE, MAX, MIN, PRODUCT, SUM
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
+from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.base import Move, Reduce, Update, Work
 from ringcomm.gpu.transports.nccl_base import Communicator
@@ -51,6 +52,7 @@ class NcclTransport:
     """
 
     meets_on_stream = True
+    has_outlines = False
     late: tuple[int, ...] = ()  # NCCL does not say which ranks are late
 
     def __init__(self, device: Device, communicator: Communicator, rank: int, size: int) -> None:
@@ -83,6 +85,17 @@ class NcclTransport:
             [(memory[_WARM_UP * k :][:_WARM_UP], r) for k, r in enumerate(others, 1)],
         )
 
+    def kernels(self, work: Work) -> Sequence[Kernel]:
+        """See GpuTransport; the same kernels on all ranks."""
+        if not isinstance(work, Reduce):
+            return []
+        if not is_native(work):
+            divisor = work.op.divisor(self._size)
+            return [ReduceKernel((0,) * self._size, (0,), 0, work.dtype, work.op, divisor)]
+        if work.op is not AVERAGE:
+            return []
+        return [ReduceKernel((0,), (0,), 0, work.dtype, SUM, self._size)]
+
     def outline(self, work: Work) -> bytes:
         """Return no bytes: NCCL needs no outlines."""
         del work
@@ -100,23 +113,11 @@ class NcclTransport:
             return self._in_one_phase(partial(self._move, work))
         if work.source.count == 0:
             return iter(())
-        return self._in_one_phase(self._reduction(work))
+        return self._in_one_phase(partial(self._reduce if is_native(work) else self._combine, work))
 
     def _in_one_phase(self, enqueue: Callable[[], None]) -> Iterator[None]:
         enqueue()
         yield from ()
-
-    def _reduction(self, work: Reduce) -> Callable[[], None]:
-        """Load the kernel of a reduction; return the function that enqueues the reduction."""
-        if not is_native(work):
-            return self._combination(work)
-        division = None
-        if work.op is AVERAGE and work.target is not None and work.target.count:
-            x = work.target
-            here = (x.address,)
-            division = ReduceKernel(here, here, x.count, x.dtype, SUM, self._size)
-            self._device.load(division)
-        return partial(self._reduce, work, division)
 
     def release(self) -> None:
         """Abort the communicator in a thread, because the abort may take long."""
@@ -143,7 +144,7 @@ class NcclTransport:
             self._memory.clear()
 
     # --- reductions by NCCL -----------------------------------------------------------------------
-    def _reduce(self, work: Reduce, division: ReduceKernel | None) -> None:
+    def _reduce(self, work: Reduce) -> None:
         dtype, count = _as_nccl(work.source)
         op, source = OPERATORS[work.op], work.source.address
         target = 0 if work.target is None else work.target.address
@@ -154,15 +155,15 @@ class NcclTransport:
         else:
             each = count // self._size
             self._comm("ncclReduceScatter", source, target, each, dtype, op, self.stream)
-        if division is not None:
+        if work.op is AVERAGE and work.target is not None and work.target.count:
+            x = work.target
+            here = (x.address,)
+            division = ReduceKernel(here, here, x.count, x.dtype, SUM, self._size)
             self._device.launch(self.stream, division)
 
     # --- reductions by the owners of the elements -------------------------------------------------
-    def _combination(self, work: Reduce) -> Callable[[], None]:
-        """Return the function that sends elements to their owners, which send the results.
-
-        Loads the kernel with which the owners combine the elements.
-        """
+    def _combine(self, work: Reduce) -> None:
+        """Send elements to their owners, which combine them and send the results."""
         item = work.dtype.itemsize
         parts = work.parts or even_parts(work.source.count, self._size, item)
         own = work.source[parts[self._rank]]
@@ -173,20 +174,15 @@ class NcclTransport:
         result = self._result(work, parts[self._rank])
         divisor = work.op.divisor(self._size)
         to = (result.address,)
-        kernel = ReduceKernel(here, to, own.count, work.dtype, work.op, divisor)
-        self._device.load(kernel)
-
-        def enqueue() -> None:
-            self._exchange(
-                [(work.source[parts[r]], r) for r in self._others],
-                [(Span(pieces[r], own.nbytes, _BYTE), r) for r in self._others],
-            )
-            if own.count:
-                self._device.launch(self.stream, kernel)
-            if work.to is not To.OWNER:
-                self._spread(work, parts, result)
-
-        return enqueue
+        self._exchange(
+            [(work.source[parts[r]], r) for r in self._others],
+            [(Span(pieces[r], own.nbytes, _BYTE), r) for r in self._others],
+        )
+        if own.count:
+            kernel = ReduceKernel(here, to, own.count, work.dtype, work.op, divisor)
+            self._device.launch(self.stream, kernel)
+        if work.to is not To.OWNER:
+            self._spread(work, parts, result)
 
     def _result(self, work: Reduce, own: slice) -> Span:
         """Return the memory for the results of the elements that this rank owns."""
