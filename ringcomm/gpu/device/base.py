@@ -56,9 +56,6 @@ class Device(Allocator, Protocol):
     def is_capturing(self, stream: int) -> bool:
         """Return True if the stream captures a CUDA graph."""
 
-    def leave_captures_alone(self) -> None:
-        """Keep calls of this thread from ending the capture of a CUDA graph by another thread."""
-
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Copy between addresses of GPU memory or of registered host memory."""
 

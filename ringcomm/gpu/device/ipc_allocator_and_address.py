@@ -61,3 +61,6 @@ class Allocator(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the work of all streams is done."""
+
+    def leave_captures_alone(self) -> None:
+        """Keep calls of this thread from ending the capture of a CUDA graph by another thread."""

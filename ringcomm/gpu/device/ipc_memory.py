@@ -19,7 +19,9 @@ class Regions:
 
     No allocation is freed before the process ends. The driver must not free memory that other
     processes may still map, and arrays outlive the engine that made them. So memory that is given
-    back is kept for a later take().
+    back is kept for a later take(), once the streams have done what they had then been given: some
+    may still use it for its former owner. A thread of its own waits for that. Who takes memory
+    must not wait for streams, because these may wait for other ranks, which may wait for that take.
     """
 
     def __init__(self, device: Allocator) -> None:
@@ -30,6 +32,7 @@ class Regions:
         self._exported: dict[int, bytes] = {}
         self._free: list[tuple[int, int]] = []  # (bytes, serial number), ascending
         self._returned: deque[int] = deque()  # __del__ adds to it, maybe while the lock is held
+        self._waiter: threading.Thread | None = None  # waits for the streams
 
     def take(self, nbytes: int) -> Span:
         """Return memory; the last reference to the span's owner gives it back.
@@ -38,16 +41,50 @@ class Regions:
             MemoryError: the GPU has no room.
         """
         wanted = max(_GRAIN, -(-nbytes // _GRAIN) * _GRAIN)
+        serial = self._take_kept(wanted) or self._take_new(wanted)
+        return Span(self._memories[serial].address, nbytes, _BYTE, _Owner(self, serial))
+
+    def _take_kept(self, wanted: int) -> int | None:
         with self._lock:
-            while self._returned:
-                serial = self._returned.popleft()
-                insort(self._free, (self._memories[serial].nbytes, serial))
             at = bisect_right(self._free, (wanted, 0))
             is_kept = at < len(self._free) and self._free[at][0] <= 2 * wanted
-            serial = self._free.pop(at)[1] if is_kept else self._allocate(wanted)
-        if is_kept:
-            self._device.synchronize()  # a stream may still use it for its former owner
-        return Span(self._memories[serial].address, nbytes, _BYTE, _Owner(self, serial))
+            serial = self._free.pop(at)[1] if is_kept else None
+            if self._returned and self._waiter is None:
+                self._waiter = threading.Thread(
+                    target=self._await_streams, name="ringcomm-gpu-memory", daemon=True
+                )
+                self._waiter.start()
+            return serial
+
+    def _take_new(self, wanted: int) -> int:
+        try:
+            with self._lock:
+                return self._allocate(wanted)
+        except MemoryError:
+            for _ in range(2):  # what was given back last is maybe not yet waited for
+                waiter = self._waiter
+                if waiter is not None:
+                    waiter.join()  # there is no other way to get memory
+                serial = self._take_kept(wanted)
+                if serial is not None:
+                    return serial
+            raise
+
+    def _await_streams(self) -> None:
+        """Let memory that was given back be taken again, once no stream uses it."""
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        is_unused = False
+        try:
+            with self._device.active():
+                self._device.leave_captures_alone()
+                self._device.synchronize()
+            is_unused = True
+        except Exception:  # noqa: BLE001 - of CUDA: a stream captures, or the GPU has failed
+            self._returned.extend(returned)  # for the next take()
+        with self._lock:
+            for serial in returned if is_unused else ():
+                insort(self._free, (self._memories[serial].nbytes, serial))
+            self._waiter = None
 
     def find(self, span: Span) -> Address:
         """Return the address of a span for other processes; NOWHERE if it is not from take()."""
