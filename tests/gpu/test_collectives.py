@@ -81,7 +81,7 @@ def test_scaled_and_grouped_reductions(transport, tmp_path):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_arrays_that_others_map_are_reduced_where_they_stand(transport, tmp_path, monkeypatch):
-    monkeypatch.setattr("ringcomm.gpu.transports.ipc.STAGING_NBYTES", 4096)
+    monkeypatch.setattr("ringcomm.gpu.transports.slices.STAGING_NBYTES", 4096)
 
     def body(rank):
         x = rc.zeros((5, 1000), "float32", device="cuda")
@@ -99,6 +99,39 @@ def test_arrays_that_others_map_are_reduced_where_they_stand(transport, tmp_path
         assert np.array_equal(whole, expected)
         assert np.array_equal(mean, np.arange(5000.0))
         assert np.array_equal(x[own], expected[own])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_owners_combine_in_passes_that_need_little_memory(in_place, tmp_path, monkeypatch):
+    monkeypatch.setattr("ringcomm.gpu.transports.slices.STAGING_NBYTES", 4096)
+
+    def body(rank):
+        taken = []
+        regions = sim.current_gpu().regions
+        take = regions.take
+        regions.take = lambda nbytes: taken.append(nbytes) or take(nbytes)
+        results = []
+        for count, dtype in [(9001, "f2"), (3, "f2"), (2500, "f4")]:
+            values = [whole_numbers(r, count, dtype) for r in range(3)]
+            x = sim.array(values[rank])
+            form = rc.allreduce_ if in_place else rc.allreduce
+            total = form(x, rc.MAX)
+            at_root = rc.reduce(sim.array(values[rank]), rc.MAX, root=1)
+            rows = rc.reduce_scatter(sim.array(np.resize(values[rank], (count, 2))), rc.MAX)
+            results.append((total.get(), at_root and at_root.get(), rows.get()))
+        return results, max(taken)
+
+    for rank, (results, most) in enumerate(on_gpus(3, body, tmp_path, **choose("nccl"))):
+        assert most <= 4096
+        for (total, at_root, rows), (count, dtype) in zip(
+            results, [(9001, "f2"), (3, "f2"), (2500, "f4")], strict=True
+        ):
+            largest = np.max([whole_numbers(r, count, dtype) for r in range(3)], axis=0)
+            assert np.array_equal(total, largest)
+            assert (at_root is not None) == (rank == 1)
+            assert at_root is None or np.array_equal(at_root, largest)
+            whole = np.resize(largest, (count, 2))
+            assert np.array_equal(rows, whole[np.array_split(np.arange(count), 3)[rank]])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

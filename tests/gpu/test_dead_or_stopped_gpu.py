@@ -12,7 +12,7 @@ from gpu_ranks import choose, with_fault
 import ringcomm as rc
 from ringcomm.arrays import DTYPES
 from ringcomm.gpu.executor import team as gpu_team
-from ringcomm.gpu.transports import ipc
+from ringcomm.gpu.transports import slices
 
 
 def synchronize(gpu):
@@ -190,7 +190,7 @@ def test_what_is_half_on_a_stream_when_a_rank_dies_ends(tmp_path, monkeypatch):
 
 def test_a_stream_that_stands_still_is_not_filled(tmp_path, monkeypatch):
     """A stream takes about a thousand entries, and then it blocks whoever gives it more."""
-    monkeypatch.setattr(ipc, "STAGING_NBYTES", 4096)
+    monkeypatch.setattr(slices, "STAGING_NBYTES", 4096)
 
     def body(rank, gpu):
         x = sim.array(np.full(100_000, rank + 1.0))  # through 4 kB at a time

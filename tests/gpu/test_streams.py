@@ -15,7 +15,7 @@ import ringcomm as rc
 from ringcomm.gpu.executor import team as gpu_team
 from ringcomm.gpu.executor import via_host_memory
 from ringcomm.gpu.executor.streams import Issue, Launched, Reached
-from ringcomm.gpu.transports import ipc
+from ringcomm.gpu.transports import ipc, slices
 
 SIZE = 3
 SEEDS = 25
@@ -84,7 +84,7 @@ def is_right(seed, folder, transport, **options):
 
 @pytest.fixture(autouse=True)
 def small_staging(monkeypatch):
-    monkeypatch.setattr(ipc, "STAGING_NBYTES", 4096)
+    monkeypatch.setattr(slices, "STAGING_NBYTES", 4096)
     monkeypatch.setattr(via_host_memory, "PIECE_NBYTES", 1024)
 
 

@@ -28,10 +28,9 @@ from ringcomm.gpu.transports.ipc_stream_commands import (
     is_written_by_others,
     others_of,
 )
+from ringcomm.gpu.transports.slices import staging_nbytes
 
 LINE = 128  # bytes between two flags: no two share a cache line
-STAGING_NBYTES = 64 << 20
-_GRAIN = 256
 _FAR = 1 << 30  # ahead of any value for which a stream waits
 
 
@@ -65,8 +64,7 @@ class IpcTransport:
         self._flag_addresses = [start + LINE * r for r in range(size)]
         self._peers = [PeerMemory(device) for _ in range(size)]
         self._phase = 0  # value of this rank's flag once the stream's work is done
-        share = max(_GRAIN, STAGING_NBYTES // size // _GRAIN * _GRAIN)
-        self._capacity = share * size
+        self._capacity = staging_nbytes(size)
         self._staging: Span | None = None
         self._scratch: Span | None = None
         self.stream = device.new_stream()

@@ -20,11 +20,12 @@ from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.base import Move, Reduce, Update, Work
 from ringcomm.gpu.transports.nccl_base import Communicator
-from ringcomm.gpu.transports.slices import even_parts
+from ringcomm.gpu.transports.slices import even_parts, passes, staging_nbytes
 from ringcomm.transport.node import To
 
 _BYTE = DTYPES["uint8"]
 _WARM_UP = 128  # bytes
+_GRAIN = 256
 # The numbers of nccl.h. A complex array is summed as twice as many reals.
 DATA_TYPES = {
     "int8": 0,
@@ -163,44 +164,53 @@ class NcclTransport:
 
     # --- reductions by the owners of the elements -------------------------------------------------
     def _combine(self, work: Reduce) -> None:
-        """Send elements to their owners, which combine them and send the results."""
+        """Send elements to their owners, which combine them and send the results.
+
+        Works in passes, because an owner needs memory for the elements of all ranks.
+        """
         item = work.dtype.itemsize
         parts = work.parts or even_parts(work.source.count, self._size, item)
-        own = work.source[parts[self._rank]]
-        room = -(-own.nbytes // 256) * 256
+        in_passes = [
+            [slice(each.start, each.stop) for each in slices]
+            for slices in passes(parts, item, staging_nbytes(self._size))
+        ]
+        longest = max((own.stop - own.start) * item for own in (p[self._rank] for p in in_passes))
+        room = -(-longest // _GRAIN) * _GRAIN
         received = self._take("pieces", max(1, room * self._size)).address
         pieces = [received + r * room for r in range(self._size)]
-        here = tuple(own.address if r == self._rank else at for r, at in enumerate(pieces))
-        result = self._result(work, parts[self._rank])
         divisor = work.op.divisor(self._size)
-        to = (result.address,)
-        self._exchange(
-            [(work.source[parts[r]], r) for r in self._others],
-            [(Span(pieces[r], own.nbytes, _BYTE), r) for r in self._others],
-        )
-        if own.count:
-            kernel = ReduceKernel(here, to, own.count, work.dtype, work.op, divisor)
-            self._device.launch(self.stream, kernel)
-        if work.to is not To.OWNER:
-            self._spread(work, parts, result)
+        for slices in in_passes:
+            own = work.source[slices[self._rank]]
+            self._exchange(
+                [(work.source[slices[r]], r) for r in self._others],
+                [(Span(pieces[r], own.nbytes, _BYTE), r) for r in self._others],
+            )
+            result = self._result(work, slices[self._rank], parts[self._rank].start)
+            if own.count:
+                here = tuple(own.address if r == self._rank else at for r, at in enumerate(pieces))
+                to = (result.address,)
+                kernel = ReduceKernel(here, to, own.count, work.dtype, work.op, divisor)
+                self._device.launch(self.stream, kernel)
+            if work.to is not To.OWNER:
+                self._spread(work, slices, result)
 
-    def _result(self, work: Reduce, own: slice) -> Span:
-        """Return the memory for the results of the elements that this rank owns."""
+    def _result(self, work: Reduce, own: slice, first: int) -> Span:
+        """Return the memory for the results of elements that this rank owns, from `first` on."""
         if work.to is To.OWNER:
             assert work.target is not None
-            return work.target
+            return work.target[own.start - first : own.stop - first]
         if work.target is not None:
             return work.target[own]
         nbytes = (own.stop - own.start) * work.dtype.itemsize
         return Span(self._take("result", max(1, nbytes)).address, nbytes, _BYTE)
 
-    def _spread(self, work: Reduce, parts: Sequence[slice], result: Span) -> None:
+    def _spread(self, work: Reduce, slices: Sequence[slice], result: Span) -> None:
         """Send the results of the owners to all ranks, or to the root."""
         ranks = range(self._size) if work.to is To.ALL else (work.root,)
         receives: list[tuple[Span, int]] = []
         if self._rank in ranks:
             assert work.target is not None
-            receives = [(work.target[parts[r]], r) for r in self._others]
+            receives = [(work.target[slices[r]], r) for r in self._others]
         self._exchange([(result, r) for r in ranks if r != self._rank], receives)
 
     # --- moves ------------------------------------------------------------------------------------

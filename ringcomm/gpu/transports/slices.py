@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ringcomm.collectives.message_patterns import chunks
 
 ALIGNMENT = 16  # bytes that a thread loads at once
+STAGING_NBYTES = 64 << 20  # of a rank, for the elements of all ranks in one pass
+_GRAIN = 256
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,11 @@ class Slice:
     def count(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+
+def staging_nbytes(size: int) -> int:
+    """Return the bytes of the staging memory of each of `size` ranks; see passes()."""
+    return max(_GRAIN, STAGING_NBYTES // size // _GRAIN * _GRAIN) * size
 
 
 def even_parts(count: int, size: int, itemsize: int) -> tuple[slice, ...]:
