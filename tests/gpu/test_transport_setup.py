@@ -82,6 +82,21 @@ def test_a_rank_whose_gpu_refuses_takes_all_to_host_memory(problem, culprit, tmp
         assert f"ipc: no, rank {culprit}: Refused: not here" in explained
 
 
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_handle_that_maps_other_memory_is_noticed_before_any_array_is_read(culprit, tmp_path):
+    def fault(rank, gpu):
+        if rank == culprit:
+            own = gpu.regions.take(1)
+            gpu.map = lambda _: own.address
+
+    for total, explained in summed_beside(fault, tmp_path):
+        assert (total == 18).all()
+        assert explained.startswith("arrays on GPUs: staged")
+        neighbour = (culprit + 1) % SIZE
+        assert f"CUDA IPC maps other memory than that of rank {neighbour} of" in explained
+        assert f"instead of {0x52430000 + neighbour:#x}" in explained
+
+
 def test_memory_that_the_first_rank_does_not_get_is_told_to_all(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_founding, "whole_pages", refuse)
     for total, explained in summed_beside(lambda rank, gpu: None, tmp_path):

@@ -174,8 +174,10 @@ class _Setup:
 
     def _connect_ipc(self, flags: Bytes) -> tuple[IpcTransport, Address]:
         t, memory, regions = self._t, self._memory, self._device.regions
-        address = regions.find(regions.take(1))
+        signed = regions.take(1)
+        address = regions.find(signed)
         transport = IpcTransport(self._device, t.rank, t.size, flags=flags, host=memory.host)
+        transport.sign(signed)
         return transport, address
 
 

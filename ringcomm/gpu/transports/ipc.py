@@ -8,11 +8,13 @@ So writing the flags ends all waits, see release(), and reading them shows which
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ringcomm.arrays.base import Bytes, Span
+from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.ipc_allocator_and_address import NOWHERE, Address
 from ringcomm.gpu.device.ipc_memory import PeerMemory
@@ -31,6 +33,10 @@ from ringcomm.gpu.transports.ipc_stream_commands import (
 from ringcomm.gpu.transports.slices import staging_nbytes
 
 LINE = 128  # bytes between two flags: no two share a cache line
+_SIGNATURE = 0x52430000  # plus the number of a rank
+_READ, _DONE = 1, 2  # words of this rank's line that only try_out() uses
+_TRY_S = 20
+_LOOK_EVERY_S = 2e-5
 _FAR = 1 << 30  # ahead of any value for which a stream waits
 
 
@@ -58,7 +64,9 @@ class IpcTransport:
         self._device = device
         self._rank = rank
         self._regions = device.regions
-        self._flags = flags.view(np.uint32)[:: LINE // 4][:size]
+        lines = flags.view(np.uint32)[: size * LINE // 4].reshape(size, -1)
+        self._flags, self._line = lines[:, 0], lines[rank]
+        self._signed: Span | None = None
         self._flag_memory, self._host = flags, host
         start = host.register(flags)
         self._flag_addresses = [start + LINE * r for r in range(size)]
@@ -70,15 +78,47 @@ class IpcTransport:
         self.stream = device.new_stream()
         self.meets_on_stream = device.has_stream_values
 
+    def sign(self, memory: Span) -> None:
+        """Write this rank's number to memory that the others try_out(); blocks until it is there.
+
+        Nothing else is written to that memory until the transport is closed.
+        """
+        self._signed = memory
+        self._device.write_value(self.stream, memory.address, _SIGNATURE + self._rank)
+        self._finish(1)
+
     def try_out(self, addresses: Sequence[Address]) -> None:
         """Map memory of each rank, which may fail in containers even if the memory was exported.
 
         Args:
-            addresses: one address of each rank's memory, by rank; NOWHERE: that rank has a problem.
+            addresses: what each rank has signed, by rank; NOWHERE: that rank has a problem.
+
+        Raises:
+            RingcommError: other memory was mapped.
         """
-        for peer, address in others_of(list(zip(self._peers, addresses, strict=True)), self._rank):
-            if address != NOWHERE:
-                peer.find(address)
+        own = self._flag_addresses[self._rank]
+        for rank in others_of(range(len(self._peers)), self._rank):
+            if addresses[rank] == NOWHERE:
+                continue
+            at = self._peers[rank].find(addresses[rank])
+            self._device.copy(self.stream, own + 4 * _READ, at, 4)
+            self._finish(2 + rank)
+            found, wanted = int(self._line[_READ]), _SIGNATURE + rank
+            if found != wanted:
+                raise RingcommError(
+                    f"CUDA IPC maps other memory than that of rank {rank} of the group: it holds "
+                    f"{found:#x} instead of {wanted:#x}"
+                )
+
+    def _finish(self, number: int) -> None:
+        """Wait until the stream's work is done; no other rank is part of it."""
+        at = self._flag_addresses[self._rank] + 4 * _DONE
+        self._device.write_value(self.stream, at, number)
+        deadline = time.monotonic() + _TRY_S
+        while self._line[_DONE] != number:
+            if time.monotonic() > deadline:
+                raise RingcommError(f"the GPU did not copy 4 bytes in {_TRY_S} s")
+            time.sleep(_LOOK_EVERY_S)  # a word that the GPU writes
 
     def meet(self) -> None:
         """See GpuTransport."""
@@ -155,7 +195,7 @@ class IpcTransport:
                 peer.close()
             self._device.free_stream(self.stream)
             self._host.unregister(self._flag_memory)
-            self._staging = self._scratch = None
+            self._staging = self._scratch = self._signed = None
 
     def _find(self, span: Span | None) -> Address:
         return NOWHERE if span is None or not span.count else self._regions.find(span)
