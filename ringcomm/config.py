@@ -42,6 +42,7 @@ class Settings:
             uses measurements or estimates.
         gpu_transport: how arrays on GPUs travel: "nccl", "ipc" or "staged"; "auto" takes the first
             of these that works.
+        nvtx: 1 = NVIDIA's profilers show the operations on GPUs by their names; 0 = they do not.
         ps_servers: number of parameter servers that ps.init() makes by default: 1 or more; 1 if it
             is not set, or as many ranks as declare to be servers.
         elastic: 1 = the job goes on after it has lost ranks, see docs/elastic.md; 0 = it ends.
@@ -65,6 +66,7 @@ class Settings:
     timeline: str = ""
     algorithm: str = "auto"
     gpu_transport: str = "auto"
+    nvtx: int = 0
     tuning: str = ""
     tensorboard: str = ""
     ps_servers: int = 0

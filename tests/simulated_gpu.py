@@ -86,6 +86,7 @@ class SimulatedGpu:
         is_loading: a function is being loaded, or has been.
         context: the lock of the context, which each call of CUDA takes.
         registered: addresses of host memory that it reaches.
+        ranges: (label, whether work was enqueued) of what a profiler would show.
     """
 
     all: ClassVar = {}
@@ -124,6 +125,7 @@ class SimulatedGpu:
         self.context = threading.RLock()
         self.is_loading = threading.Event()
         self._captures, self._loaded = {}, set()
+        self.ranges, self._n_given = [], 0
         self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
         self._thread.start()
 
@@ -202,6 +204,12 @@ class SimulatedGpu:
 
     def copy(self, stream, target, source, nbytes):
         self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    @contextlib.contextmanager
+    def shown_as(self, label):
+        before = self._n_given
+        yield
+        self.ranges.append((label, self._n_given > before))
 
     def load(self, kernel):
         self.load_function(kernel.defines)
@@ -322,6 +330,7 @@ class SimulatedGpu:
             action()
             return
         with self._lock:
+            self._n_given += 1
             if not self._is_closed:
                 # Who synchronizes the GPU may look at a stream that is freed meanwhile.
                 queue = self._streams.get(stream, self._streams[0])

@@ -12,6 +12,7 @@ from sample_values import total as total_of
 from sample_values import whole_numbers
 
 import ringcomm as rc
+from ringcomm.config import Settings
 from ringcomm.gpu.executor import team as gpu_team
 from ringcomm.gpu.executor import via_host_memory
 from ringcomm.gpu.executor.streams import Issue, Launched, Reached
@@ -171,6 +172,18 @@ def test_each_missing_order_is_seen(fault, tmp_path, monkeypatch):
                 continue
         return
     raise AssertionError(f"no schedule of {MOST_SEEDS} shows that {fault}")
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@pytest.mark.parametrize("nvtx", [0, 1])
+def test_a_profiler_is_shown_the_operations_if_it_wants(nvtx, transport, tmp_path):
+    def body(rank):
+        rc.allreduce_async_(sim.array(np.ones(3)), name="loss").wait()
+        return sim.current_gpu().ranges
+
+    settings = Settings(nvtx=nvtx)
+    for ranges in on_gpus(2, body, tmp_path, settings=settings, **choose(transport)):
+        assert ranges == ([("allreduce_[loss]", True)] if nvtx else [])
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])

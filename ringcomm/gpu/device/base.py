@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ringcomm.arrays.base import Bytes
@@ -68,6 +69,9 @@ class Device(Allocator, Protocol):
 
     def has_loaded(self, kernel: Kernel) -> bool:
         """Return True if a kernel is loaded. Calls no function of CUDA."""
+
+    def shown_as(self, label: str) -> AbstractContextManager[object]:
+        """Return a context whose calls NVIDIA's profilers show as one range, with their kernels."""
 
     def launch(self, stream: int, kernel: Kernel) -> None:
         """Launch a kernel."""

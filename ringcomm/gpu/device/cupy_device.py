@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -108,6 +110,14 @@ class _CudaDevice:
 
     def leave_captures_alone(self) -> None:
         self._driver.relax_captures()
+
+    @contextlib.contextmanager
+    def shown_as(self, label: str) -> Iterator[None]:
+        cupy.cuda.nvtx.RangePush(label)
+        try:
+            yield
+        finally:
+            cupy.cuda.nvtx.RangePop()
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         self._runtime.memcpyAsync(target, source, nbytes, _ANY_DIRECTION, stream)

@@ -212,16 +212,18 @@ class GpuTeam:
         end: Callable[[], R] | None = None,
     ) -> R | None:
         """Enqueue a job, then call end(), if any; return its result."""
-        call, transport = self._gpu.launcher.call, self._own_transport
+        call, transport, device = self._gpu.launcher.call, self._own_transport, self._gpu.device
         outline = await call(partial(transport.outline, job.work))
         steps = self._enqueue(job, await gather_alike(outline, t), issue)
         if not under_way.is_noted:  # not before: the other ranks may have to load kernels first
             under_way.is_noted = True
             self._gpu.idle_calls.note_under_way(under_way.ask)
+        label = self._engine.pending.label_of(t.key) if self._engine.settings.nvtx else ""
 
         def step() -> Mark | R | None:
-            mark = next(steps, None)
-            return end() if mark is None and end is not None else mark
+            with device.shown_as(label) if label else contextlib.nullcontext():
+                mark = next(steps, None)
+                return end() if mark is None and end is not None else mark
 
         while True:
             made: Mark | R | None = await call(step)
