@@ -14,6 +14,7 @@ from ringcomm.gpu.kernels.reduce_and_optimizer_step import (
     adam_numbers,
     sgd_numbers,
 )
+from ringcomm.gpu.kernels.scale import ScaleKernel, can_scale
 from ringcomm.gpu.kernels.write import WriteKernel
 
 NUMBERS = {
@@ -39,6 +40,8 @@ def update(gradient, weight, rule, n):
 def all_variants():
     """Return every kind of kernel, each for some numbers of ranks."""
     yield WriteKernel(0, 0)
+    for dtype in filter(can_scale, DTYPES.values()):
+        yield ScaleKernel(0, 0, dtype, 2.0)
     for dtype, op, n in product(DTYPES.values(), OPERATORS_OF_BOOL, (1, 2, 4, 8, 12, 24)):
         if is_defined(op, dtype.name):
             yield reduction(dtype, op, n)
@@ -54,6 +57,7 @@ def representative_variants():
     """Return one or a few of each kind, those that need the most registers among them."""
     f32, bf16, f16 = DTYPES["float32"], DTYPES["bfloat16"], DTYPES["float16"]
     yield WriteKernel(0, 0)
+    yield ScaleKernel(0, 0, f16, 2.0)
     yield reduction(f32, SUM, 4)
     yield reduction(f16, SUM, 2)
     yield reduction(bf16, SUM, 8)

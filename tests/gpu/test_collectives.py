@@ -20,7 +20,9 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.operations.adasum import plan_adasum
 from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.grouped import plan_grouped_allreduce
 from ringcomm.engine.operations.into_array import plan_allgather_into
+from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.gpu.executor import plans
 from ringcomm.gpu.executor.gpus import Gpus
 from ringcomm.gpu.transports.ipc import IpcTransport
@@ -77,6 +79,35 @@ def test_scaled_and_grouped_reductions(transport, tmp_path):
         assert rows[0].tolist() == (3 * np.arange(6) + 3)[2 * rank : 2 * rank + 2].tolist()
         assert every[0].tolist() == [[1, 1], [2, 2], [2, 2]]
         assert np.array_equal(scaled[0], total_of(3, COUNTS[0]) / 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("dtype", ["f2", "f8", "i4"])
+def test_factors_give_the_bits_of_host_memory(dtype, transport, tmp_path, caplog):
+    factors = ReductionOptions(rc.SUM, deterministic=True).scaled(1 / 3, 0.7)
+
+    def body(rank):
+        xs = [np.random.default_rng([rank, n]).normal(0, 99, n).astype(dtype) for n in (700, 0, 9)]
+        results = []
+        for of in (sim.array, lambda x: x):
+            forms = [
+                ("allreduce", partial(plan_allreduce, x=of(xs[0].copy()), in_place=True)),
+                ("allreduce", partial(plan_allreduce, x=of(xs[0]))),
+                ("reduce_scatter", partial(plan_reduce_scatter, x=of(xs[0]))),
+                ("grouped_allreduce", partial(plan_grouped_allreduce, xs=[of(x) for x in xs])),
+            ]
+            got = [
+                engine().execute(kind, None, partial(form, name=None, options=factors))
+                for kind, form in forms
+            ]
+            got = [*got[:-1], *got[-1]]
+            results.append([x if isinstance(x, np.ndarray) else x.get() for x in got])
+        return results
+
+    for on_gpu, on_host in on_gpus(3, body, tmp_path, **choose(transport)):
+        assert [x.tobytes() for x in on_gpu] == [x.tobytes() for x in on_host]
+    is_told = "factors of integers and complex numbers are applied by the CPU" in caplog.text
+    assert is_told == (dtype == "i4" and transport != "staged")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

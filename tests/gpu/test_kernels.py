@@ -5,6 +5,7 @@ Each check takes the text of the source, so that the last test can show what it 
 
 import ctypes
 import ctypes.util
+import math
 
 import ml_dtypes
 import numpy as np
@@ -14,8 +15,10 @@ from harness import at_length
 from numpy_operators import HALVES, NUMPY, is_defined
 
 from ringcomm import _core
+from ringcomm.arrays.base import Flat
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.operators import AVERAGE, BAND, BXOR, MAX, MIN, PRODUCT, SUM
+from ringcomm.collectives.scale_factors import scale
 from ringcomm.gpu.kernels.base import source
 from ringcomm.gpu.kernels.pack import (
     CHUNK_COUNT,
@@ -26,6 +29,7 @@ from ringcomm.gpu.kernels.pack import (
 )
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel, adam_numbers, sgd_numbers
+from ringcomm.gpu.kernels.scale import ScaleKernel, can_scale
 from ringcomm.gpu.kernels.write import WriteKernel
 
 F16, BF16, F32, F64 = (DTYPES[name] for name in (*HALVES, "float32", "float64"))
@@ -196,6 +200,33 @@ def test_grids_are_as_large_as_the_work_and_the_gpu():
 def test_what_no_kernel_does_is_refused(make, what):
     with pytest.raises((TypeError, ValueError), match=what):
         make()
+
+
+# --- SCALE --------------------------------------------------------------------------------------
+
+FACTORS = (2.0, -1 / 3, 0.0, 1e30, math.inf)
+REALS = ["float16", "bfloat16", "float32", "float64"]
+
+
+def test_factors_of_real_floats_are_applied_on_gpus():
+    assert [name for name, dtype in DTYPES.items() if can_scale(dtype)] == sorted(
+        REALS, key=list(DTYPES).index
+    )
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("name", REALS)
+def test_factors_give_the_bits_of_host_memory(name, factor):
+    dtype = DTYPES[name]
+    for count, shift in [(0, 0), (1, 2), (5000, 0), (4999, 10)]:
+        memory, values = Memory(), numbers(dtype, count, 3)
+        x = memory.place(values, shift * dtype.itemsize)
+        launch(ScaleKernel(x.ctypes.data, count, dtype, factor))
+        expected = values.copy()
+        scale(Flat(expected.view(np.uint8), dtype), factor)
+        memory.check()
+        found, wanted = (np.frombuffer(bits(each), np.uint8) for each in (x, expected))
+        assert np.array_equal(found, wanted), np.flatnonzero(found != wanted)[:9]
 
 
 # --- PACK and UNPACK ----------------------------------------------------------------------------

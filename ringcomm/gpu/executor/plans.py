@@ -39,11 +39,12 @@ from ringcomm.gpu.executor.gpus import Gpus, issue_of
 from ringcomm.gpu.executor.streams import Issue
 from ringcomm.gpu.executor.team import GpuTeam
 from ringcomm.gpu.executor.via_host_memory import Staging, through_host
+from ringcomm.gpu.kernels.scale import can_scale
 from ringcomm.gpu.transports.base import Job, Move, Pull, Reduce, Update, UpdatePiece
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
-_NO_FACTORS = "transports of GPUs apply no factors before or after a reduction"
+_NO_FACTORS = "factors of integers and complex numbers are applied by the CPU"
 _NO_ADASUM = "transports of GPUs do not compute Adasum"
 
 
@@ -130,13 +131,21 @@ def _reduction(o: Reduction) -> Plan[Any]:
         [out],
         finish,
         o.on_mirrors,
-        _NO_FACTORS if options.is_scaled else "",
+        _why_on_host(options, [adapter.span(source)]),
         is_elementwise=o.to is To.ALL,
     )
     span, target = adapter.span(source), None if out is None else adapter.span(out)
-    is_ordered = options.deterministic
-    job = Job(Reduce(span, target, options.op, o.to, o.root, tuple(parts), is_ordered))
-    return course.plan(o.call, span.nbytes, job)
+
+    def jobs(team: GpuTeam) -> list[Job]:
+        is_copied = options.prescale != 1.0
+        here = _scratch(team, [span]) if is_copied else span
+        is_ordered = options.deterministic
+        work = Reduce(here, target, options.op, o.to, o.root, tuple(parts), is_ordered)
+        if not is_copied:
+            return [Job(work, postscale=options.postscale)]
+        return [Job(work, [span], (), here, options.prescale, options.postscale)]
+
+    return _plan(o.call, span.nbytes, lambda t: course.run(t, jobs))
 
 
 @plan.register(GroupedAllreduce)
@@ -150,7 +159,7 @@ def _grouped(o: GroupedAllreduce | Adasum) -> Plan[Any]:
         batches, host_only = [], _NO_ADASUM
     else:
         batches = o.batches([Item(span.nbytes, span.dtype.name) for span in spans])
-        host_only = _NO_FACTORS if options.is_scaled else ""
+        host_only = _why_on_host(options, spans)
 
     def finish() -> list[Any]:
         if not o.in_place:
@@ -333,12 +342,24 @@ def _fused(
 ) -> Job:
     """Return one reduction for several arrays of one dtype."""
     reduce = partial(Reduce, op=options.op, is_deterministic=options.deterministic)
-    if len(sources) == 1:
-        return Job(reduce(sources[0], targets[0]))
+    factors = options.prescale, options.postscale
+    if len(sources) == 1 and options.prescale == 1.0:
+        return Job(reduce(sources[0], targets[0]), postscale=options.postscale)
+    whole = _scratch(team, sources)
+    return Job(reduce(whole, whole), sources, targets, whole, *factors)
+
+
+def _scratch(team: GpuTeam, sources: Sequence[Span]) -> Span:
+    """Return memory for copies of arrays of one dtype."""
     memory = team.scratch(sum(source.nbytes for source in sources))
     count = sum(source.count for source in sources)
-    whole = Span(memory.address, count, sources[0].dtype, memory.owner)
-    return Job(reduce(whole, whole), packed=sources, unpacked=targets, buffer=whole)
+    return Span(memory.address, count, sources[0].dtype, memory.owner)
+
+
+def _why_on_host(options: ReductionOptions, spans: Sequence[Span]) -> str:
+    """Return why a reduction goes through host memory; "": it need not."""
+    is_scaled = options.is_scaled and not all(can_scale(span.dtype) for span in spans)
+    return _NO_FACTORS if is_scaled else ""
 
 
 def update(

@@ -31,7 +31,9 @@ from ringcomm.gpu.device import packing
 from ringcomm.gpu.executor.launcher import Launcher
 from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Mark, Marks, Reached
 from ringcomm.gpu.executor.transport_setup import set_up_transport
-from ringcomm.gpu.transports.base import GpuTransport, Job
+from ringcomm.gpu.kernels.base import Kernel
+from ringcomm.gpu.kernels.scale import ScaleKernel
+from ringcomm.gpu.transports.base import GpuTransport, Job, Reduce
 from ringcomm.gpu.transports.nccl_base import NcclBinding
 from ringcomm.gpu.transports.transport_choice import GpuChoice
 from ringcomm.transport.channel import Channel, Until, Wait
@@ -191,10 +193,7 @@ class GpuTeam:
     async def _load_kernels(self, t: Channel, todo: Sequence[Job]) -> None:
         """Load the kernels of jobs, before all ranks exchange outlines, or else meet here."""
         transport = self._own_transport
-        kernels = [kernel for job in todo for kernel in transport.kernels(job.work)]
-        for job in todo:
-            if job.buffer is not None:
-                kernels += packing.kernels(job.buffer.dtype.itemsize)
+        kernels = [kernel for job in todo for kernel in _kernels(job, transport)]
         await self._gpu.idle_calls.load(kernels)
         if transport.has_outlines:
             return
@@ -243,11 +242,15 @@ class GpuTeam:
         issue.let_wait(stream)
         if job.buffer is not None:
             packing.pack(device, stream, job.packed, job.buffer)
+        for kernel in _scaling(job.buffer, job.prescale):
+            device.launch(stream, kernel)
         for number, _ in enumerate(phases, 1):
             if transport.meets_on_stream:
                 transport.meet()
             if not transport.meets_on_stream or number % _PHASES_AHEAD == 0:
                 yield self._own_marks.make()
+        for kernel in _scaling(job.work.target, job.postscale):
+            device.launch(stream, kernel)
         if job.buffer is not None:
             packing.unpack(device, stream, job.unpacked, job.buffer)
 
@@ -384,3 +387,21 @@ def _release(
             is_soon = time.monotonic() < begin + _RELEASE_OFTEN_FOR_S
             time.sleep(_RELEASE_EVERY_S if is_soon else _RELEASE_SELDOM_S)
     keeps.clear()
+
+
+def _kernels(job: Job, transport: GpuTransport) -> list[Kernel]:
+    """Return all kernels of a job; the same on all ranks if those of the transport are."""
+    kernels = [*transport.kernels(job.work)]
+    if job.buffer is not None:
+        kernels += packing.kernels(job.buffer.dtype.itemsize)
+    if (job.prescale, job.postscale) != (1.0, 1.0):
+        assert isinstance(job.work, Reduce)
+        kernels.append(ScaleKernel(0, 0, job.work.dtype, 1.0))
+    return kernels
+
+
+def _scaling(x: Span | None, factor: float) -> list[ScaleKernel]:
+    """Return the kernel that multiplies an array by a factor; none if nothing would change."""
+    if x is None or factor == 1.0 or not x.count:
+        return []
+    return [ScaleKernel(x.address, x.count, x.dtype, factor)]

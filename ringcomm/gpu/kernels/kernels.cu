@@ -10,6 +10,7 @@
 #define UNPACK 3  // as PACK
 #define UPDATE 4  // RC_TYPE of gradients, RC_TARGET of weights; RC_RULE, RC_SOURCES, RC_TARGETS
 #define WRITE 5   // no others
+#define SCALE 6   // RC_TYPE, a real float
 
 #define RC_INLINE __device__ __forceinline__
 // 2 blocks per processor leave a thread up to 128 registers. Without this bound, ptxas of CUDA 13
@@ -508,6 +509,61 @@ RC_GLOBAL rc_entry(const __grid_constant__ Pointers<RC_SOURCES> sources,
       whole_grid(), count, body, [&](u64 i, u64 step, u64 end, auto is_vector) {
         reduce_pieces<T, RC_OP, decltype(is_vector)::value>(sources, targets, division, i, step,
                                                             end);
+      });
+}
+#endif
+
+// --- SCALE: x -> x * factor ------------------------------------------------------------------------
+
+// As x86 multiplies: a NaN keeps its payload, and a new one is negative.
+RC_INLINE float product(float x, float by) {
+  const float y = x * by;
+  if (y == y) return y;
+  return x != x ? quiet(x) : by != by ? quiet(by) : __uint_as_float(0xffc00000u);
+}
+RC_INLINE double product(double x, double by) {
+  const double y = x * by;
+  if (y == y) return y;
+  const double fresh = __longlong_as_double(static_cast<i64>(0xfff8000000000000ull));
+  return x != x ? quiet(x) : by != by ? quiet(by) : fresh;
+}
+
+RC_INLINE float scaled(float x, float by) { return product(x, by); }
+RC_INLINE double scaled(double x, double by) { return product(x, by); }
+RC_INLINE bfloat16_t scaled(bfloat16_t x, float by) {
+  return To<bfloat16_t>::from(product(widen(x), by));
+}
+RC_INLINE float16_t scaled(float16_t x, float by) {
+  const float y = product(widen(x), by);
+  if (y == y) return To<float16_t>::from(y);
+  const u32 bits = __float_as_uint(y);
+  return {static_cast<u16>((bits >> 16 & 0x8000u) | 0x7e00u | (bits >> 13 & 0x1ffu))};
+}
+
+#if RC_KERNEL == SCALE
+// x[i] *= factor for i in [0, count); 16-bit floats are multiplied in float32 and rounded once.
+RC_GLOBAL rc_entry(void* x, u64 count, double factor) {
+  using T = RC_TYPE;
+  constexpr int kWidth = 16 / sizeof(T), kPositions = kInFlight / 2;
+  const Wide<T> by = static_cast<Wide<T>>(factor);
+  Alignment alignment;
+  alignment.add(x);
+  const Body body =
+      body_of<kWidth>(count, [&](u64 i) { return alignment.is_aligned(i * sizeof(T)); });
+  sweep_all<kWidth, kPositions>(
+      whole_grid(), count, body, [&](u64 i, u64 step, u64 end, auto is_vector) {
+        constexpr bool kIsVector = decltype(is_vector)::value;
+        constexpr int kItems = kIsVector ? kWidth : 1;
+        Piece<T, kItems, kIsVector> pieces[kPositions];
+#pragma unroll
+        for (int u = 0; u < kPositions; ++u) pieces[u].load(x, i + u * step < end ? i + u * step : i);
+#pragma unroll
+        for (int u = 0; u < kPositions; ++u) {
+          if (i + u * step >= end) continue;
+#pragma unroll
+          for (int e = 0; e < kItems; ++e) pieces[u][e] = scaled(pieces[u][e], by);
+          pieces[u].store(x, i + u * step);
+        }
       });
 }
 #endif

@@ -89,12 +89,14 @@ Work = Reduce | Move | Update
 
 @dataclass(frozen=True)
 class Job:
-    """A Work, with the copies that this rank makes before and after it."""
+    """A Work, with the copies that this rank makes before and after it, and the factors."""
 
     work: Work
     packed: Sequence[Span] = ()  # arrays copied to `buffer` before the work, without gaps
     unpacked: Sequence[Span] = ()  # arrays copied from `buffer` after the work
-    buffer: Span | None = None  # source and target of the work; None: nothing is copied
+    buffer: Span | None = None  # source of the work; None: nothing is copied
+    prescale: float = 1.0  # factor of `buffer` before the work; needs a buffer
+    postscale: float = 1.0  # factor of the work's target after the work
 
 
 class GpuTransport(Protocol):
