@@ -81,9 +81,9 @@ def test_a_gpu_that_stands_still_is_a_timeout(transport, tmp_path):
             handle.wait()
         return seconds, str(e.value)
 
-    results = with_fault(2, body, tmp_path, timeout_s=1, **choose(transport))
+    results = with_fault(2, body, tmp_path, timeout_s=4, **choose(transport))
     assert not [each for each in results if isinstance(each, BaseException)], results
-    assert results[0][0] < 5
+    assert results[0][0] < 12
     if transport == "ipc":
         assert "went no further: rank(s) 1." in results[0][1]
 
