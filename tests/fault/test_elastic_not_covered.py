@@ -29,7 +29,9 @@ train(state)
 print("went on", flush=True)
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
-WAYS = {"kill": (KILL, "was killed by SIGKILL"), "raise": ("1 / 0", "raised ZeroDivisionError")}
+# The launcher may end the guardian that would have read the signal, before it reports.
+KILLED = r"was killed by SIGKILL|ended without a word \(SIGKILL"
+WAYS = {"kill": (KILL, KILLED), "raise": ("1 / 0", "raised ZeroDivisionError")}
 WHY = r"MPICH \S+ ends a job when" if IS_MPICH else "mpirun was not told to let the others go on"
 
 
@@ -46,7 +48,7 @@ def test_one_line_says_what_is_not_covered_and_a_death_ends_the_job_as_ever(how,
     assert re.search(rf"elastic job: {WHY}.*so a failure of a rank ends .*{command}", lines[0])
     culprits = re.findall(r"^x rank (\d).*", job.output, re.MULTILINE)
     assert culprits == ["2"], job.output
-    assert report in job.output
+    assert re.search(report, job.output), job.output
 
 
 def test_a_job_of_one_process_says_nothing(tmp_path):
