@@ -170,9 +170,9 @@ class GpuTeam:
         under_way = _UnderWay()
         try:
             for job in todo[:-1]:
-                await self._put(t, job, issue, under_way)
+                await self.put(t, job, issue, under_way)
             end = partial(self._end, issue, finish)
-            launched = await self._put(t, todo[-1], issue, under_way, end)
+            launched = await self.put(t, todo[-1], issue, under_way, end)
         except BaseException:  # a death, or an error of CUDA: nothing watches the stream so far
             under_way.is_over = self._break_off(keeps)
             raise
@@ -202,7 +202,7 @@ class GpuTeam:
             await gather_alike(b"loaded", t)
             self._loaded_by_all |= new
 
-    async def _put(
+    async def put(
         self,
         t: Channel,
         job: Job,
