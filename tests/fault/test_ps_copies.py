@@ -10,16 +10,19 @@ pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank d
 
 TRAINING = """
 import hashlib, os, signal, sys, time
+import ringcomm as rc
+from ringcomm import ps
+
+rc.init()
+pids = rc.allgather_object(os.getpid())
+ps.init(3, replication=2)  # the servers end here, and need no torch
+
 import torch
 from torch import nn
-import ringcomm as rc
 from ringcomm.torch import ps
 
 torch.manual_seed(3)
 torch.set_num_threads(1)
-rc.init()
-pids = rc.allgather_object(os.getpid())
-ps.init(3, replication=2)
 
 class Model(nn.Module):
     def __init__(self):
