@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import run_script
+from harness import at_length, run_script
 
 TESTS = Path(__file__).parents[1]
 
@@ -160,7 +160,9 @@ gpu.close()
 """
 
 
-@pytest.mark.parametrize("transport", ["ipc", "nccl", "staged"])
+# A job takes 12 s of a core. The group asks for no transport, and each moves data between processes in
+# test_mpirun_jobs.py.
+@pytest.mark.parametrize("transport", at_length(["ipc", "nccl", "staged"], ["ipc"]))
 def test_c10d_on_gpus(transport, tmp_path):
     job = run_script(3, SCRIPT, transport, tmp_path, cwd=tmp_path)
     assert job.code == 0, job.output
