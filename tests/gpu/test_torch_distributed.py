@@ -160,8 +160,8 @@ gpu.close()
 """
 
 
-# A job takes 12 s of a core. The group asks for no transport, and each moves data between processes in
-# test_mpirun_jobs.py.
+# A job takes 12 s of a core. The group asks for no transport, and each moves data between processes
+# in test_mpirun_jobs.py.
 @pytest.mark.parametrize("transport", at_length(["ipc", "nccl", "staged"], ["ipc"]))
 def test_c10d_on_gpus(transport, tmp_path):
     job = run_script(3, SCRIPT, transport, tmp_path, cwd=tmp_path)

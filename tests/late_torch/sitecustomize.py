@@ -12,8 +12,8 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-# Without collections of garbage while these load, nor later of what they are made of, a rank without
-# torch takes 0.23 s of a core, not 0.29.
+# Without collections of garbage while these load, nor later of what they are made of, a rank
+# without torch takes 0.23 s of a core, not 0.29.
 LARGE = ("torch", "numpy", "ringcomm.engine.api.init_rank_size")
 COMPILER = "torch._dynamo"
 META = "torch._meta_registrations"  # operators in Python for tensors without data
