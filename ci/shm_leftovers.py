@@ -9,11 +9,14 @@ import os
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 SHM = Path("/dev/shm")
 MARK = "RUN_OF_TESTS"
 LOOK_S = 0.02  # much less than a process lives between the first use of such a file and its end
+# A file that nobody maps, of a job that has died, would else cost a tenth of a core while it is there.
+YOUNG_S, SELDOM_S = 1.0, 1.0
 
 
 class Watch:
@@ -47,13 +50,18 @@ class Watch:
 
 
 def main(run):
-    old, own = set(names()), set()
+    old, own, since, looked_at = set(names()), set(), {}, 0.0
     while True:
         is_asked = select.select([sys.stdin], [], [], LOOK_S)[0]
-        there = set(names())
+        there, now = set(names()), time.monotonic()
         old, own = old & there, own & there
-        if new := {name: inode(name) for name in there - old - own}:
-            users = mapped()
+        since = {name: since.get(name, now) for name in there - old - own}
+        youngest = max(since.values(), default=-YOUNG_S)
+        if since and (is_asked or now - youngest < YOUNG_S or now - looked_at >= SELDOM_S):
+            looked_at, new = now, {name: inode(name) for name in since}
+            users = mapped(lambda pid: is_of(run, pid))  # few; all others only if they must
+            if not users.keys() >= set(new.values()):
+                users = mapped()
             own |= {n for n, i in new.items() if any(is_of(run, p) for p in users.get(i, ()))}
             old |= {name for name, i in new.items() if i in users} - own
         if is_asked:
@@ -62,10 +70,10 @@ def main(run):
             print(json.dumps(sorted(own)), flush=True)
 
 
-def mapped():
+def mapped(is_wanted=lambda pid: True):
     """Return {number of a file: who has mapped it}; a semaphore had another name at that time."""
     users = {}
-    for pid in pids():
+    for pid in filter(is_wanted, pids()):
         maps = read(pid, "maps")
         for line in maps.splitlines() if "/dev/shm/" in maps else ():
             fields = line.split()
