@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import BIN, HANG_S, IS_MPICH, at_length, job_environment, wait_until
+from harness import ABOVE_MPI, BIN, HANG_S, IS_MPICH, at_length, job_environment, wait_until
 
 RUN_PAGE = Path(__file__).parents[2] / "docs" / "run.md"
 PRELUDE = """
@@ -174,6 +174,7 @@ def test_a_refusal_has_code_2_and_one_line(tmp_path):
     assert "a rank of a job already" in Started(tmp_path, "-np", 1, "x", env=inside).finish().err
 
 
+@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
 def test_servers_and_an_evaluator_are_added_to_the_workers(tmp_path):
     body = """
     import ringcomm.ps as ps
@@ -247,6 +248,7 @@ def test_os_exit_after_a_proper_end_is_good(tmp_path):
     assert run(tmp_path, 2, body).code == 0
 
 
+@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
 def test_a_job_of_a_rank_does_not_write_into_the_records_of_this_run(tmp_path):
     body = f"""
     import subprocess
