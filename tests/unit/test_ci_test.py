@@ -93,7 +93,7 @@ def run_gate(folder, broken, *arguments, silent="-none-", pytest="stub"):
 def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     done = run_gate(tmp_path, "nothing is broken")
     assert done.returncode == 0, done
-    assert "all 18 steps passed" in done.stdout
+    assert "all 19 steps passed" in done.stdout
     lines = done.stdout.splitlines()
     beside = lines.index("rest  | == pytest with MPICH")
     assert any(line.startswith("rest  | called") for line in lines[beside:])
@@ -105,7 +105,7 @@ def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     [
         (".venv-mpich/bin/pytest", "pytest with MPICH"),
         ("tests/unit", "pytest with Open MPI: unit"),
-        ("tests/with_torch", "pytest with Open MPI: torch, GPUs"),
+        ("tests/with_torch", "pytest with Open MPI: torch"),
         ("thread 40 node", "ci/sanitize thread 40 node abandoned_steps"),
         ("sanitize compile", "ci/sanitize compile"),
     ],
