@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from harness import DEADLINE_S
+from harness import DEADLINE_S, at_length
 from ps_jobs import Boom, ended, kill_server, run_all
 
 import ringcomm as rc
@@ -248,7 +248,7 @@ def await_copies():
 
 
 @pytest.mark.usefixtures("wire")
-@pytest.mark.parametrize("victims", [(0, 1), (2, 0)], ids=str)
+@pytest.mark.parametrize("victims", at_length([(0, 1), (2, 0)], [(0, 1)]), ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_second_server_may_die_once_lost_copies_are_made_again(mode, victims):
     def body(rank):
