@@ -53,6 +53,7 @@ class Job:
         self.hangs = set()  # those that do nothing, until they are killed
         self.to_kill = set()
         self.evicted = set()  # (who waits, for whom): told to kill them
+        self.has_given_up = False  # a rank, as at least half of its view hangs
 
     def live(self):
         return [r for r in range(self.size) if r not in self.dead]
@@ -143,7 +144,7 @@ class Job:
                 can.append((self.clear, rank))
             state = self.states[rank]
             is_at_work = state.phase is Phase.WORKING and not self.over[rank]
-            sees_a_reason = state.has_new_loss or (state.wants_another_size and state.stopped)
+            sees_a_reason = state.has_new_loss or state.must_follow
             is_needed = (is_at_work and sees_a_reason) or state.must_heal
             if is_needed and rank not in self.is_leaving:
                 can.append((self.handle, rank, Heal()))
@@ -192,11 +193,19 @@ class Job:
             return False
         may, rank, missing = min(waits)
         if may is Eviction.NEVER:
+            self.assert_may_give_up(rank)
+            self.has_given_up = True
             self.handle(rank, GiveUp())
         else:
             self.evicted.add((rank, missing))
             self.handle(rank, Evict(missing))
         return True
+
+    def assert_may_give_up(self, rank):
+        """Check that of its view at least as many hang as do not, or some cannot be killed."""
+        live = [m for m in self.states[rank].view.members if m not in self.dead]
+        n_hang = len(self.hangs.intersection(live))
+        assert 2 * n_hang >= len(live) or not self.hangs - self.dead <= self.near(rank)
 
     def missing(self, rank):
         state = self.states[rank]

@@ -24,9 +24,19 @@ ELASTIC = [
         "the-old-view-is-agreed-on",
         "fault",
         _MACHINE,
-        "is_agreed = state.needs_view and all(state._has_stopped(m) for m in state.others)",
+        "is_agreed = state._has_news and all(state._has_stopped(m) for m in state.others)",
         "is_agreed = all(state._has_stopped(m) for m in state.others)",
         "ranks agree on the view that they have, whose communicators hold old messages",
+        _TESTS,
+    ),
+    Mutation(
+        "who-has-stopped-for-a-lost-spare-waits",
+        "fault",
+        _MACHINE,
+        "is_agreed = state._has_news and all(state._has_stopped(m) for m in state.others)",
+        "is_agreed = state._next_view().members != state.view.members and all("
+        "state._has_stopped(m) for m in state.others)",
+        "ranks that stopped for a spare wait for ever when it dies on its way",
         _TESTS,
     ),
     Mutation(

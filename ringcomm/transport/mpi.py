@@ -183,9 +183,9 @@ class MpiTransport:
         return events
 
     def _stops(self) -> list[Event]:
-        """Return as dead the members that have stopped, as the view is to have another size."""
+        """Return as dead the members that have stopped so that others may join or leave."""
         membership = self.presence.membership
-        if membership is None or not membership.state.wants_another_size:
+        if membership is None or not membership.state.must_follow:
             return []
         news = set(membership.state.stopped) - self._stopped
         self._stopped |= news

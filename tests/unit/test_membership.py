@@ -191,6 +191,31 @@ def test_a_spare_that_has_not_arrived_is_not_waited_for_and_joins_later():
     assert {job.states[r].view for r in (0, 2)} == {View(2, (0, 2))}
 
 
+@pytest.mark.parametrize("n_members", [1, 3])
+def test_ranks_that_have_stopped_for_a_spare_go_on_although_it_is_lost(n_members):
+    job = Job(n_members + 1, 1)
+    job.handle(0, Resize(n_members + 1))
+    job.handle(n_members, Arrive())
+    job.rest()
+    assert all(state.wants_another_size for state in job.states)
+    job.dead.add(n_members)
+    job.handle(0, Heal())
+    job.rest()
+    members = tuple(range(n_members))
+    assert {job.states[r].view for r in members} == {View(3, members)}
+    job.finish()
+    assert [job.over[r] for r in members] == [1] * n_members
+
+
+def test_half_of_a_job_that_hangs_ends_it():
+    job = Training(4, 2, 1, 1)
+    job.handle(4, Arrive())
+    job.hangs |= {0, 1}
+    job.dead.add(2)
+    job.finish()
+    assert {job.states[rank].phase for rank in (3, 4, 5)} == {Phase.GONE}
+
+
 def test_spares_alone_do_not_go_on_without_the_state():
     job = Job(4, 2)
     for spare in (2, 3):
@@ -300,6 +325,9 @@ def test_each_sample_is_in_the_state_of_all_once_whoever_dies_hangs_or_joins(
     job.finish()
     live = [rank for rank in job.live() if rank not in job.hangs]
     members = [rank for rank in live if job.states[rank].is_member]
+    if job.has_given_up:  # ranks have died since others began to hang, which are too many then
+        assert {job.states[rank].phase for rank in live} == {Phase.GONE}
+        return
     if not members:
         waiting = [job.states[rank] for rank in live if not job.states[rank].run]
         assert all(s.is_orphaned or job.hangs & set(s.colleagues) for s in waiting), (

@@ -19,9 +19,12 @@ more (GONE), and that members go on only with one of them that lives.
 The view before an agreement is the latest in which one of the live processes has worked: all of
 them send the view in which they were, and one that was in an earlier view, because it had heard of
 another change before it could install the later one, first goes over to that (AGREED). So does one
-that has heard of the later view from a process without a place there, if no other view is needed:
-its members work on. A rank that has raised an exception is known to have failed, and is lost only
-when its process ends or says GONE.
+that has heard of the later view from a process without a place there, if there were no changes
+since: its members work on. A rank that has raised an exception is known to have failed, and is lost
+only when its process ends or says GONE.
+
+Who has stopped works in that view no more. So if a spare is lost for which members have stopped,
+the next view has the members of the one before.
 
 Processes that are no members may have arrived: they have nothing to stop, and take part in the
 agreements of the first run. A later view makes members of them if it has room.
@@ -188,14 +191,18 @@ class Membership:
         return size > self.size or (size < self.size and bool(self.waiting))
 
     @property
-    def needs_view(self) -> bool:
-        """True if the changes make another view."""
-        return self._next_view() != self.view
-
-    @property
     def stopped(self) -> tuple[int, ...]:
         """The members that have left the view of this rank, to make the next one."""
         return tuple(m for m in self.colleagues if self._heals(m))
+
+    @property
+    def must_follow(self) -> bool:
+        """True if this rank must stop, as other members have, although no member is lost.
+
+        They have stopped because others were to join or to leave. If that is not to be any more,
+        the next view has the same members.
+        """
+        return self._has_news and bool(self.stopped) and not self.has_new_loss
 
     @property
     def is_orphaned(self) -> bool:
@@ -213,6 +220,11 @@ class Membership:
         """True if no member will work any more. Only a process that is no member knows this."""
         has_left = any(m in self._leaving for m in self.view.members)
         return has_left and all(m in self._leaving for m in self.colleagues)
+
+    @property
+    def _has_news(self) -> bool:
+        """True if there have been changes since this view."""
+        return self.changes.number > self.view.number
 
     def _heals(self, member: int) -> bool:
         """Return True if a member has stopped working in this process's view, and heals."""
@@ -321,7 +333,7 @@ def _hear(state: Membership, source: int, message: Message) -> _Result:  # noqa:
     )
     actions: list[Action] = []
     is_or_was_member = source in (*state.view.members, *view.members)
-    may_be_behind = view.number < state.view.number or not state.needs_view
+    may_be_behind = view.number < state.view.number or not state._has_news
     if is_or_was_member and may_be_behind and state.phase is not Phase.HEALING:
         actions.append(Send((source,), _message(state, Kind.AGREED)))
     is_leaving = state.phase is Phase.LEAVING
@@ -336,7 +348,7 @@ def _go_over(state: Membership, message: Message) -> _Result:
     if not state.is_member:
         return _go_on(state)
     number = state.view.number
-    is_new = view.number > number or (view.number == number and not state.needs_view)
+    is_new = view.number > number or (view.number == number and not state._has_news)
     is_behind = state.phase is Phase.HEALING and view.number > state._worked_in and is_new
     if not is_behind or state.me not in view.members:
         return state, []
@@ -373,7 +385,7 @@ def _go_on(state: Membership) -> _Result:
     if state._told != (state.changes, state.view.number):
         state = replace(state, _told=(state.changes, state.view.number))
         actions.append(Send(state.others, _message(state, Kind.STOPPED)))
-    is_agreed = state.needs_view and all(state._has_stopped(m) for m in state.others)
+    is_agreed = state._has_news and all(state._has_stopped(m) for m in state.others)
     if not (state.has_state and is_agreed):
         return state, actions
     if state._asked != state.changes:

@@ -70,8 +70,7 @@ class View:
         first = next((i for i, each in enumerate(members) if each in self.members), 0)
         if first:
             members[0], members[first] = members[first], members[0]
-        numbers = tuple(members[:size])
-        return self if numbers == self.members else View(changes.number, numbers)
+        return View(changes.number, tuple(members[:size]))
 
     @property
     def size(self) -> int:
