@@ -68,7 +68,8 @@ class Presence:
     Args:
         mpi: the module mpi4py.MPI.
         comm: an mpi4py communicator; None: the world.
-        n_losses: how many processes the job may lose and go on; 0: its members never change.
+        n_losses: how many processes the job may lose and go on, and requests for another size; 0:
+            its members never change.
         n_spares, n_reserves: how many processes wait for a place, and how many sleep.
 
     Raises:
@@ -77,7 +78,7 @@ class Presence:
 
     Attributes:
         number, size: the number of this process, and how many there were at first.
-        n_losses: how many processes the job may lose and go on.
+        n_losses: see above; 0 if there is one process.
         places: the place of each process, see PLACE.
         page: the status page of this process.
         membership: agrees with the others on the next view; None: members never change.
@@ -109,7 +110,7 @@ class Presence:
         control, self.ring_epoch = self._make_control(comm)
         _agree_on_changes(data, n_losses, n_spares, n_reserves)
         n_members = self.size - n_spares - n_reserves
-        self.n_losses = min(n_losses, self.size - 1)
+        self.n_losses = n_losses if self.size > 1 else 0  # nobody would be left
         n_more = self.n_losses + n_spares + n_reserves
         later = [Line(data.Dup(), data.Dup()) for _ in range(n_more)]
         self.lines = [Line(data, control), *later]

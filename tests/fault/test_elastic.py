@@ -292,6 +292,26 @@ def test_a_rank_that_is_alone_with_those_that_hang_ends_the_job_and_so_do_all_ot
         assert f"rank {rank} at first (host" in job.output, "they are killed, so the job ends"
 
 
+RESIZED = """
+@rc.elastic.run
+def train(state):
+    while state.step < 70:
+        if rc.rank() == 0 and state.step % 10 == 5:
+            rc.elastic.request_scale(3 - rc.size())
+        step(state)
+        sizes.append(rc.size())
+
+sizes = []
+train(state)
+print(f"rank {me} is done, {sizes[-1]}, view {rc.elastic.view().number}", flush=True)
+"""
+
+
+def test_a_small_job_can_change_as_often_as_is_said_by_default(tmp_path):
+    job = run_elastic(2, RESIZED, cwd=tmp_path)
+    assert "rank 0 is done, 1, view 7" in job.output, job.output
+
+
 HALF_HANGS = """
 @rc.elastic.run
 def train(state):

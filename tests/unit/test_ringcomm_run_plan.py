@@ -255,12 +255,12 @@ SITUATIONS = {
     "spares": (
         "-np 7 --spares 1 --elastic 6:7 train.py", {},
         f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 8",
-        {"RINGCOMM_SPARES": "1", "RINGCOMM_ELASTIC_LOSSES": "6", "RINGCOMM_ELASTIC_MIN": "6"},
+        {"RINGCOMM_SPARES": "1", "RINGCOMM_ELASTIC_LOSSES": "8", "RINGCOMM_ELASTIC_MIN": "6"},
     ),
     "reserves up to the highest number of workers, and more": (
         "-np 4 --reserves 1 --elastic 2:7 train.py", {},
         f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 8",
-        {"RINGCOMM_RESERVES": "4", "RINGCOMM_ELASTIC_LOSSES": "7"},
+        {"RINGCOMM_RESERVES": "4", "RINGCOMM_ELASTIC_LOSSES": "10"},
     ),
     "no more workers than the highest number": (
         "-H here:8 --elastic 2:6 train.py", {},
@@ -270,12 +270,12 @@ SITUATIONS = {
     "elastic": (
         "-np 8 --elastic 2:8 train.py", {},
         f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 8",
-        {"RINGCOMM_ELASTIC": "1", "RINGCOMM_ELASTIC_LOSSES": "7"},
+        {"RINGCOMM_ELASTIC": "1", "RINGCOMM_ELASTIC_LOSSES": "10"},
     ),
     "horovodrun's elastic flags": (
         "-np 8 --min-np 2 --max-np 8 train.py", {},
         f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 8",
-        {"RINGCOMM_ELASTIC": "1", "RINGCOMM_ELASTIC_LOSSES": "7"},
+        {"RINGCOMM_ELASTIC": "1", "RINGCOMM_ELASTIC_LOSSES": "10"},
     ),
     "a timeline": (
         "-np 8 --timeline train.py", {}, f"{MPIRUN} {FREE} -np 8",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from ringcomm.config import Settings
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.judge_facts import judge, problem_of
 from ringcomm.launch.job.hosts import Host, parse_host_file, places_of, slurm_hosts
@@ -176,7 +177,8 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
         low, _ = request.elastic
         made["RINGCOMM_ELASTIC"] = "1"
         made["RINGCOMM_ELASTIC_MIN"] = str(low)
-        made["RINGCOMM_ELASTIC_LOSSES"] = str(min(where.size - low + _BELOW_MIN, where.size - 1))
+        losses = max(where.size - low + _BELOW_MIN, Settings.elastic_losses)
+        made["RINGCOMM_ELASTIC_LOSSES"] = str(losses)
         if reserves := where.roles.get("reserve", 0):
             made["RINGCOMM_RESERVES"] = str(reserves)
     if request.timeline is not None:
