@@ -46,7 +46,7 @@ class Settings:
         ps_servers: number of parameter servers that ps.init() makes by default: 1 or more; 1 if it
             is not set, or as many ranks as declare to be servers.
         elastic: 1 = the job goes on after it has lost ranks, see docs/elastic.md; 0 = it ends.
-        elastic_losses: how many ranks an elastic job may lose, and how often its size may be changed,
+        elastic_losses: how many ranks an elastic job may lose, and how often its size may change,
             together; each takes two MPI communicators.
         elastic_hang_s: deadline of every wait of an elastic job; a rank for which the others wait
             in vain is killed, and the job goes on. 0 = it ends with timeout_s.

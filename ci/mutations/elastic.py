@@ -30,6 +30,15 @@ ELASTIC = [
         _TESTS,
     ),
     Mutation(
+        "a-spare-is-not-told-that-it-has-a-place",
+        "fault",
+        _MACHINE,
+        "has_place = state.me in view.members",
+        "has_place = state.is_member and state.me in view.members",
+        "the members wait in their new view for a spare that has heard of another loss",
+        _TESTS,
+    ),
+    Mutation(
         "who-has-stopped-for-a-lost-spare-waits",
         "fault",
         _MACHINE,

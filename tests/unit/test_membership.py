@@ -71,7 +71,8 @@ def test_ranks_that_leave_or_give_up_keep_nobody_waiting(size, data):
     for rank in stay:  # a request may have put it out of the view
         state = job.states[rank]
         assert state.is_member or state.changes.requests
-        assert state.is_member or state.is_orphaned or state.run or state.colleagues
+        goes_on_elsewhere = state.run or state.colleagues or state.is_job_over
+        assert state.is_member or state.is_orphaned or goes_on_elsewhere
     at_work = [r for r in stay if job.states[r].is_member]
     assert {job.over[r] for r in at_work} <= {1}, (at_work, job.dead, job.is_leaving, job.states)
     assert len({job.states[r].view for r in at_work if job.over[r]}) <= 1
@@ -189,6 +190,25 @@ def test_a_spare_that_has_not_arrived_is_not_waited_for_and_joins_later():
     job.handle(0, Heal())
     job.rest()
     assert {job.states[r].view for r in (0, 2)} == {View(2, (0, 2))}
+
+
+def test_a_spare_with_a_place_that_hears_of_another_loss_first_still_learns_that_it_has_one():
+    job = Job(4, 2)
+    for spare in (2, 3):
+        job.handle(spare, Arrive())
+    job.dead.add(1)
+    job.rest(until=lambda: all(job.to_clear[r] for r in (0, 2, 3)))
+    for rank in (3, 2, 0):
+        job.clear(rank)
+    for source in (2, 3):
+        while job.queues[source, 0]:
+            job.deliver(source, 0)
+    assert job.states[0].view.members == (0, 2)
+    job.dead.add(3)  # which is no member of the new view
+    job.see(2, 3)  # before rank 0 says that it was ready
+    job.rest()
+    assert job.states[2].view == job.states[0].view
+    assert job.states[2].phase is Phase.WORKING
 
 
 @pytest.mark.parametrize("n_members", [1, 3])

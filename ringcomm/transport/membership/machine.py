@@ -343,14 +343,14 @@ def _hear(state: Membership, source: int, message: Message) -> _Result:  # noqa:
 def _go_over(state: Membership, message: Message) -> _Result:
     """Install a view on which the others have agreed with this process, or learn that it is out."""
     view = message.view
-    if not state.is_member and message.run > state.run:
-        return replace(state, run=message.run), [EndRun()]
-    if not state.is_member:
-        return _go_on(state)
+    has_place = state.me in view.members
+    if not (state.is_member or has_place):
+        is_over = message.run > state.run
+        return (replace(state, run=message.run), [EndRun()]) if is_over else _go_on(state)
     number = state.view.number
     is_new = view.number > number or (view.number == number and not state._has_news)
     is_behind = state.phase is Phase.HEALING and view.number > state._worked_in and is_new
-    if not is_behind or state.me not in view.members:
+    if not (is_behind and has_place):
         return state, []
     return replace(_at_work(state, view), is_done=False), [Install(view)]
 
