@@ -1,6 +1,6 @@
 """Training that goes on when ranks die: logistic regression with numpy alone.
 
-    RINGCOMM_ELASTIC=1 mpirun --with-ft ulfm -np 4 python examples/elastic.py
+    ringcomm run -np 4 --elastic 1:4 examples/elastic.py
 
 While it runs, kill any of its processes, rank 0 too: kill -9 PID. With `--kill 2@30 --kill 0@60`
 rank 2 kills itself in step 30, and rank 0 in step 60. The others go on in the step that failed,

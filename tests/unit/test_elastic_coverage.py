@@ -6,6 +6,8 @@ from ringcomm.launched.launcher import command_for
 from ringcomm.transport.membership.coverage import Gap, Launch, gap_of
 
 CONTINUOUS = ("--runtime-options", "continuous")
+ULFM = ("--with-ft", "ulfm")
+ALLOWS_EXITS = ("--runtime-options", "error-nonzero-status=0")
 BOTH = ("--runtime-options", "continuous,error-nonzero-status=0")
 
 
@@ -18,9 +20,9 @@ def launch(*options, library="Open MPI v5.0.11", n_hosts=1, size=4, **facts):
 @pytest.mark.parametrize(
     "covered",
     [
-        launch("--with-ft", "ulfm"),
-        launch("--with-ft", "ulfm", n_hosts=3),
-        launch("--with-ft", "ulfm", mpirun=()),
+        launch(*ULFM, *ALLOWS_EXITS),
+        launch(*ULFM, *ALLOWS_EXITS, n_hosts=3),
+        launch(*ULFM, mpirun=()),
         launch(*BOTH),
         launch("--runtime-options=continuous", "--runtime-options=error-nonzero-status=0"),
         launch(size=1),
@@ -34,9 +36,9 @@ def test_nothing_is_said_where_all_losses_are_covered(covered):
     ("job", "why"),
     [
         (launch(), "mpirun was not told"),
-        (launch("--runtime-options", "error-nonzero-status=0"), "mpirun was not told"),
+        (launch(*ALLOWS_EXITS), "mpirun was not told"),
         (launch(library="MPICH Version: 5.0.2"), "MPICH 5.0.2 ends a job when a rank is lost"),
-        (launch("--with-ft", "ulfm", library="Open MPI v4.1.6"), "Open MPI v4.1.6 ends a job"),
+        (launch(*ULFM, library="Open MPI v4.1.6"), "Open MPI v4.1.6 ends a job"),
         (launch(is_by_srun=True, mpirun=()), "srun ends a job"),
         (launch(*BOTH, n_hosts=3), "continuous` is not enough on 3 hosts"),
         (launch(mpirun=(), n_hosts=2), "it cannot be seen"),
@@ -56,6 +58,14 @@ def test_continuous_alone_covers_signals_only():
     gap = gap_of(launch(*CONTINUOUS))
     assert not gap.ends_job
     assert "--runtime-options continuous,error-nonzero-status=0" in gap.why
+
+
+@pytest.mark.parametrize("n_hosts", [1, 3])
+def test_ulfm_alone_does_not_cover_that_half_of_the_processes_exit(n_hosts):
+    gap = gap_of(launch(*ULFM, n_hosts=n_hosts))
+    assert not gap.ends_job
+    assert "half of its processes have exited with another code than 0" in gap.why
+    assert "`--runtime-options error-nonzero-status=0`" in gap.why
 
 
 def test_a_job_whose_mpirun_is_out_of_sight_may_go_on_on_one_host():

@@ -2,7 +2,8 @@
 
 Measured with Open MPI 5.0.11 and MPICH 5.0.2: without an option, mpirun ends all ranks when one has
 died. With `--runtime-options continuous` it goes on after a signal, but ranks of other hosts hear
-of a death only from a rank of that host that lives.
+of a death only from a rank of that host that lives. With `--with-ft ulfm` it goes on, too, until
+half of the processes have exited with a code that is not 0.
 """
 
 from __future__ import annotations
@@ -71,7 +72,13 @@ def gap_of(launch: Launch) -> Gap | None:
     if launch.is_by_srun:
         inside = "in a job of `salloc` or `sbatch`, "
         return Gap("srun ends a job when a rank is lost", first=inside)
-    return None if launch.is_ulfm else _gap_without_ulfm(launch)
+    return _gap_with_ulfm(launch) if launch.is_ulfm else _gap_without_ulfm(launch)
+
+
+def _gap_with_ulfm(launch: Launch) -> Gap | None:
+    if not launch.mpirun or _ALLOWS_EXITS in _runtime_options(launch.mpirun):
+        return None
+    return _gap_of_exits("half of its processes have exited", _ALLOWS_EXITS)
 
 
 def _gap_without_ulfm(launch: Launch) -> Gap | None:
@@ -85,9 +92,12 @@ def _gap_without_ulfm(launch: Launch) -> Gap | None:
         return Gap(f"`{_OF_MPIRUN} {_CONTINUES}` is not enough on {launch.n_hosts} hosts")
     if _ALLOWS_EXITS in given:
         return None
-    ends = "ends the job when a rank exits with another code than 0"
-    options = f"{_OF_MPIRUN} {_CONTINUES},{_ALLOWS_EXITS}"
-    return Gap(f"mpirun {ends}, unless it has `{options}`", ends_job=False)
+    return _gap_of_exits("a rank exits", f"{_CONTINUES},{_ALLOWS_EXITS}")
+
+
+def _gap_of_exits(when: str, options: str) -> Gap:
+    ends = f"mpirun ends the job when {when} with another code than 0"
+    return Gap(f"{ends}, unless it has `{_OF_MPIRUN} {options}`", ends_job=False)
 
 
 def _runtime_options(command: Sequence[str]) -> set[str]:
