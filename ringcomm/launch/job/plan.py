@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ringcomm.config import Settings
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.judge_facts import judge, problem_of
 from ringcomm.launch.job.hosts import Host, parse_host_file, places_of, slurm_hosts
@@ -13,6 +12,7 @@ from ringcomm.launch.job.launchers import Order, start_by_mpirun, start_by_srun
 from ringcomm.launch.job.request import Plan, Request, Surroundings
 
 _THREADS: Final = "OMP_NUM_THREADS"
+_LEAST_LOSSES: Final = 8  # as by default: small jobs may be resized, too
 _BELOW_MIN: Final = 4  # so many losses more end with code 75 and a checkpoint; others with an error
 _SLURM: Final = "the hosts of this Slurm job"
 
@@ -177,7 +177,7 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
         low, _ = request.elastic
         made["RINGCOMM_ELASTIC"] = "1"
         made["RINGCOMM_ELASTIC_MIN"] = str(low)
-        losses = max(where.size - low + _BELOW_MIN, Settings.elastic_losses)
+        losses = max(where.size - low + _BELOW_MIN, _LEAST_LOSSES)
         made["RINGCOMM_ELASTIC_LOSSES"] = str(losses)
         if reserves := where.roles.get("reserve", 0):
             made["RINGCOMM_RESERVES"] = str(reserves)
