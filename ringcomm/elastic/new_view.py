@@ -15,7 +15,8 @@ _listeners: list[Callable[[], Callable[[], None] | None]] = []
 def view() -> View:
     """Return the view in which this rank works: its number, and the members by rank.
 
-    The number is how many ranks the job has lost. A member has the rank that it had after init().
+    The number is how many processes were lost or have come, and how often the size was to change.
+    A member has the rank that it had after init().
     """
     current: View = engine().transport.view
     return current
