@@ -1,4 +1,5 @@
 // Bindings of the pipes between the ranks of a node.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -95,6 +96,15 @@ void bind_pipe_endpoint(nb::module_& m) {
   m.def("clear_pipe", &clear_pipe, "memory"_a, "place"_a, "nbytes"_a);
   m.def("make_pipe_endpoint", &make_pipe_endpoint, "rank"_a, "memory"_a, "nbytes"_a, "mates"_a,
         "goes_on_alone"_a, "looks"_a, "is_crowded"_a, "inline_max"_a, "meta_max"_a);
+  nb::class_<ps::HomePushes>(m, "HomePushes")
+      .def("lead", &ps::HomePushes::lead, "follower"_a.none())
+      .def("follow", &ps::HomePushes::follow, "primary"_a)
+      .def("next", &ps::HomePushes::next)
+      .def_prop_ro("last", &ps::HomePushes::last)
+      .def_prop_ro("n_under_way", &ps::HomePushes::n_under_way)
+      .def_rw("is_kept", &ps::HomePushes::is_kept)
+      .def_ro("n_requests", &ps::HomePushes::n_requests)
+      .def_ro("n_body", &ps::HomePushes::n_body);
   nb::class_<PipeEndpoint, Program>(m, "PipeEndpoint")
       .def("reaches", &PipeEndpoint::reaches, "rank"_a)
       .def("send",
@@ -113,7 +123,16 @@ void bind_pipe_endpoint(nb::module_& m) {
       .def("leave", &PipeEndpoint::leave)
       .def("collect", &collect)
       .def("hold", &PipeEndpoint::hold, "rank"_a)
-      .def("open", &PipeEndpoint::open, "table"_a, "partition"_a, "epoch"_a, "block_updater"_a)
+      .def("open", &PipeEndpoint::open, "table"_a, "partition"_a, "epoch"_a, "block_updater"_a,
+           "home"_a = nb::none())
+      .def("begin_home", &PipeEndpoint::begin_home, "number"_a)
+      .def("drop_home", &PipeEndpoint::drop_home, "number"_a)
+      .def("complete", &PipeEndpoint::complete, "home"_a, "number"_a)
+      .def("follow",
+           [](PipeEndpoint& self, ps::HomePushes& home, nb::bytes meta, nb::handle body) {
+             self.follow(home, {meta.c_str(), meta.size()}, Whole(body).chunk());
+           },
+           "home"_a, "meta"_a, "body"_a)
       .def("close", &PipeEndpoint::close, "table"_a, "partition"_a)
       .def_prop_ro("n_requests", [](const PipeEndpoint& self) { return self.n_requests.load(); })
       .def_prop_ro("n_body", [](const PipeEndpoint& self) { return self.n_body.load(); });

@@ -255,8 +255,10 @@ void bind_ps(nb::module_& m) {
                    [](DenseBlock& self, std::uint64_t steps) { self.block_updater()->steps = steps; })
       .def_prop_rw("clock", [](const DenseBlock& self) { return self.block().clock(); },
                    [](DenseBlock& self, std::int64_t clock) { self.block().set_clock(clock); })
-      .def_prop_rw("is_open", [](const DenseBlock& self) { return self.block().is_open(); },
-                   [](DenseBlock& self, bool is_open) { self.block().set_open(is_open); })
+      .def_prop_rw("may_read", [](const DenseBlock& self) { return self.block().may_read(); },
+                   [](DenseBlock& self, bool may_read) { self.block().set_may_read(may_read); })
+      .def_prop_rw("may_ack", [](const DenseBlock& self) { return self.block_updater()->may_ack; },
+                   [](DenseBlock& self, bool may_ack) { self.block_updater()->may_ack = may_ack; })
       .def_prop_ro("version", &DenseBlock::version)
       .def_prop_ro("offset", &DenseBlock::offset);
 }

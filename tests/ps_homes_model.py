@@ -15,6 +15,7 @@ from ringcomm.ps.protocol.frames import Entry, Header, Kind, Status
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.homes.homes import Homes
+from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.takeovers import Takeovers
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.table_spec import Spec
@@ -34,7 +35,7 @@ def memory(nbytes):
 class Wire:
     """Link of one rank."""
 
-    may_answer, carried_out, n_queued = True, (0, 0), 0
+    may_read, carried_out, n_queued = True, (0, 0), 0
 
     def __init__(self, net, rank):
         self.net, self.rank = net, rank
@@ -48,12 +49,20 @@ class Wire:
     def shares_memory(self, rank):
         return False
 
+    def make_pushes(self, home):
+        return NoPushes()
+
+    def nothing(self, *args):
+        pass
+
+    enter = leave = close = nothing
+
 
 class Process:
     """A rank, and all that it knows of the others."""
 
     def __init__(self, net, rank):
-        self.net, self.rank, self.wire = net, rank, Wire(net, rank)
+        self.net, self.rank, self.wire = net, rank, net.wire(rank)
         self.layout = Layout(net.workers, net.servers, (), replication=net.replication)
         self.takeovers = Takeovers(self.layout)
 
@@ -80,6 +89,7 @@ class ServerProcess(Process):
         self.homes = Homes(
             index, self.layout, self.wire,
             lambda home, wire, clock: Server(home, self.layout, wire, memory, {}, clock=clock),
+            self.wire.make_pushes,
         )  # fmt: skip
         self.take, self.taken = self.homes.on_request, self.homes.on_taken
         self.look = self.homes.look
@@ -242,6 +252,9 @@ class Net:
             self.ranks[rank] = self.new_server(rank)
         for rank in self.workers:
             self.ranks[rank] = self.new_client(rank, n_steps)
+
+    def wire(self, rank):
+        return Wire(self, rank)
 
     def new_server(self, rank):
         return ServerProcess(self, rank)

@@ -138,11 +138,11 @@ self.steps = int(state.meta["steps"])
         "ps",
         "ps/server/dense/block.py",
         """\
-        self._may_answer = may_answer
-        self._block.is_open = may_answer and self._is_ready""",
+        self._may_read = may_read
+        self._block.may_read = may_read and self._is_ready""",
         """\
-        self._may_answer = may_answer
-        self._block.is_open = self._is_ready""",
+        self._may_read = may_read
+        self._block.may_read = self._is_ready""",
         "values of a partition that has moved are read where it was",
         (
             "unit/test_ps_rebalance.py",

@@ -54,7 +54,7 @@ PS_CPP = [
         "pushes-before-the-values-count",
         "ps",
         "ps",
-        "code_ < 0 || !block_.is_open() ||",
+        "code_ < 0 || !may_ack ||",
         "code_ < 0 ||",
         "a push is lost that comes before the chief's values, or while its block moves",
         (

@@ -100,13 +100,13 @@ std::int64_t read_block(const std::byte* memory, void* out, std::size_t offset, 
 std::int64_t read_open_block(std::byte* memory, void* out, std::size_t offset, std::size_t n,
                              std::int64_t clock, unsigned tries) {
   auto& header = *reinterpret_cast<BlockHeader*>(memory);
-  const auto is_open = [&] { return header.is_open.load(std::memory_order_acquire) != 0; };
-  if (!is_open()) return -1;
+  const auto may_read = [&] { return header.may_read.load(std::memory_order_acquire) != 0; };
+  if (!may_read()) return -1;
   const std::uint64_t newest = header.done.load(std::memory_order_acquire);
   if (header.clocks[newest % 2].load(std::memory_order_acquire) < clock) return -1;
   const Read read = read_versioned(memory, out, offset, n, tries);
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (!is_open()) return -1;
+  if (!may_read()) return -1;
   header.n_reads.fetch_add(1, std::memory_order_relaxed);
   return read.clock;
 }

@@ -17,7 +17,7 @@ struct BlockHeader {
   std::atomic<std::uint64_t> begun, done;  // versions
   std::uint64_t nbytes;                    // of a buffer
   std::atomic<std::int64_t> clocks[2];     // updates, or rounds, that are in each buffer's values
-  std::atomic<std::uint64_t> is_open;      // 1: whoever maps it may read; 0: the server is to be asked
+  std::atomic<std::uint64_t> may_read;     // 1: whoever maps it may read; 0: the server is to be asked
   std::atomic<std::uint64_t> n_reads;      // by read_open_block()
   std::uint64_t reserved;
 };
@@ -45,8 +45,8 @@ class Block {
     header().clocks[version() % 2].store(clock, std::memory_order_release);
   }
   std::uint64_t take_reads() const { return header().n_reads.exchange(0, std::memory_order_relaxed); }
-  bool is_open() const { return header().is_open.load(std::memory_order_relaxed) != 0; }
-  void set_open(bool is_open) const { header().is_open.store(is_open, std::memory_order_release); }
+  bool may_read() const { return header().may_read.load(std::memory_order_relaxed) != 0; }
+  void set_may_read(bool may_read) const { header().may_read.store(may_read, std::memory_order_release); }
   const std::byte* values() const { return memory_ + buffer_offset(nbytes(), version()); }
 
   // The next version: `update` with this block's values. Returns its number. clock: of that version;

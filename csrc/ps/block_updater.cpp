@@ -14,16 +14,24 @@ void BlockUpdater::attach(int code, std::size_t n_hyper, const std::array<void*,
   rows_ = rows;
 }
 
-bool BlockUpdater::push(const FrameHeader& header, const PushMeta& meta, const std::byte* body) {
+std::optional<Rule> BlockUpdater::rule_for(const FrameHeader& header, const PushMeta& meta,
+                                           const std::byte* body) const {
   const bool is_16bit = meta.dtype == DType::float16 || meta.dtype == DType::bfloat16;
-  if (code_ < 0 || !block_.is_open() || meta.flags != 0 || meta.start != 0 || meta.n != count_ ||
+  if (code_ < 0 || !may_ack || meta.flags != 0 || meta.start != 0 || meta.n != count_ ||
       (meta.dtype != dtype_ && !is_16bit) || meta.n_hyper != n_hyper_ ||
       header.n_body != count_ * itemsize(meta.dtype) ||
       reinterpret_cast<std::uintptr_t>(body) % alignment(meta.dtype) != 0)
-    return false;
+    return std::nullopt;
+  const Rule rule = rule_of(code_, meta.hyper.data(), meta.n_hyper);
+  if (plan_of(rule).count() > n_slots_) return std::nullopt;
+  return rule;
+}
+
+bool BlockUpdater::push(const FrameHeader& header, const PushMeta& meta, const std::byte* body) {
+  const auto rule = rule_for(header, meta, body);
+  if (!rule) return false;
   DenseUpdate update{};
-  update.rule = rule_of(code_, meta.hyper.data(), meta.n_hyper);
-  if (plan_of(update.rule).count() > n_slots_) return false;
+  update.rule = *rule;
   std::uint64_t& last = applied[header.origin];  // numbers begin with 1
   if (header.sequence <= last) return true;  // it came twice
   for (std::size_t k = 0; k < kMaxSlots; ++k) update.slots[k] = slots_[k];

@@ -32,10 +32,14 @@ class BlockUpdater {
   void attach(int code, std::size_t n_hyper, const std::array<void*, kMaxSlots>& slots,
               std::size_t n_slots, std::size_t rows);
 
-  // Carries out a push of a gradient of the whole block. False if it is another kind of push, or the
-  // block is not open: then nothing was touched. body: at a multiple of its element.
+  // What push() would do with a push of a gradient of the whole block. Nothing if it is another kind
+  // of push, or the block is not open for it. body: at a multiple of its element.
+  std::optional<Rule> rule_for(const FrameHeader& header, const PushMeta& meta,
+                               const std::byte* body) const;
+  // Carries out a push. False if there is no rule for it: then nothing was touched.
   bool push(const FrameHeader& header, const PushMeta& meta, const std::byte* body);
 
+  bool may_ack = false;     // pushes may be carried out, and acknowledged, without Python
   std::uint64_t steps = 0;  // updates that the updater has made
   Traffic traffic;
   std::map<std::uint32_t, std::uint64_t> applied;  // sequence of the last push, by rank

@@ -39,6 +39,14 @@ std::optional<Frame> read_frame(const std::byte* data, std::size_t nbytes) {
   return frame;
 }
 
+std::optional<CopiedPush> read_copied_push(const std::byte* meta, std::size_t nbytes) {
+  if (nbytes < sizeof(CopiedPushHead)) return std::nullopt;
+  const auto head = read<CopiedPushHead>(meta);
+  if (head.header.kind != Kind::push || head.header.n_meta != nbytes - sizeof head)
+    return std::nullopt;
+  return CopiedPush{static_cast<std::uint32_t>(head.source), head.header, meta + sizeof head};
+}
+
 // ringcomm/ps/protocol/frame_meta.py packs it: weight, start, n, flags, length of the dtype's name,
 // number of hyper-parameters, then the name and these.
 std::optional<PushMeta> read_push_meta(const std::byte* meta, std::size_t nbytes) {

@@ -11,7 +11,8 @@
 
 namespace ringcomm::ps {
 
-enum class Kind : std::uint8_t { reply = 1, push = 3 };  // those that are understood here
+enum class Kind : std::uint8_t { reply = 1, push = 3, record = 26 };  // those understood here
+enum class Copy : std::uint32_t { done = 1, push = 8 };              // options of a record, likewise
 enum class Where : std::uint8_t { none = 0, inline_ = 1, shared = 2, message = 3 };
 
 // Numbers are little-endian, as on every machine that this runs on.
@@ -37,6 +38,24 @@ struct Frame {
 
 // Reads the first frame of a message; nothing if the message holds more, or less.
 std::optional<Frame> read_frame(const std::byte* data, std::size_t nbytes);
+
+// A push within a record, as its primary sends it to the follower.
+struct CopiedPush {
+  std::uint32_t source;  // the client
+  FrameHeader header;    // where: none if the body is that of the record
+  const std::byte* meta;
+};
+
+// Its bytes begin with the source, and two times that are of no use here.
+struct CopiedPushHead {
+  std::uint64_t source;
+  double times[2];
+  FrameHeader header;
+};
+static_assert(sizeof(CopiedPushHead) == 88);
+
+// Reads the meta of a record; nothing if it is cut off, or of another kind.
+std::optional<CopiedPush> read_copied_push(const std::byte* meta, std::size_t nbytes);
 
 // What explains a push of a gradient.
 struct PushMeta {

@@ -1,6 +1,7 @@
 #include "pipe_endpoint.hpp"
 
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -8,6 +9,7 @@ namespace ringcomm::ps {
 namespace {
 
 constexpr std::size_t kInboxMax = 256;  // frames; the rest stays in the pipes, so senders slow down
+constexpr std::size_t kReported = 8;   // frames, after which a follower reports what it has done
 
 std::uint64_t key_of(std::uint32_t table, std::uint32_t partition) {
   return std::uint64_t{table} << 32 | partition;
@@ -130,8 +132,8 @@ void PipeEndpoint::hold(std::uint32_t rank) {
 }
 
 void PipeEndpoint::open(std::uint32_t table, std::uint32_t partition, std::uint32_t epoch,
-                        std::shared_ptr<BlockUpdater> updater) {
-  open_[key_of(table, partition)] = {epoch, std::move(updater)};
+                        std::shared_ptr<BlockUpdater> updater, std::shared_ptr<HomePushes> home) {
+  open_[key_of(table, partition)] = {epoch, std::move(updater), std::move(home)};
 }
 
 void PipeEndpoint::close(std::uint32_t table, std::uint32_t partition) {
@@ -202,6 +204,7 @@ Program::Step PipeEndpoint::pass() {
   for (const auto& each : connections_) {
     Connection& connection = *each;
     if (n_unsent_ != 0) has_moved |= flush(connection);
+    std::size_t n_unreported = 0;
     while (inbox_.size() < kInboxMax) {
       const Pipe::Message message = connection.mate.from_it.peek();
       if (message.data == nullptr) break;
@@ -218,7 +221,12 @@ Program::Step PipeEndpoint::pass() {
       }
       connection.mate.from_it.pop();
       has_moved = true;
+      if (!homes_.empty() && ++n_unreported == kReported) {
+        report(connection);
+        n_unreported = 0;
+      }
     }
+    if (n_unreported != 0) report(connection);
   }
   n_inbox_ = inbox_.size();
   n_acks_ = acks_.size();
@@ -245,31 +253,158 @@ bool PipeEndpoint::note_ack(const std::byte* data, std::size_t nbytes) {
   return true;
 }
 
+const PipeEndpoint::Open* PipeEndpoint::open_for(const FrameHeader& header) const {
+  const auto at = open_.find(key_of(header.table, header.partition));
+  return at == open_.end() || at->second.epoch != header.view ? nullptr : &at->second;
+}
+
 // False if Python must do it, and nothing was done.
 bool PipeEndpoint::carry_out(Connection& connection, const std::byte* data, std::size_t nbytes) {
   if (open_.empty()) return false;
   const auto frame = read_frame(data, nbytes);
-  if (!frame || frame->header.kind != Kind::push) return false;
+  if (!frame) return false;
   const FrameHeader& header = frame->header;
-  const auto at = open_.find(key_of(header.table, header.partition));
-  if (at == open_.end() || at->second.epoch != header.view) return false;
-  BlockUpdater& updater = *at->second.updater;
+  if (header.kind == Kind::record) return carry_out_record(connection, *frame);
+  if (header.kind != Kind::push) return false;
+  const Open* const open = open_for(header);
+  if (open == nullptr) return false;
+  BlockUpdater& updater = *open->updater;
   const auto meta = read_push_meta(frame->meta, header.n_meta);
   const std::byte* const body = body_of(connection, *frame);
-  if (!meta || body == nullptr || !updater.push(header, *meta, body)) return false;
+  if (!meta || body == nullptr) return false;
+  if (HomePushes* const home = open->home.get()) {
+    if (!home->is_primary() || home->is_kept) return false;
+    if (home->follower())
+      return updater.rule_for(header, *meta, body) &&
+             forward(*home, connection.mate.rank, *frame, data, nbytes);
+  }
+  if (!updater.push(header, *meta, body)) return false;
   ++n_requests;
   n_body += header.n_body;
+  reply(connection, header, updater);
+  return true;
+}
+
+void PipeEndpoint::reply(Connection& connection, const FrameHeader& request, BlockUpdater& updater) {
   FrameHeader reply{};
   reply.kind = Kind::reply;
-  reply.view = header.view;
+  reply.view = request.view;
   reply.origin = rank_;
-  reply.sequence = header.sequence;
-  reply.table = header.table;
-  reply.partition = header.partition;
+  reply.sequence = request.sequence;
+  reply.table = request.table;
+  reply.partition = request.partition;
   reply.clock = updater.block().clock();
   const Chunk chunk{&reply, sizeof reply};
   put(connection, &chunk, 1);
+}
+
+// --- pushes of which there are two copies ---
+
+std::shared_ptr<HomePushes> PipeEndpoint::begin_home(std::uint32_t number) {
+  drop_home(number);
+  return homes_[number] = std::make_shared<HomePushes>(number);
+}
+
+void PipeEndpoint::drop_home(std::uint32_t number) {
+  homes_.erase(number);
+  for (auto at = open_.begin(); at != open_.end();) {
+    const bool is_its = at->second.home && at->second.home->number() == number;
+    at = is_its ? open_.erase(at) : std::next(at);
+  }
+}
+
+// Sends a push to the follower. False if it has no pipe to there.
+bool PipeEndpoint::forward(HomePushes& home, std::uint32_t source, const Frame& push,
+                           const std::byte* data, std::size_t nbytes) {
+  static constexpr std::byte kGap[8]{};
+  Connection* const follower = connection_to(*home.follower());
+  if (follower == nullptr) return false;
+  const bool is_inline = push.header.where == Where::inline_;
+  CopiedPushHead head{source, {}, push.header};
+  if (is_inline) head.header.where = Where::none;
+  FrameHeader record{};
+  record.kind = Kind::record;
+  record.status = static_cast<std::uint16_t>(home.number() + 1);
+  record.option = static_cast<std::uint32_t>(Copy::push);
+  record.sequence = home.next();
+  record.n_meta = static_cast<std::uint32_t>(sizeof head) + push.header.n_meta;
+  record.where = is_inline ? Where::inline_ : Where::none;
+  record.n_body = is_inline ? push.header.n_body : 0;
+  const auto gap = [](std::size_t n) { return Chunk{kGap, (8 - n % 8) % 8}; };
+  const Chunk chunks[] = {{&record, sizeof record},        {&head, sizeof head},
+                          {push.meta, push.header.n_meta}, gap(record.n_meta),
+                          {push.body, record.n_body},      gap(record.n_body)};
+  home.keep(record.sequence, source, std::string(reinterpret_cast<const char*>(data), nbytes));
+  put(*follower, chunks, 6);
   return true;
 }
+
+void PipeEndpoint::complete(HomePushes& home, std::uint64_t number) {
+  while (const auto push = home.take(number)) {
+    const auto frame = read_frame(reinterpret_cast<const std::byte*>(push->frame.data()),
+                                  push->frame.size());
+    const Open* const open = open_for(frame->header);
+    Connection& client = *connection_to(push->source);
+    const auto meta = read_push_meta(frame->meta, frame->header.n_meta);
+    if (open == nullptr || !open->updater->push(frame->header, *meta, body_of(client, *frame)))
+      throw std::runtime_error("ps: a block was closed while a push for it was under way");
+    ++home.n_requests;
+    home.n_body += frame->header.n_body;
+    reply(client, frame->header, *open->updater);
+  }
+}
+
+void PipeEndpoint::follow(HomePushes& home, Chunk meta, Chunk body) {
+  const auto push = read_copied_push(static_cast<const std::byte*>(meta.data), meta.nbytes);
+  if (!push) throw std::runtime_error("ps: a record of a push is cut off");
+  const FrameHeader& header = push->header;
+  const Open* const open = open_for(header);
+  const Connection* const client = connection_to(push->source);
+  const auto explained = read_push_meta(push->meta, header.n_meta);
+  const auto* at = static_cast<const std::byte*>(body.data);
+  if (header.where == Where::shared)
+    at = client == nullptr ? nullptr : body_of(*client, {header, push->meta, nullptr});
+  else if (header.n_body != body.nbytes)
+    at = nullptr;
+  if (open == nullptr || open->home.get() != &home || !explained || at == nullptr ||
+      !open->updater->push(header, *explained, at))
+    throw std::runtime_error("ps: a copy of server " + std::to_string(home.number()) +
+                             " cannot carry out a push that the other one can. This is a defect");
+  ++home.n_requests;
+  home.n_body += header.n_body;
+}
+
+// False if Python must take it.
+bool PipeEndpoint::carry_out_record(Connection& connection, const Frame& record) {
+  const FrameHeader& header = record.header;
+  const auto at = homes_.find(static_cast<std::uint32_t>(header.status) - 1);
+  if (at == homes_.end()) return false;
+  HomePushes& home = *at->second;
+  if (header.option == static_cast<std::uint32_t>(Copy::done)) {
+    if (home.follower() != connection.mate.rank) return false;
+    complete(home, header.sequence);
+    return !home.is_kept || home.n_under_way() != 0;  // what Python keeps is behind all of them
+  }
+  if (header.option != static_cast<std::uint32_t>(Copy::push) || !home.follows(connection.mate.rank))
+    return false;
+  follow(home, {record.meta, header.n_meta}, {record.body, header.n_body});
+  home.unreported = header.sequence;
+  return true;
+}
+
+// Tells the primary what was carried out.
+void PipeEndpoint::report(Connection& primary) {
+  for (const auto& [number, home] : homes_) {
+    if (home->unreported == 0 || !home->follows(primary.mate.rank)) continue;
+    FrameHeader record{};
+    record.kind = Kind::record;
+    record.status = static_cast<std::uint16_t>(number + 1);
+    record.option = static_cast<std::uint32_t>(Copy::done);
+    record.sequence = std::exchange(home->unreported, 0);
+    const Chunk chunk{&record, sizeof record};
+    put(primary, &chunk, 1);
+  }
+}
+
 
 }  // namespace ringcomm::ps

@@ -16,6 +16,7 @@
 #include "../shm/memory.hpp"
 #include "../shm/pipe.hpp"
 #include "block_updater.hpp"
+#include "home_pushes.hpp"
 
 namespace ringcomm::ps {
 
@@ -72,12 +73,21 @@ class PipeEndpoint : public Program {
   // True if collect() would return something.
   bool has_frames() const { return n_inbox_.load() + n_acks_.load() != 0; }
 
-  // Inside: pushes for this block that name this epoch need no Python from now on.
+  // Inside: pushes for this block that name this epoch need no Python from now on. home: of which it
+  // is a part; null: there are no copies.
   void open(std::uint32_t table, std::uint32_t partition, std::uint32_t epoch,
-            std::shared_ptr<BlockUpdater> updater);
+            std::shared_ptr<BlockUpdater> updater, std::shared_ptr<HomePushes> home = nullptr);
   void close(std::uint32_t table, std::uint32_t partition);
 
-  std::atomic<std::uint64_t> n_requests{0}, n_body{0};  // that were carried out here
+  // Inside: makes a copy of a home begin here, instead of one that was.
+  std::shared_ptr<HomePushes> begin_home(std::uint32_t number);
+  void drop_home(std::uint32_t number);
+  // Inside, at the primary: the follower has done all changes up to this one.
+  void complete(HomePushes& home, std::uint64_t number);
+  // Inside, at the follower: carries out a push within a record, of which Python has these parts.
+  void follow(HomePushes& home, Chunk meta, Chunk body);
+
+  std::atomic<std::uint64_t> n_requests{0}, n_body{0};  // that were carried out here, without copies
 
   Step advance() override;
   bool needs_polling() const override { return n_unsent_.load() != 0; }
@@ -96,6 +106,7 @@ class PipeEndpoint : public Program {
   struct Open {
     std::uint32_t epoch;
     std::shared_ptr<BlockUpdater> updater;
+    std::shared_ptr<HomePushes> home;
   };
 
   Connection* connection_to(std::uint32_t rank) const;
@@ -106,7 +117,13 @@ class PipeEndpoint : public Program {
   Step pass();
   Step pass_or_fault();
   bool carry_out(Connection& connection, const std::byte* data, std::size_t nbytes);
+  bool carry_out_record(Connection& connection, const Frame& record);
+  bool forward(HomePushes& home, std::uint32_t source, const Frame& frame, const std::byte* data,
+               std::size_t nbytes);
   bool note_ack(const std::byte* data, std::size_t nbytes);
+  void reply(Connection& connection, const FrameHeader& request, BlockUpdater& updater);
+  void report(Connection& primary);
+  const Open* open_for(const FrameHeader& header) const;
   const std::byte* body_of(const Connection& connection, const Frame& frame) const;
 
   const std::uint32_t rank_;
@@ -124,6 +141,7 @@ class PipeEndpoint : public Program {
   bool is_abandoned_ = false;
   std::string fault_text_;
   std::unordered_map<std::uint64_t, Open> open_;
+  std::unordered_map<std::uint32_t, std::shared_ptr<HomePushes>> homes_;
   std::vector<std::pair<std::uint32_t, std::string>> inbox_;
   std::vector<Ack> acks_;
   std::optional<Ack> reported_;  // by await_ack(), and not known to be taken

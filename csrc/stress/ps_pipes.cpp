@@ -194,7 +194,7 @@ void run(std::uint32_t n_clients, unsigned rounds) {
   const Block block(own->arena() + own->allocator().take(nbytes), kCount * sizeof(float), 0);
   const auto updater = std::make_shared<BlockUpdater>(block, kCount, DType::float32);
   updater->attach(static_cast<int>(Updater::add), 0, {}, 0, 1);
-  block.set_open(true);
+  updater->may_ack = true;
 
   std::vector<Mate> mates;
   std::vector<std::unique_ptr<Client>> clients;

@@ -28,6 +28,7 @@ from ringcomm.ps.protocol.link import Delivery, Link
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.ps.roles import InitOptions, Layout, Role, assign
 from ringcomm.ps.server.homes.homes import Homes
+from ringcomm.ps.server.homes.pushes_without_python import make_pushes
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.server.user_functions import Function, registered
 from ringcomm.ps.session import SESSION, Session, is_chief, memory_of, session
@@ -240,6 +241,7 @@ def _start(
                 lambda home, wire, clock: Server(
                     home, layout, wire, memory, functions, clock=clock
                 ),
+                partial(make_pushes, pipes.endpoint),
             )  # fmt: skip
             dispatcher.server.show_on(engine.page)
     of_role = {"worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators}
@@ -263,9 +265,15 @@ def _connect(engine: Engine, layout: Layout) -> Pipes:
     pipes.connect(
         allgather_object(pipes.places),
         goes_on_alone=is_server and layout.is_colocated,
-        looks=_LOOKS_OF_SERVER if is_server else _LOOKS_OF_CLIENT,
+        looks=_looks_of_server(engine, layout) if is_server else _LOOKS_OF_CLIENT,
     )
     return pipes
+
+
+def _looks_of_server(engine: Engine, layout: Layout) -> int:
+    node = engine.transport.node
+    has_no_core = node is not None and node.is_crowded and layout.replication > 1
+    return 0 if has_no_core else _LOOKS_OF_SERVER  # the other copy is to have the core
 
 
 def rank() -> int:

@@ -8,9 +8,11 @@ import pytest
 from harness import at_length, is_fast
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ps_home_pipes_model import PipeNet
 from ps_homes_model import MODES, Net
 from ps_simulation import Choices
 
+from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log
 
 N = at_length(5_000, 10 if is_fast() else 25)
@@ -48,6 +50,27 @@ def test_servers_may_die_one_after_the_other_once_lost_copies_are_made_again(
     net.require_all()
 
 
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+@ANY_ORDER
+@given(
+    numbers=st.binary(min_size=300, max_size=1500), n_servers=st.integers(2, 4),
+    n_workers=st.integers(2, 3), n_steps=st.integers(6, 20), n_deaths=st.integers(1, 3),
+    is_patient=st.booleans(),
+)  # fmt: skip
+def test_what_was_acknowledged_without_python_is_there_once_whoever_dies(mode, numbers, **sizes):
+    net = PipeNet(MODES[mode], Choices(numbers), **sizes)
+    net.run()
+    net.require_all()
+
+
+def test_pushes_to_two_copies_need_no_python():
+    net = PipeNet(MODES["async"], Choices([0]), n_servers=2, n_workers=2, n_steps=60, n_deaths=0)
+    net.run()
+    net.require_all()
+    n_pushed = sum(sum(net.client(rank).n_pushed.values()) for rank in net.workers)
+    assert net.n_without_python > 1.8 * n_pushed  # on both copies
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_all_servers_but_one_die_one_after_the_other(mode):
     """Training goes on between, and requests wait while a copy is made."""
@@ -70,7 +93,7 @@ def test_all_servers_but_one_die_one_after_the_other(mode):
 
 # --- its parts ----------------------------------------------------------------------------------
 def test_a_read_goes_behind_the_changes_before_it():
-    log = Log(has_follower=True)
+    log = Log(NoPushes(), has_follower=True)
     assert log.add_read("first")
     assert (log.add("a"), log.add("b")) == (1, 2)
     assert not log.add_read("read")
@@ -80,7 +103,7 @@ def test_a_read_goes_behind_the_changes_before_it():
 
 
 def test_what_was_kept_for_a_follower_is_done_once_it_is_dead():
-    log = Log(has_follower=True)
+    log = Log(NoPushes(), has_follower=True)
     log.add("a")
     log.add_read("read")
     assert [*log.lose_follower()] == ["a", "read"]

@@ -80,10 +80,10 @@ class Link:
         survivable: ranks without which the job goes on if they die; see forget().
 
     Attributes:
-        may_answer: C++ may answer requests by itself, and ranks read the memory of blocks.
+        may_read: ranks may read the memory of blocks.
     """
 
-    may_answer = True
+    may_read = True
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ class Wire(Protocol):
     """Sends frames; see Link for each method."""
 
     @property
-    def may_answer(self) -> bool: ...  # noqa: D102
+    def may_read(self) -> bool: ...  # noqa: D102
     @property
     def carried_out(self) -> tuple[int, int]: ...  # noqa: D102
     @property

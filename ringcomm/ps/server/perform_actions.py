@@ -267,16 +267,17 @@ class Performer:
     # --- whether C++ may answer -----------------------------------------------------------------
     def _open(self, key: Key, epoch: int) -> None:
         part = self._unit(key)
-        if isinstance(part, DensePartition) and self._link.may_answer:
-            part.may_answer = True
+        if isinstance(part, DensePartition):
+            part.may_read = self._link.may_read
             if not (part.spec.mode.has_rounds or part.segments):
+                part.may_ack = True
                 self._link.open(key, epoch, part)
 
     def _close(self, key: Key) -> None:
         part = self.catalog.contents[key[0]].parts.get(key[1])
         if part is not None:
             self._link.close(key)
-            part.may_answer = False
+            part.may_read = part.may_ack = False
 
     # --- snapshots and moves --------------------------------------------------------------------
     def _take(self, action: do.Take) -> None:

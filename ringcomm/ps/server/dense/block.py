@@ -49,8 +49,8 @@ class Traffic:
 class Block:
     """Values, the state of their updater, and whose pushes are in them.
 
-    C++ and ranks that map the values may answer for it, as long as `may_answer` says so: pushes are
-    then carried out, and values read, without Python.
+    Two flags say what needs no Python: pushes are carried out and acknowledged by C++ as long as it
+    `may_ack`, and ranks that map the values read them as long as they `may_read`.
 
     Args:
         count: elements.
@@ -77,7 +77,7 @@ class Block:
         self._slots: list[Array] = []
         self.slots = updater.new_slots((count,), dtype)
         self.counts = Traffic()
-        self._is_ready = self._may_answer = False
+        self._is_ready = self._may_ack = self._may_read = False
 
     @property
     def version(self) -> int:
@@ -115,17 +115,28 @@ class Block:
     @is_ready.setter
     def is_ready(self, is_ready: bool) -> None:
         self._is_ready = is_ready
-        self._block.is_open = is_ready and self._may_answer
+        self._block.may_ack = is_ready and self._may_ack
+        self._block.may_read = is_ready and self._may_read
 
     @property
-    def may_answer(self) -> bool:
-        """C++ may answer without Python: pushes, and reads of ranks that map the values."""
-        return self._may_answer
+    def may_ack(self) -> bool:
+        """C++ may carry out pushes, once there are values."""
+        return self._may_ack
 
-    @may_answer.setter
-    def may_answer(self, may_answer: bool) -> None:
-        self._may_answer = may_answer
-        self._block.is_open = may_answer and self._is_ready
+    @may_ack.setter
+    def may_ack(self, may_ack: bool) -> None:
+        self._may_ack = may_ack
+        self._block.may_ack = may_ack and self._is_ready
+
+    @property
+    def may_read(self) -> bool:
+        """Ranks may read the values where they stand, once there are any."""
+        return self._may_read
+
+    @may_read.setter
+    def may_read(self, may_read: bool) -> None:
+        self._may_read = may_read
+        self._block.may_read = may_read and self._is_ready
 
     @property
     def block_updater(self) -> _core.BlockUpdater:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Link
     from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.homes.pushes_without_python import HomePushes
     from ringcomm.ps.server.server import Server
 
 _log: Final = logging.getLogger("ringcomm")
@@ -54,6 +55,7 @@ class Home:
         layout: who is who.
         link: the wire of this rank.
         make_server: makes the server, with its wire and its clock.
+        pushes: those that C++ carries out.
         is_primary: this copy answers.
         follower: rank of the other copy, if this is the primary and there is one.
         is_whole: it has all that the other copy has.
@@ -70,6 +72,7 @@ class Home:
         layout: Layout,
         link: Link,
         make_server: Callable[[HomeLink, CopiedClock], Server],
+        pushes: HomePushes,
         *,
         is_primary: bool,
         follower: int | None,
@@ -83,11 +86,16 @@ class Home:
         self.number, self._layout, self._link = number, layout, link
         self.follower = follower
         self._clock, self._behind_s = CopiedClock(), 0.0
-        self._home_link = HomeLink(number, layout, link, is_primary=is_primary)
+        self._pushes = pushes
+        self._home_link = HomeLink(number, layout, link, self._pushes, is_primary=is_primary)
         self.server = make_server(self._home_link, self._clock)
         self.server.is_copy = not is_primary
         self.server.n_copies = 1 if follower is None else 2
-        self._log: Log[_Entry] = Log(has_follower=follower is not None)
+        self._log: Log[_Entry] = Log(self._pushes, has_follower=follower is not None)
+        if is_primary:
+            self._pushes.lead(follower)
+        elif is_whole:
+            self._pushes.follow(layout.rank_of(number))
 
     @property
     def is_primary(self) -> bool:
@@ -97,15 +105,16 @@ class Home:
     @property
     def is_over(self) -> bool:
         """True once all clients have left, as far as this copy has heard."""
-        return self.is_whole and self.server.is_over and not len(self._log)
+        return self.is_whole and self.server.is_over and self._log.is_quiet
 
     # --- the primary ----------------------------------------------------------------------------
     def on_frame(self, delivery: Delivery) -> None:
         """Take a frame for this home: a request, or a message of a home; of the other copy."""
         header = delivery.header
-        if header.kind == Kind.RECORD and header.option == Copy.FOLLOW:
+        if header.kind == Kind.RECORD and header.option in (Copy.FOLLOW, Copy.PUSH):
             self._follow(delivery)
         elif header.kind == Kind.RECORD and header.option == Copy.DONE:
+            self._pushes.complete(header.sequence)
             self._carry_out(self._log.done(header.sequence))
         elif header.kind == Kind.RECORD and header.option == Copy.PIECE:
             self._load(delivery)
@@ -113,6 +122,12 @@ class Home:
             self._on_loaded(delivery)
         elif self.is_primary:
             self._take(delivery)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let C++ take pushes, or not, until this copy has a frame again."""
+        is_kept = bool(len(self._log)) or self._pieces is not None
+        self._pushes.wait_for_python(is_kept=is_kept)
 
     def _take(self, delivery: Delivery) -> None:
         header = delivery.header
@@ -142,6 +157,7 @@ class Home:
             self._do(entry)
             return
         self._record(self._log.add(entry), entry)
+        self._settle()
 
     def say(self, option: Copy, clock: int = 0, meta: bytes = b"") -> None:
         """Tell both copies something that no frame says."""
@@ -183,7 +199,10 @@ class Home:
         """Go on alone: the other copy's process died."""
         self.follower = self._pieces = self._in_transit = None
         self.server.n_copies = 1
+        self._pushes.complete(self._pushes.last)
+        self._pushes.lead(None)
         self._carry_out(self._log.lose_follower())
+        self._settle()
 
     # --- a new follower -------------------------------------------------------------------------
     def seek_follower(self, live: Iterable[int]) -> None:
@@ -199,6 +218,7 @@ class Home:
         self.follower = rank
         self._log.gain_follower()
         self._pieces = pieces(self.server, self._home_link)
+        self._settle()
         self._send_piece(1)
 
     def _send_piece(self, number: int) -> None:
@@ -224,6 +244,7 @@ class Home:
             self._give_up(delivery.meta.decode())
         elif delivery.header.clock:
             self._pieces, self.server.n_copies = None, 2
+            self._pushes.lead(self.follower)
             _log.warning("ps: of server %d there are two copies again", self.number)
         else:
             self._send_piece(delivery.header.sequence + 1)
@@ -259,11 +280,16 @@ class Home:
             early, self._early = self._early, []
             for record in early:
                 self._follow(record)
+            self._pushes.follow(delivery.source)
 
     # --- the follower ---------------------------------------------------------------------------
     def _follow(self, record: Delivery) -> None:
         if not self.is_whole:
             self._early.append(record)
+            return
+        if record.header.option == Copy.PUSH:
+            self._pushes.repeat(record.meta, record.body)
+            self._report(record)
             return
         source, at_s, time_s = _AT.unpack_from(record.meta)
         inner = header_of(record.meta[_AT.size :])
@@ -276,6 +302,9 @@ class Home:
         elif inner.sequence and inner.kind != Kind.RECORD:
             self._home_link.answers.came(source, inner.sequence)
         self._do(_Entry(delivery, at_s, time_s))
+        self._report(record)
+
+    def _report(self, record: Delivery) -> None:
         header = Header(
             Kind.RECORD, status=self.number + 1, option=Copy.DONE, sequence=record.header.sequence
         )
@@ -284,8 +313,13 @@ class Home:
     def promote(self) -> None:
         """Be the primary from now on: its process died."""
         self._home_link.is_primary = True
+        self._pushes.lead(None)
         self._behind_s = time.monotonic() - self._clock.monotonic_s
         self.server.is_copy = False
+
+    def drop(self) -> None:
+        """Be no copy any more."""
+        self._pushes.drop()
 
     def post_again(self, home: int) -> None:
         """Send a home what it may not have got."""

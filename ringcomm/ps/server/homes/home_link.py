@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Link
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.dense.partition import DensePartition
+    from ringcomm.ps.server.homes.pushes_without_python import HomePushes
 
 NO_BODY: Final = np.empty(0, np.uint8)
 
@@ -36,6 +37,7 @@ class HomeLink:
         home: its number.
         layout: who is who.
         link: the wire of this rank.
+        pushes: those that C++ carries out.
 
     Attributes:
         is_primary: this copy answers.
@@ -43,10 +45,12 @@ class HomeLink:
         letters: to and from other homes.
     """
 
-    may_answer = False  # the follower carries out each push first, and is read once it answers
+    may_read = False  # who has not heard of a death would read the memory of a dead primary
 
-    def __init__(self, home: int, layout: Layout, link: Link, *, is_primary: bool) -> None:
-        self._home, self._layout, self._link = home, layout, link
+    def __init__(
+        self, home: int, layout: Layout, link: Link, pushes: HomePushes, *, is_primary: bool
+    ) -> None:
+        self._home, self._layout, self._link, self._pushes = home, layout, link, pushes
         self.is_primary = is_primary
         self.answers: Answers[Sent] = Answers()
         self.letters: Letters[Sent] = Letters()
@@ -103,16 +107,17 @@ class HomeLink:
         return self._link.view(rank, place, nbytes)
 
     def open(self, partition: Partition, epoch: int, part: DensePartition) -> None:
-        """See Link; not called, by may_answer."""
-        raise AssertionError(f"{partition}, of epoch {epoch}, is not for C++: {part}")
+        """See Link."""
+        self._pushes.open(partition, epoch, part)
 
     def close(self, partition: Partition) -> None:
-        """See Link; nothing is open."""
+        """See Link."""
+        self._link.close(partition)
 
     @property
     def carried_out(self) -> tuple[int, int]:
         """See Link."""
-        return 0, 0
+        return self._pushes.carried_out
 
     @property
     def n_queued(self) -> int:

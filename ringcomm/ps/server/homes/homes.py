@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.clock import CopiedClock
     from ringcomm.ps.server.core.core import Core
     from ringcomm.ps.server.homes.home_link import HomeLink
+    from ringcomm.ps.server.homes.pushes_without_python import HomePushes
     from ringcomm.ps.server.server import Server
 
 _log: Final = logging.getLogger("ringcomm")
@@ -32,6 +33,7 @@ class Homes:
         layout: who is who.
         link: the wire of this rank.
         make_server: makes the server of a home.
+        make_pushes: likewise, what carries out pushes of a home without Python.
 
     Attributes:
         index: see above.
@@ -44,22 +46,31 @@ class Homes:
         layout: Layout,
         link: Link,
         make_server: Callable[[int, HomeLink, CopiedClock], Server],
+        make_pushes: Callable[[int], HomePushes],
     ) -> None:
         self.index, self._layout, self._link = index, layout, link
         self.own_time = OwnTime()
         self._dead: set[int] = set()
-        self._make_server = make_server
-        n = len(layout.servers)
+        self._make_server, self._make_pushes = make_server, make_pushes
+        link.enter()
+        try:
+            self._homes = self._begin()
+        finally:
+            link.leave()
+
+    def _begin(self) -> dict[int, Home]:
+        index, layout, n = self.index, self._layout, len(self._layout.servers)
         before, behind = (index - 1) % n, layout.servers[(index + 1) % n]
-        self._homes = {
+        homes = {
             number: Home(
-                number, layout, link, partial(make_server, number), is_primary=number == index,
+                number, layout, self._link, partial(self._make_server, number),
+                self._make_pushes(number), is_primary=number == index,
                 follower=behind if number == index else None,
             )
             for number in (index, before)
         }  # fmt: skip
-        own = self._homes[index]
-        own.say(Copy.NAME, meta=own.server.job.encode())
+        homes[index].say(Copy.NAME, meta=homes[index].server.job.encode())
+        return homes
 
     @property
     def core(self) -> Core:
@@ -97,13 +108,13 @@ class Homes:
         if header.kind == Kind.RECORD and header.option == Copy.PIECE and header.sequence == 1:
             self._homes[number] = Home(
                 number, self._layout, self._link, partial(self._make_server, number),
-                is_primary=False, follower=None, is_whole=False,
+                self._make_pushes(number), is_primary=False, follower=None, is_whole=False,
             )  # fmt: skip
         home = self._homes.get(number)
         if home is not None:
             home.on_frame(delivery)
             if home.why_not:
-                del self._homes[number]
+                self._drop(home)
 
     def on_death(self, rank: int) -> None:
         """Go on without a client, or a server, that died."""
@@ -120,7 +131,7 @@ class Homes:
             elif not home.is_primary and layout.rank_of(home.number) == rank:
                 if not home.is_whole:
                     _log.warning("ps: server %d died while a copy of it was made here", home.number)
-                    del self._homes[home.number]
+                    self._drop(home)
                     continue
                 home.promote()
                 for client in self._dead - {*layout.servers}:
@@ -128,6 +139,10 @@ class Homes:
         run = [home.number for home in homes if home.is_primary]
         for each in {*layout.workers, *layout.evaluators, *layout.servers} - self._dead:
             self._link.send(each, Header(Kind.HOMES, clock=rank), packed_json(run))
+
+    def _drop(self, home: Home) -> None:
+        del self._homes[home.number]
+        home.drop()
 
     def on_taken(self, number: int) -> None:
         """Send a home that runs elsewhere now what it may not have got; or all, if it is here."""

@@ -7,6 +7,10 @@
 | the follower has done a request | what was kept up to it, and reads behind, are carried out |
 | the follower died | all that was kept is carried out |
 | there is no follower, and only requests are under way | another server becomes it: see below |
+| a push to an open block, and nothing is kept | C++ does all of this for it, without Python |
+
+All changes have numbers, in one order. Those of C++ are before what is kept here: while something
+is, pushes take Python's way. What took one way at the primary takes it at the follower, too.
 
 So what can be read at the primary, or was answered by it, is at the follower, too. Both are in the
 same state after the same requests, and a follower whose primary died goes on in its place. Clients
@@ -24,7 +28,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,32 +43,56 @@ class _Kept(Generic[T]):
     entry: T
 
 
+class Numbers(Protocol):
+    """Numbers the changes of a home, in one order; those that C++ carries out, too."""
+
+    @property
+    def last(self) -> int:
+        """The number of the last change."""
+
+    @property
+    def n_under_way(self) -> int:
+        """Changes of C++ that the follower has not reported."""
+
+    def next(self) -> int:
+        """Return the number of a new change."""
+
+
 class Log(Generic[T]):
-    """The frames that a primary is about to carry out.
+    """The frames that Python is about to carry out at a primary.
+
+    Args:
+        numbers: of all changes.
+        has_follower: see below.
 
     Attributes:
         has_follower: there is another copy.
     """
 
-    def __init__(self, *, has_follower: bool) -> None:
+    def __init__(self, numbers: Numbers, *, has_follower: bool) -> None:
         self.has_follower = has_follower
+        self._numbers = numbers
         self._kept: deque[_Kept[T]] = deque()
-        self._last = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is under way, in C++ neither."""
+        return not self._kept and not self._numbers.n_under_way
+
     def add(self, entry: T) -> int:
         """Keep a change; return its index, with which it is sent to the follower."""
-        self._last += 1
-        self._kept.append(_Kept(self._last, entry))
-        return self._last
+        number = self._numbers.next()
+        self._kept.append(_Kept(number, entry))
+        return number
 
     def add_read(self, entry: T) -> bool:
         """Return True if a read may be carried out at once; else keep it."""
-        if not self._kept:
+        if self.is_quiet:
             return True
-        self._kept.append(_Kept(self._last, entry))
+        self._kept.append(_Kept(self._numbers.last, entry))
         return False
 
     def done(self, index: int) -> Iterator[T]:
@@ -79,7 +107,7 @@ class Log(Generic[T]):
     def lose_follower(self) -> Iterator[T]:
         """Yield what was kept: there is no other copy any more."""
         self.has_follower = False
-        yield from self.done(self._last)
+        yield from self.done(self._numbers.last)
 
 
 class Came(Enum):
