@@ -103,8 +103,8 @@ void bind_pipe_endpoint(nb::module_& m) {
       .def_prop_ro("last", &ps::HomePushes::last)
       .def_prop_ro("n_under_way", &ps::HomePushes::n_under_way)
       .def_rw("is_kept", &ps::HomePushes::is_kept)
-      .def_ro("n_requests", &ps::HomePushes::n_requests)
-      .def_ro("n_body", &ps::HomePushes::n_body);
+      .def_prop_ro("n_requests", &ps::HomePushes::n_requests)
+      .def_prop_ro("n_body", &ps::HomePushes::n_body);
   nb::class_<PipeEndpoint, Program>(m, "PipeEndpoint")
       .def("reaches", &PipeEndpoint::reaches, "rank"_a)
       .def("send",

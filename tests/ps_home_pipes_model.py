@@ -119,7 +119,12 @@ class PipeNet(Net):
     @property
     def n_without_python(self):
         """Pushes that C++ has carried out, on each copy."""
-        homes = [h for r in self.servers for h in self.ranks[r].homes._homes.values()]
+        homes = [
+            h
+            for r in self.servers
+            if r not in self.dead
+            for h in self.ranks[r].homes._homes.values()
+        ]
         return sum(home._pushes.carried_out[0] for home in homes)
 
     def poll(self, rank):

@@ -2,6 +2,8 @@
 
 from mutations.mutation import CppMutation
 
+_OF_COPIES = ("unit/test_ps_pushes_to_two_copies.py",)
+
 PS_CPP = [
     CppMutation(
         "torn-values-are-read",
@@ -62,6 +64,51 @@ PS_CPP = [
             "unit/test_ps_rebalance.py",
             "unit/test_ps_waiting_requests.py",
         ),
+    ),
+    CppMutation(
+        "a-primary-sends-no-push-on",
+        "ps",
+        "ps",
+        "if (home->follower())\n",
+        "if (false && home->follower())\n",
+        "an acknowledged push is lost with its server",
+        _OF_COPIES,
+    ),
+    CppMutation(
+        "a-report-acknowledges-later-pushes",
+        "ps",
+        "ps",
+        "if (pushes_.empty() || pushes_.front().number > number) return std::nullopt;",
+        "if (pushes_.empty()) return std::nullopt;",
+        "an acknowledged push is lost with its server",
+        _OF_COPIES,
+    ),
+    CppMutation(
+        "pushes-do-not-wait-for-a-copy-that-is-made",
+        "ps",
+        "ps",
+        "if (!home->is_primary() || home->is_kept) return false;",
+        "if (!home->is_primary()) return false;",
+        "a copy that is made anew lacks a push",
+        _OF_COPIES,
+    ),
+    CppMutation(
+        "a-report-hides-what-python-keeps",
+        "ps",
+        "ps",
+        "return !home.is_kept || home.n_under_way() != 0;",
+        "return true;",
+        "a pull behind a push waits for ever",
+        _OF_COPIES,
+    ),
+    CppMutation(
+        "a-follower-keeps-what-it-has-done-to-itself",
+        "ps",
+        "ps",
+        "    if (n_unreported != 0) report(connection);",
+        "    if (n_unreported == kReported) report(connection);",
+        "a push is never acknowledged",
+        _OF_COPIES,
     ),
     CppMutation(
         "an-older-view-is-carried-out",

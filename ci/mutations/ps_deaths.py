@@ -5,6 +5,7 @@ from mutations.mutation import Mutation
 _TESTS = ("unit/test_ps_deaths.py",)
 _OF_SERVERS = ("unit/test_ps_lost_servers.py",)
 _OF_COPIES = ("unit/test_ps_replication_model.py",)
+_WITHOUT_PYTHON = ("unit/test_ps_pushes_to_two_copies.py",)
 
 PS_DEATHS = [
     Mutation(
@@ -194,6 +195,42 @@ PS_DEATHS = [
         "        self._carry_out(self._log.done(1 << 62))\n",
         "an acknowledged push is lost with its server",
         _OF_COPIES,
+    ),
+    Mutation(
+        "ps-pushes-of-cpp-die-with-the-copy",
+        "ps",
+        "ps/server/homes/home.py",
+        "        self._pushes.complete(self._pushes.last)\n",
+        "",
+        "a push waits for ever if the copy dies, or what comes behind it overtakes it",
+        _WITHOUT_PYTHON,
+    ),
+    Mutation(
+        "ps-reads-overtake-pushes-of-cpp",
+        "ps",
+        "ps/server/homes/replication.py",
+        "        if self.is_quiet:\n",
+        "        if not self._kept:\n",
+        "a pull misses the push before it",
+        _WITHOUT_PYTHON,
+    ),
+    Mutation(
+        "ps-a-new-primary-takes-no-push-without-python",
+        "ps",
+        "ps/server/homes/home.py",
+        "        self._pushes.lead(None)\n        self._behind_s",
+        "        self._behind_s",
+        "after a death each push costs 20 times as much",
+        _WITHOUT_PYTHON,
+    ),
+    Mutation(
+        "ps-a-push-that-python-repeats-is-not-reported",
+        "ps",
+        "ps/server/homes/home.py",
+        "            self._report(record)\n            return\n",
+        "            return\n",
+        "a push behind a tick is never acknowledged",
+        _WITHOUT_PYTHON,
     ),
     Mutation(
         "ps-messages-of-a-dead-home-are-not-sent-again",

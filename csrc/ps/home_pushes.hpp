@@ -53,13 +53,19 @@ class HomePushes {
 
   // Of a follower: the last push that it has carried out, and not reported yet; 0: there is none.
   std::uint64_t unreported = 0;
-  std::uint64_t n_requests = 0, n_body = 0;  // that were carried out
+  // That were carried out.
+  void count(std::uint64_t nbytes) {
+    ++n_requests_;
+    n_body_ += nbytes;
+  }
+  std::uint64_t n_requests() const { return n_requests_; }
+  std::uint64_t n_body() const { return n_body_; }
 
  private:
   const std::uint32_t number_;
   bool is_primary_ = false;
   std::optional<std::uint32_t> follower_, primary_;
-  std::uint64_t last_ = 0;
+  std::uint64_t last_ = 0, n_requests_ = 0, n_body_ = 0;
   std::deque<Push> pushes_;
 };
 

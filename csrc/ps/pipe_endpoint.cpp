@@ -279,8 +279,12 @@ bool PipeEndpoint::carry_out(Connection& connection, const std::byte* data, std:
              forward(*home, connection.mate.rank, *frame, data, nbytes);
   }
   if (!updater.push(header, *meta, body)) return false;
-  ++n_requests;
-  n_body += header.n_body;
+  if (open->home) {
+    open->home->count(header.n_body);
+  } else {
+    ++n_requests;
+    n_body += header.n_body;
+  }
   reply(connection, header, updater);
   return true;
 }
@@ -348,8 +352,7 @@ void PipeEndpoint::complete(HomePushes& home, std::uint64_t number) {
     const auto meta = read_push_meta(frame->meta, frame->header.n_meta);
     if (open == nullptr || !open->updater->push(frame->header, *meta, body_of(client, *frame)))
       throw std::runtime_error("ps: a block was closed while a push for it was under way");
-    ++home.n_requests;
-    home.n_body += frame->header.n_body;
+    home.count(frame->header.n_body);
     reply(client, frame->header, *open->updater);
   }
 }
@@ -370,8 +373,7 @@ void PipeEndpoint::follow(HomePushes& home, Chunk meta, Chunk body) {
       !open->updater->push(header, *explained, at))
     throw std::runtime_error("ps: a copy of server " + std::to_string(home.number()) +
                              " cannot carry out a push that the other one can. This is a defect");
-  ++home.n_requests;
-  home.n_body += header.n_body;
+  home.count(header.n_body);
 }
 
 // False if Python must take it.

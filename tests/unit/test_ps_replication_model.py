@@ -8,7 +8,6 @@ import pytest
 from harness import at_length, is_fast
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ps_home_pipes_model import PipeNet
 from ps_homes_model import MODES, Net
 from ps_simulation import Choices
 
@@ -48,27 +47,6 @@ def test_servers_may_die_one_after_the_other_once_lost_copies_are_made_again(
     net.run()
     assert not net.is_lost
     net.require_all()
-
-
-@pytest.mark.parametrize("mode", ["async", "ssp"])
-@ANY_ORDER
-@given(
-    numbers=st.binary(min_size=300, max_size=1500), n_servers=st.integers(2, 4),
-    n_workers=st.integers(2, 3), n_steps=st.integers(6, 20), n_deaths=st.integers(1, 3),
-    is_patient=st.booleans(),
-)  # fmt: skip
-def test_what_was_acknowledged_without_python_is_there_once_whoever_dies(mode, numbers, **sizes):
-    net = PipeNet(MODES[mode], Choices(numbers), **sizes)
-    net.run()
-    net.require_all()
-
-
-def test_pushes_to_two_copies_need_no_python():
-    net = PipeNet(MODES["async"], Choices([0]), n_servers=2, n_workers=2, n_steps=60, n_deaths=0)
-    net.run()
-    net.require_all()
-    n_pushed = sum(sum(net.client(rank).n_pushed.values()) for rank in net.workers)
-    assert net.n_without_python > 1.8 * n_pushed  # on both copies
 
 
 @pytest.mark.parametrize("mode", MODES)
