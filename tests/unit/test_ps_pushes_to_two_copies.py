@@ -85,6 +85,20 @@ def test_after_a_death_no_push_needs_python_either():
     assert net.n_without_python - before == sum(net.client(0).n_pushed.values())
 
 
+def test_a_push_that_comes_behind_what_is_pythons_is_carried_out_and_reported():
+    """Each server is the other's follower, so reports and records share pipes."""
+    net = begun()
+    net.client(0).ask(1, Kind.TICK, clock=1)
+    net.poll(FOLLOWER)
+    net.poll(PRIMARY)  # its report is for Python
+    push(net, 1)
+    for rank in (PRIMARY, FOLLOWER, PRIMARY, 1):
+        net.poll(rank)
+    assert not net.client(1).asked
+    net.run()
+    net.require_all()
+
+
 def test_a_report_acknowledges_no_push_after_it():
     net = begun()
     push(net, 0)
