@@ -17,7 +17,8 @@ class Kind(IntEnum):
     AGREE = 1  # the sender's operation: `key`, `fingerprint`; `value`: proposal; `flag`: all agree
     ASK = 2  # who has entered operation `key`, number `value` of the series `fingerprint`?
     HERE = 3  # the sender has entered operation `key`
-    ELSEWHERE = 4  # the sender has not entered operation `key`; text: the operation that it is in
+    ELSEWHERE = 4  # the sender has not entered operation `key`; text: the operation that it is in;
+    # if `flag`, it waits in operation `value` of the series `fingerprint`, to which both belong
     ABSENT = 5  # ranks have left and will never enter operation `key`; text says how they left
     LEFT = 6  # ranks leave; text says how
     FAILED = 7  # rank `about` failed; text says how

@@ -172,7 +172,8 @@ class Watch:
         elif kind is Kind.HERE:
             peers.note_entered(source, header.key)
         elif kind is Kind.ELSEWHERE:
-            peers.note_elsewhere(source, header.key, text)
+            waits_in = (header.fingerprint, header.value) if header.flag else None
+            peers.note_elsewhere(source, header.key, text, waits_in)
         elif kind in OF_NEWS:
             self._hear_news(header, text)
         elif kind in self.listeners:

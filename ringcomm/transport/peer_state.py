@@ -53,7 +53,9 @@ class PeerTable:
     survivable: frozenset[int] = frozenset()  # ranks without which the job goes on if they die
     _gone: set[int] = field(default_factory=set)
     _entered: dict[int, set[int]] = field(default_factory=dict)
-    _elsewhere: dict[int, dict[int, str]] = field(default_factory=dict)
+    _elsewhere: dict[int, dict[int, tuple[str, tuple[int, int] | None]]] = field(
+        default_factory=dict
+    )
     _followed: dict[int, int] = field(default_factory=dict)
 
     def note_dead(self, rank: int, reason: str, *, blames: int) -> None:
@@ -91,9 +93,15 @@ class PeerTable:
         self._entered.setdefault(key, set()).add(rank)
         self._elsewhere.get(key, {}).pop(rank, None)
 
-    def note_elsewhere(self, rank: int, key: int, where: str) -> None:
-        """Note that `rank` has not entered operation `key`; `where` is the operation it is in."""
-        self._elsewhere.setdefault(key, {})[rank] = where
+    def note_elsewhere(
+        self, rank: int, key: int, where: str, waits_in: tuple[int, int] | None = None
+    ) -> None:
+        """Note that `rank` has not entered operation `key`.
+
+        `where` is the oldest operation that it is in. `waits_in` has the base and the number of the
+        one that it waits for, to which this rank belongs, too; None: there is none.
+        """
+        self._elsewhere.setdefault(key, {})[rank] = (where, waits_in)
 
     def note_gave_up(self, rank: int, gave_up: GaveUp) -> None:
         """Note the error at the deadline of `rank`; only its first error counts."""
@@ -135,7 +143,12 @@ class PeerTable:
 
     def whereabouts(self, key: int) -> dict[int, str]:
         """Return, for each rank that is known not to have entered operation `key`, where it is."""
-        return dict(sorted(self._elsewhere.get(key, {}).items()))
+        return {rank: where for rank, (where, _) in sorted(self._elsewhere.get(key, {}).items())}
+
+    def waits_elsewhere(self, key: int) -> list[tuple[int, int]]:
+        """Return the operations in which ranks wait that have not entered operation `key`."""
+        answers = self._elsewhere.get(key, {}).values()
+        return [waits_in for _, waits_in in answers if waits_in is not None]
 
     @property
     def gone(self) -> Collection[int]:

@@ -1,5 +1,8 @@
 """The control channel, with a transport that only records."""
 
+from types import SimpleNamespace
+
+import pytest
 from loopback import LoopbackHub
 
 from ringcomm.engine.peers.entered_operations import Whereabouts
@@ -23,11 +26,20 @@ class Recorder:
     def control(self, dest, message):
         header, text = Header.unpack(message)
         self.sent.append((dest, header.kind, header.about, text.partition("\n")[0]))
+        self.last = header
 
 
 class Somewhere:
+    """This rank's operations: one that is known by its ticket, and `tasks`."""
+
+    def __init__(self, *tasks):
+        self.tasks = tasks
+
     def __contains__(self, key):
         return False
+
+    def operations(self):
+        return [SimpleNamespace(task=task) for task in self.tasks]
 
     def has_entered(self, base, number):
         return (base, number) == (50, 500)
@@ -44,11 +56,12 @@ def agreed(source, key):
     return Arrived(source, Header(Kind.AGREE, 7, key).pack())
 
 
-def hear(*events):
+def hear(*events, here=None):
     transport = Recorder()
     transport.events = list(events)
     watch = Watch(transport)
-    Whereabouts(watch, Somewhere(), Somewhere(), Somewhere())
+    here = here or Somewhere()
+    watch.here = Whereabouts(watch, here, here, here)
     watch.poll()
     return watch, transport
 
@@ -73,6 +86,32 @@ def test_messages_of_an_older_ring_are_dropped():
 def test_a_rank_says_where_it_is_instead():
     _, transport = hear(asked(5), asked(6))
     assert transport.sent == [(1, Kind.HERE, 0, ""), (1, Kind.ELSEWHERE, 0, "barrier #3")]
+
+
+@pytest.mark.parametrize(
+    ("waiters", "members", "is_named"),
+    [([0], (0, 1), True), ([], (0, 1), False), ([0], (0, 2), False)],
+)
+def test_a_rank_says_in_which_operation_it_waits_for_the_one_that_asks(waiters, members, is_named):
+    task = SimpleNamespace(base=7, number=3, waiters=waiters, members=members)
+    _, transport = hear(asked(6), here=Somewhere(task))
+    assert transport.last.flag is is_named
+    assert (transport.last.fingerprint, transport.last.value) == ((7, 3) if is_named else (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_crossed"),
+    [
+        ({"fingerprint": 7, "value": 3, "flag": True}, True),
+        ({"fingerprint": 50, "value": 500, "flag": True}, False),  # this rank has entered it
+        ({}, False),  # it waits in nothing
+    ],
+)
+def test_a_wait_is_crossed_if_another_rank_waits_where_this_one_is_not(answer, is_crossed):
+    watch, _ = hear(Arrived(1, Header(Kind.ELSEWHERE, 7, 9, **answer).pack("barrier #3")))
+    assert watch.here.is_crossed(SimpleNamespace(key=9)) is is_crossed
+    watch.peers.note_entered(1, 9)
+    assert not watch.here.is_crossed(SimpleNamespace(key=9))
 
 
 def test_letters_are_taken_once_in_order_from_whom_they_are_wanted():

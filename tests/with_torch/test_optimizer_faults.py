@@ -23,6 +23,8 @@ from training_models import (
 
 import ringcomm as rc
 from ringcomm.config import Settings
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core.lifecycle import leave
 from ringcomm.torch.optim.finish_backward import Attempt, is_skipped_by_all
 from ringcomm.torch.optim.options import GradientOptions
 
@@ -75,8 +77,13 @@ PLACES = ("forward", "loss", "last layer", "first layer")  # where a batch fails
 @pytest.mark.parametrize("shard_state", [0, 1])
 @pytest.mark.parametrize("places", [(3, 3), (2, 3), (0, 3), (1, 3), (3, 2, 1, 0)], ids=str)
 @pytest.mark.parametrize("skipped", [{0, 1}, {2, 3}], ids=["first", "later"])
-def test_all_ranks_skip_a_batch_wherever_it_fails(skipped, places, shard_state):
-    """What it has computed counts nowhere. One rank comes late: their times are never equal."""
+@pytest.mark.parametrize("then", ["backward", "allreduce"])
+def test_all_ranks_skip_a_batch_wherever_it_fails(then, skipped, places, shard_state):
+    """What it has computed counts nowhere. One rank comes late: their times are never equal.
+
+    A rank that failed in forward() is in the next allreduce, one that failed in backward() is in
+    zero_grad(), where the others are to hear of it: neither waits for the other.
+    """
     size = len(places)
     replicas = models(size)
     batches = data(6, size)
@@ -88,6 +95,8 @@ def test_all_ranks_skip_a_batch_wherever_it_fails(skipped, places, shard_state):
         for step, (x, y) in enumerate(share(batches, rank, size)):
             place = PLACES[places[rank]] if step in skipped else None
             optimizer.zero_grad()
+            if then == "allreduce":
+                assert rc.allreduce(torch.ones(1)).item() == size
             if step == 0 and step in skipped and rank == size - 1:
                 assert is_ahead.wait(60)
             try:
@@ -101,6 +110,26 @@ def test_all_ranks_skip_a_batch_wherever_it_fails(skipped, places, shard_state):
 
     kept = [batch for step, batch in enumerate(batches) if step not in skipped]
     assert_close(run_ranks(size, body, settings=SMALL), expected_after(kept), 1e-12)
+
+
+def test_the_last_batch_that_all_ranks_skip_is_no_error():
+    """A rank that leaves the job completes the buckets that the other one has left."""
+    replicas = models(2)
+    batches = data(3, 2)
+
+    def body(rank):
+        optimizer = wrap(replicas[rank])
+        *kept, (x, y) = share(batches, rank, 2)
+        fit(replicas[rank], optimizer, kept)
+        optimizer.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            train(replicas[rank], x, y, "first layer" if rank else "forward")
+        optimizer.zero_grad()
+        assert rc.allreduce(torch.ones(1)).item() == 2
+        assert leave(engine(), "called shutdown()")
+        return weights(replicas[rank])
+
+    assert_close(run_ranks(2, body, settings=SMALL), expected_after(batches[:2]), 1e-12)
 
 
 def train(model, x, y, place):
@@ -125,6 +154,7 @@ def train(model, x, y, place):
         ([Attempt(1, True, True), Attempt(1, True, False)], True),
         ([Attempt(2, True, True), Attempt(1, False, True)], False),  # it has not failed
         ([Attempt(2, True, True), None, Attempt(3, False, True)], True),
+        ([None, Attempt(3, False, True)], True),  # the one that failed is in join() by now
         ([Attempt(2, True, True), Attempt(2, False, True)], True),
         ([Attempt(2, True, True), Attempt(3, False, False)], False),
         ([Attempt(2, True, True), Attempt(3, True, True), Attempt(2, False, True)], False),

@@ -1,11 +1,12 @@
-"""How operations end, what their callers get, and which errors break the engine."""
+"""Ends operations, gives callers their results, and decides which errors break the engine."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 from ringcomm.config import Settings
 from ringcomm.engine.core.engine_state import EngineState
@@ -18,6 +19,7 @@ from ringcomm.errors import CommTimeoutError, ConfigError, MismatchError, Ringco
 from ringcomm.transport.control_messages import Watch
 
 _log = logging.getLogger("ringcomm")
+_ASK_EVERY_S: Final = 0.1
 
 
 class Completion:
@@ -50,6 +52,25 @@ class Completion:
             raise task.error
         return task.result.take() if isinstance(task.result, Deferred) else task.result
 
+    def wait_unless(self, is_vain: Callable[[Task], bool], task: Task | CompletedTask) -> bool:
+        """Wait until a task is over; return False if is_vain(task), by the other ranks' answers.
+
+        They are asked every 0.1 s where they are. An interrupt breaks the engine.
+        """
+        try:
+            while not task.is_over:
+                assert isinstance(task, Task)
+                if self.progress.wait(task, _ASK_EVERY_S):
+                    break
+                if is_vain(task):
+                    return False
+                ask_around(task, self._watch)
+        except BaseException as error:
+            task.is_asked = True
+            self.break_engine(error)
+            raise
+        return True
+
     def break_unless_over(self, task: Task | CompletedTask | None, error: BaseException) -> None:
         """Break the engine if `error` interrupted a task; None: the task did not begin."""
         if task is not None and not task.is_over:
@@ -77,6 +98,7 @@ class Completion:
 
     def _wait(self, task: Task, limit_s: float) -> None:
         """Return once the task is over. After limit_s find missing ranks, then raise an error."""
+        task.waiters.append(0)
         try:
             if self.progress.wait(task, limit_s):
                 return
@@ -92,6 +114,8 @@ class Completion:
             task.is_asked = True
             self.break_engine(error)
             raise
+        finally:
+            task.waiters.pop()
         raise CommTimeoutError(
             f"{text} The timeout of this wait is over. The operation is still under way, and the "
             "engine stays usable: wait again, or pass a larger timeout_s.",

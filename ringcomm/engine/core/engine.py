@@ -56,8 +56,8 @@ class Engine(EngineContext):
         watch, talks = self.watch, self.conversations
         self.groups = Groups(watch, Group.of_all(self), talks)
         self.groups.when_over = self.extensions.end_group
-        here = Whereabouts(watch, self.pending, self.extensions, self.groups)
-        self._joined = JoinedRanks(watch, self.pending, self.groups, here, talks)
+        self.here = Whereabouts(watch, self.pending, self.extensions, self.groups)
+        self._joined = JoinedRanks(watch, self.pending, self.groups, self.here, talks)
         self._routes = Routes(watch, self.selection)
         self.control = Control(self)
 

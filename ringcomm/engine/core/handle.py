@@ -45,6 +45,10 @@ class Handle(Generic[R]):
         result: R = self._completion.result_of(self._task, timeout_s)
         return result
 
+    def wait_unless(self, is_vain: Callable[[Task], bool]) -> bool:
+        """See Completion.wait_unless()."""
+        return self._completion.wait_unless(is_vain, self._task)
+
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the operation has succeeded or failed.
 

@@ -108,6 +108,13 @@ class Ledger:
         entry.number += 1
         return Ticket(name, entry.base, entry.number)
 
+    def next_ticket(self, name: str) -> Ticket:
+        """Return the ticket that enter() would return for a name that is not pending."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return Ticket(name, base_of(self.group_id, name), 0)
+        return Ticket(name, entry.base, entry.number + 1)
+
     def require_free(self, name: str | None) -> None:
         """Raise ValueError if an operation of this name is pending."""
         if name in self._pending:

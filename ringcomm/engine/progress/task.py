@@ -34,6 +34,7 @@ class Task:
         self.result: Any = None  # the result of the first coroutine
         self.error: BaseException | None = None
         self.is_over = False  # result and error are final
+        self.waiters: list[int] = []  # a number for each thread that waits for this task now
         self.is_asked = False  # a caller has got the result or the error
         self.is_dropped = False  # nobody can ask for the result any more
         # The wire refused a message. Until fault_until the cause may prove to be a rank's death.

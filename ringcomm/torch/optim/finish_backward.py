@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ringcomm.collectives.operators import BOR
 from ringcomm.engine.api import collectives
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
 from ringcomm.torch.optim.bucket_plan import BucketPlan
@@ -31,6 +36,8 @@ from ringcomm.torch.optim.gradient_presence import (
     with_unlike_bases,
 )
 from ringcomm.torch.optim.sparse import SparseSum
+
+_ASK_S: Final = 0.5  # limit of a question to the other ranks
 
 
 @dataclass(frozen=True)
@@ -62,10 +69,8 @@ class Exchange:
     step: int
     attempt: int
 
-    def run(self, *, has_failed: bool = False) -> CollectiveTask[Presence]:
+    def run(self) -> CollectiveTask[Presence]:
         """Make .grad of all slots final, and return the Presence of all ranks. Collective.
-
-        If this rank's backward() has failed, only complete the buckets under way.
 
         Raises:
             MismatchError: on every rank: a backward() failed, ranks are in different steps, some
@@ -78,20 +83,22 @@ class Exchange:
         for slot in self.plan.slots:
             if slot.state is not GradientState.SETTLED:
                 slot.finish()
-            elif slot.has_own_gradient and not has_failed:
+            elif slot.has_own_gradient:
                 slot.take_part()
-        presence = yield from self._agree(has_failed=has_failed)
+        handle = self.send_presence()
+        yield handle
+        presence = self._read(handle)
         if not presence.is_one_step:
-            yield from self._end_in_different_steps()
+            yield from self._end_in_different_steps(self._buckets)
         if presence.flags & FAILED:
-            return (yield from self._end_of_failed(presence, has_failed=has_failed))
+            return (yield from self._end_of_others_failure(presence))
         problem = self._problem(presence)
         # Even if there is a problem: another rank may have sent any bucket, and wait for this rank.
         self._launch_rest(presence)
         sums = [] if problem else self._launch_sparse(presence)
         extra = [] if problem else self._launch_extra(presence)
         total = None if problem else (yield from self._total_samples())
-        yield from self._land([*sums, *extra], total, problem)
+        yield from self._land([*self._buckets, *sums, *extra], total, problem)
         self._settle(presence, sums, extra)
         return presence
 
@@ -99,7 +106,25 @@ class Exchange:
     def _buckets(self) -> Sequence[Bucket]:
         return self.plan.buckets or ()
 
-    def _agree(self, *, has_failed: bool) -> CollectiveTask[Presence]:
+    def complete_failed(
+        self, handle: Handle[NDArray[np.uint8]], buckets: Sequence[Bucket]
+    ) -> CollectiveTask[None]:
+        """Complete `buckets`, which this rank's failed backward() has left. Collective.
+
+        handle: of send_presence(has_failed=True).
+        """
+        yield handle
+        presence = self._read(handle)
+        if not presence.is_one_step:
+            yield from self._end_in_different_steps(buckets)
+        self._exchange_attempts(has_failed=True)
+        for bucket in buckets:  # nobody uses the sums, so any values will do
+            if not bucket.is_under_way and _is_sent_by_any(bucket, presence):
+                bucket.launch(self.scaling)
+        yield from self._land(buckets, None, None)
+
+    def send_presence(self, *, has_failed: bool = False) -> Handle[NDArray[np.uint8]]:
+        """Begin to combine all ranks' Presence. Collective."""
         samples = self.scaling.samples
         flags = UNWEIGHTED if samples is None else WEIGHTED
         flags |= (HAS_SAMPLES if samples else 0) | (FAILED if has_failed else 0)
@@ -108,10 +133,18 @@ class Exchange:
         codes = bytes(slot.code for slot in self.plan.slots)
         mine = Presence(codes, flags, ranks=bit_of(group.index, group.size))
         message = np.frombuffer(bytearray(mine.pack(self.step)), np.uint8)
-        name = f"which gradients are there{self.plan.suffix}"
-        handle = collectives.allreduce_async_(message, BOR, name=name, group=self.scaling.group)
-        yield handle
-        return Presence.unpack(handle.wait().tobytes(), group.size)
+        return collectives.allreduce_async_(message, BOR, name=self._name, group=group)
+
+    @property
+    def _name(self) -> str:
+        return f"which gradients are there{self.plan.suffix}"
+
+    def is_begun_by_others(self) -> bool:
+        """Return True if another rank has called send_presence(), and waits for this rank."""
+        return engine().here.have_others_begun(engine(), self._name, self.scaling.group, _ASK_S)
+
+    def _read(self, handle: Handle[NDArray[np.uint8]]) -> Presence:
+        return Presence.unpack(handle.wait().tobytes(), self.scaling.group.size)
 
     @property
     def _complaint(self) -> str | None:
@@ -166,27 +199,31 @@ class Exchange:
             )
         return None
 
-    def _end_of_failed(self, presence: Presence, *, has_failed: bool) -> CollectiveTask[Presence]:
-        """Complete the buckets of a failed backward(); go on if it is of a batch that all skip."""
-        can_be_sent_again = not any(  # what is in its bucket gets overwritten by the sum
-            slot.is_in_bucket or slot.state is GradientState.LATE for slot in self.plan.slots
-        )
-        mine = Attempt(self.attempt, has_failed, can_be_sent_again)
-        group = self.scaling.group
-        attempts = collectives.allgather_object(
-            mine, name=f"failed backward(){self.plan.suffix}", group=group
-        )
+    def _end_of_others_failure(self, presence: Presence) -> CollectiveTask[Presence]:
+        """Complete the buckets of a backward() that failed on other ranks.
+
+        If it is of a batch that all ranks skip, run again.
+        """
+        attempts = self._exchange_attempts(has_failed=False)
         self._launch_rest(presence)
-        problem = MismatchError(explain_failed(attempts, group.ranks))
-        is_skipped = is_skipped_by_all(attempts) and not has_failed
-        yield from self._land((), None, None if is_skipped else problem)
+        problem = MismatchError(explain_failed(attempts, self.scaling.group.ranks))
+        is_skipped = is_skipped_by_all(attempts)
+        yield from self._land(self._buckets, None, None if is_skipped else problem)
         for slot in self.plan.slots:
             slot.take_back()
         return (yield from self.run())
 
-    def _end_in_different_steps(self) -> CollectiveTask[None]:
+    def _exchange_attempts(self, *, has_failed: bool) -> list[Attempt | None]:
+        can_be_sent_again = not any(  # what is in its bucket gets overwritten by the sum
+            slot.is_in_bucket or slot.state is GradientState.LATE for slot in self.plan.slots
+        )
+        mine = Attempt(self.attempt, has_failed, can_be_sent_again)
+        name, group = f"failed backward(){self.plan.suffix}", self.scaling.group
+        return collectives.allgather_object(mine, name=name, group=group)
+
+    def _end_in_different_steps(self, buckets: Sequence[Bucket]) -> CollectiveTask[None]:
         """Complete the buckets that any rank has sent, then raise MismatchError on every rank."""
-        mine = [each.reduction.description for each in self._buckets if each.is_under_way]
+        mine = [each.reduction.description for each in buckets if each.is_under_way]
         group = self.scaling.group
         steps = collectives.allgather_object(
             (self.step, mine), name=f"steps{self.plan.suffix}", group=group
@@ -196,18 +233,17 @@ class Exchange:
         handles = [each.launch_zeros(group) for each in sorted(missing)]
         yield from handles
         problem = MismatchError(explain_steps([step for step, _ in steps]))
-        yield from self._land((), None, problem)
+        yield from self._land(buckets, None, problem)
 
     def _launch_rest(self, presence: Presence) -> None:
         for bucket in self._buckets:
-            indices = [member.index for member in bucket.members]
-            if bucket.is_under_way or not any(presence.codes[i] & DENSE for i in indices):
+            if bucket.is_under_way or not _is_sent_by_any(bucket, presence):
                 continue
-            for index in indices:
-                slot = self.plan.slots[index]
+            for member in bucket.members:
+                slot = self.plan.slots[member.index]
                 slot.take_part()
                 if not slot.is_as_packed:
-                    slot.pack(presence.codes[index])
+                    slot.pack(presence.codes[member.index])
             bucket.launch(self.scaling)
 
     def _launch_sparse(self, presence: Presence) -> list[SparseSum]:
@@ -247,11 +283,11 @@ class Exchange:
         return float(handle.wait()[0])
 
     def _land(
-        self, others: Sequence[Bucket | SparseSum], total: float | None, problem: Exception | None
+        self, parts: Sequence[Bucket | SparseSum], total: float | None, problem: Exception | None
     ) -> CollectiveTask[None]:
         """Wait for all reductions; only then raise `problem`, or the most serious error."""
         errors: list[Exception] = []
-        for each in (*(bucket for bucket in self._buckets if bucket.is_under_way), *others):
+        for each in [each for each in parts if each.handles]:
             yield from each.handles
             try:
                 each.land(total)
@@ -276,6 +312,39 @@ class Exchange:
                 slot.settle(presence.codes[slot.index], parts.get(slot.index, ()))
 
 
+class FailedPass:
+    """A backward() that has failed on this rank, until the other ranks know.
+
+    Those may wait for its buckets, and take part at the end of their backward(), or in their
+    zero_grad() if theirs failed, too. A rank that leaves the job asks whether others wait.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._buckets = list(exchange.plan.buckets or ())
+        self._handle = exchange.send_presence(has_failed=True)
+
+    def is_noticed(self) -> bool:
+        """Wait for the other ranks; return False if one waits elsewhere for this rank."""
+        return self._handle.wait_unless(engine().here.is_crossed)
+
+    def complete(self, exchange: Exchange) -> CollectiveTask[None]:
+        """Wait for the other ranks, and complete the buckets, so that nobody waits for them."""
+        with contextlib.suppress(MismatchError):
+            yield from exchange.complete_failed(self._handle, self._buckets)
+
+    def leave_buckets(self, plan: BucketPlan) -> None:
+        """Leave the buckets to the engine, which may write to them until complete() returns."""
+        for slot in plan.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None and slot.is_in_bucket:
+                slot.history.move(gradient, torch.empty_like(gradient))
+        plan.drop()
+
+
+def _is_sent_by_any(bucket: Bucket, presence: Presence) -> bool:
+    return any(presence.codes[member.index] & DENSE for member in bucket.members)
+
+
 def is_skipped_by_all(attempts: Sequence[Attempt | None]) -> bool:
     """Return True if the backward() that failed is of a batch that the others skip, too. Pure.
 
@@ -283,7 +352,7 @@ def is_skipped_by_all(attempts: Sequence[Attempt | None]) -> bool:
     compute the gradients of a later batch: theirs failed before the optimizer heard of it.
     """
     known = [each for each in attempts if each is not None]  # None: in join()
-    failed_at = max(each.number for each in known if each.has_failed)
+    failed_at = max((each.number for each in known if each.has_failed), default=0)
     return all(
         each.has_failed or (each.number >= failed_at and each.can_be_sent_again) for each in known
     )

@@ -10,9 +10,9 @@ step().
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import ParamSpec
 
 from ringcomm._core import StepClock
@@ -33,7 +33,7 @@ from ringcomm.torch.backward.serial_numbers_and_samples import (
 from ringcomm.torch.optim.bucket_plan import BucketPlan
 from ringcomm.torch.optim.buckets import Scaling
 from ringcomm.torch.optim.equalize_weights import FirstWeights
-from ringcomm.torch.optim.finish_backward import Exchange
+from ringcomm.torch.optim.finish_backward import Exchange, FailedPass
 from ringcomm.torch.optim.gradient import GradientSlot, GradientState
 from ringcomm.torch.optim.optimizer_agreement import Agreement
 from ringcomm.torch.optim.options import GradientOptions, require_passes
@@ -81,6 +81,7 @@ class GradientReducer:
         self._is_communicating = False
         self._is_sending = False  # a pass has begun that sends buckets before its end
         self._n_attempts = 0  # zero_grad() calls since the last step
+        self._failed: FailedPass | None = None  # a backward() whose buckets are not complete
         self._is_synchronized = False  # this rank has taken part since the step began
         self._is_spoiled = False  # refuse gradients until restart()
         self._is_interrupted = False  # refuse gradients for ever
@@ -88,7 +89,7 @@ class GradientReducer:
         self._are_samples_used = False
         self.follow(named_parameters)
         if not is_outside():  # in a spare begin_view() does it
-            self.plan.enrol()
+            _enrol(self)
         on_new_view(self.begin_view)
 
     def set_passes_per_step(self, n: int) -> None:
@@ -142,11 +143,15 @@ class GradientReducer:
         self._n_attempts += 1
         buckets = self.plan.buckets or ()
         if (self._is_sending and buckets) or any(each.is_under_way for each in buckets):
-            self._spoiling(self._drain)
+            self._failed = FailedPass(_exchange(self))
+        if self._failed is not None:
+            self._spoiling(self._drain, self._failed)
         for part in self._own_parts:
             part.require_equal_weights()
         self._is_spoiled = False
         self._begin_step(is_zeroed=True)
+        if self._failed is not None:
+            self._failed.leave_buckets(self.plan)
 
     def complete_step(self) -> None:
         """Begin the next step: the optimizer has used the gradients."""
@@ -169,7 +174,7 @@ class GradientReducer:
         """Begin a step among the ranks that are left, as in a first step. Every rank calls it."""
         self._engine = weakref.ref(engine())
         self._is_spoiled = False
-        self.plan.enrol()
+        _enrol(self)
         self.samples = None
         self.go_on_from(self.step)
         self._begin_step(is_zeroed=True)
@@ -206,7 +211,7 @@ class GradientReducer:
         self._is_communicating = self._n_passes >= self.passes_per_step
         if self._is_communicating:
             self._prepare()
-            self._is_sending = self._agreement.is_reached
+            self._is_sending = self._agreement.is_reached and self._failed is None
 
     def end_pass(self) -> CollectiveTask[None]:
         """Complete the reduction, if this pass communicates."""
@@ -238,7 +243,7 @@ class GradientReducer:
             self._replan()
         if self._engine() is not engine():  # after shutdown() and init()
             self._engine = weakref.ref(engine())
-            self.plan.enrol()
+            _enrol(self)
             self._replan()
         if self._agreement.check is None:
             name, group = f"parameters{self.plan.suffix}", self.options.group
@@ -264,6 +269,9 @@ class GradientReducer:
                 part.require_unmoved()
             yield from self._agreement.reach()
             self._is_sending = False
+            if self._failed is not None:
+                yield from self._failed.complete(_exchange(self))
+                self._failed = None
             presence = yield from _exchange(self).run()
             group, suffix = self.options.group, self.plan.suffix
             yield from self._agreement.weights.make_alike(self.named, group, suffix)
@@ -274,14 +282,14 @@ class GradientReducer:
             self._spoil(error)
             raise
 
-    def _drain(self) -> None:
-        """Complete the buckets of a failed backward(), so that no other rank waits for them."""
+    def _drain(self, failed: FailedPass) -> None:
+        """Complete the buckets of a failed backward(), so that no other rank waits for them.
 
-        def task() -> CollectiveTask[None]:
-            with contextlib.suppress(MismatchError):
-                yield from _exchange(self).run(has_failed=True)
-
-        finish_together([task()])
+        If another rank waits elsewhere for this one, the end of the next backward() does it.
+        """
+        if failed.is_noticed():
+            finish_together([failed.complete(_exchange(self))])
+            self._failed = None
 
     def _replan(self) -> None:
         self.plan.forget_order()
@@ -312,6 +320,7 @@ class GradientReducer:
         is_lost = isinstance(error, RingcommError) and not isinstance(error, MismatchError)
         if is_lost or self._is_interrupted:
             self.plan.drop()  # the engine may still write to buckets under way
+            self._failed = None
 
     def _require_usable(self) -> None:
         """Raise RingcommError if gradients cannot be used after a failure."""
@@ -329,6 +338,26 @@ class GradientReducer:
 
 def _exchange(reducer: GradientReducer) -> Exchange:
     return Exchange(reducer.plan, reducer._scaling, reducer.step, reducer._n_attempts)
+
+
+def _enrol(reducer: GradientReducer) -> None:
+    """Enter an optimizer in an engine that is new to it."""
+    reducer._failed = None
+    reducer.plan.enrol()
+    engine().extensions.before_leaving(partial(_say_goodbye, weakref.ref(reducer)))
+
+
+def _say_goodbye(reference: weakref.ref[GradientReducer]) -> None:
+    """Complete the buckets of a last batch that all ranks have skipped, before this rank leaves."""
+    reducer = reference()
+    if reducer is None or reducer._is_spoiled or reducer._engine() is not engine():
+        return
+    if reducer._failed is None:
+        has_skipped = reducer._n_attempts > 1 and not reducer._is_synchronized
+        if not (has_skipped and _exchange(reducer).is_begun_by_others()):
+            return
+        reducer._failed = FailedPass(_exchange(reducer))
+    finish_together([reducer._failed.complete(_exchange(reducer))])
 
 
 def _summary(reducer: GradientReducer) -> OptimizerSummary:
