@@ -72,7 +72,7 @@ class Leases:
         return True
 
     def leave(self, rank: int) -> None:
-        """Let the lease of a rank come back."""
+        """Return the lease of a rank to those that are free."""
         if rank in self._of:
             heapq.heappush(self._back, self._of.pop(rank))
 

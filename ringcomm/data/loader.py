@@ -109,7 +109,7 @@ class Loader:
 
     @property
     def needs_weights(self) -> bool:
-        """True if batches of the ranks are unequal, and no optimizer is told how they are."""
+        """True if ranks have batches of different sizes, and no optimizer knows the sizes."""
         is_unequal = self.batches.samples_per_step % self.sampler.size > 0
         return is_unequal and self._optimizer is None
 

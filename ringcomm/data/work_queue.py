@@ -143,7 +143,7 @@ QUEUES: Final = Extension[Queues]()
 
 
 def keep_queues(engine: Engine, home: int) -> None:
-    """Let a rank of the job keep all queues; on every rank."""
+    """Choose the rank of the job that keeps all queues. Every rank calls it."""
     engine.extensions.keep(QUEUES, Queues(engine, home))
     if engine.job_rank == home:
         engine.progress.work_in_background()  # it answers while it computes

@@ -1,4 +1,4 @@
-"""What an elastic job does that has too few ranks: it waits for others, or ends."""
+"""Decides what an elastic job with too few ranks does: it waits for others, or ends."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def leave() -> NoReturn:
 
 
 def request_scale(n: int) -> None:
-    """Have the job go on with n ranks, from the next commit of rank 0 on; any rank may call this.
+    """Resize the job to n ranks, from the next commit of rank 0 on; any rank may call this.
 
     More ranks come from the reserves (RINGCOMM_RESERVES), which run the program up to elastic.run
     first, while the others train on. If there are to be fewer, the last ranks wait in elastic.run,

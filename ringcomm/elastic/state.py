@@ -1,4 +1,4 @@
-"""What a job keeps when it loses ranks: values that each rank has, with the last commit of each."""
+"""State that survives lost ranks: values of each rank, with its last commit."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class State(ABC):
 
     @property
     def n_commits(self) -> int:
-        """How many commits this rank has made, or has received."""
+        """Number of commits that this rank has made or received."""
         return self._n_commits
 
     @property

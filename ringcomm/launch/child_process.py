@@ -17,7 +17,7 @@ _CANNOT_START = 127
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a child process ended."""
+    """The end of a child process."""
 
     code: int | None  # -N: signal N; 127: it could not be started; None: the deadline passed
     output: str  # stdout and stderr together

@@ -19,7 +19,7 @@ CALL: Final = "call"
 
 @dataclass(frozen=True)
 class Report:
-    """How the call of a rank ended."""
+    """The outcome of a rank's call."""
 
     result: bytes = b""  # pickled; empty after an error
     error: str = ""  # the traceback

@@ -1,1 +1,1 @@
-"""How this process was started. Only config.py and this folder read or change the environment."""
+"""Finds how this process was started. Only config.py and this folder use the environment."""

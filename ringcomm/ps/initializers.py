@@ -21,7 +21,7 @@ _SEEDS = 1 << 64
 
 @dataclass(frozen=True)
 class Initializer:
-    """How new rows begin. Made by zeros(), constant(), uniform(), normal(), truncated_normal().
+    """Initial values of new rows: zeros(), constant(), uniform(), normal(), truncated_normal().
 
     Attributes:
         code: the number of the distribution in the C++ core.

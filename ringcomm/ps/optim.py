@@ -49,7 +49,7 @@ class Updater:
 
     @property
     def n_slots(self) -> int:
-        """How many slots there are, each an array of its own."""
+        """Number of slots, each of which is an array."""
         return len(self.slot_names)
 
     @property
@@ -59,7 +59,7 @@ class Updater:
 
     @property
     def n_full_slots(self) -> int:
-        """How many of the slots, the first ones, have a number per value.
+        """Number of slots, counted from the first, that have one number per value.
 
         The others have one number per row: of a dense block, one per block, but for RowwiseAdagrad,
         which takes the block as so many rows as its slot has numbers.

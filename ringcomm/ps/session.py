@@ -153,7 +153,9 @@ class Session:
         )
 
     def rest(self) -> None:
-        """Let no round and no bounded read wait for this worker; see ps.should_stop().
+        """Exempt this worker from rounds and bounded reads, which then do not wait for it.
+
+        See ps.should_stop().
 
         Rounds of mode "sync" end on all workers at once, and go on as they are.
         """

@@ -1,1 +1,1 @@
-"""How ranks end: their status pages, the hooks that record an end, the guardian of each node."""
+"""Ends of ranks: status pages, the hooks that record an end, the guardian of each node."""

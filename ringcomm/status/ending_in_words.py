@@ -1,4 +1,4 @@
-"""How a rank ended, in words, from its status page."""
+"""Describes in words how a rank ended, from its status page."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class OpState(IntEnum):
 
 
 class Ending(IntEnum):
-    """How a rank ended."""
+    """The way in which a rank ended."""
 
     NONE = 0
     EXCEPTION = 1

@@ -43,7 +43,7 @@ class Frame:
 
 
 def offer_stacks(page: StatusPage) -> None:
-    """Let this process write its stacks on request, and say so on its page."""
+    """Make this process write its stacks on request, and note that on its page."""
     if os.getpid() not in _made:
         if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
             return  # the program uses this signal

@@ -60,7 +60,7 @@ class _Edge:
 
     distance: int
     dest: int
-    told: int = 0  # number of entries of the log that were sent
+    n_sent: int = 0  # entries of the log that were sent
 
 
 class News:
@@ -143,7 +143,7 @@ class News:
         self._dead.add(rank)
         for edge in self._edges:
             if edge.dest == rank and not self._is_direct:
-                edge.dest, edge.told = self._next_of(rank), 0
+                edge.dest, edge.n_sent = self._next_of(rank), 0
                 self._hasten(now)
 
     def _go_round(self, ranks: set[int], now: float) -> None:
@@ -207,9 +207,9 @@ class News:
             if edge.dest in self._dead or edge.dest == self._rank:
                 continue
             words: dict[Fact, list[int]] = {}
-            for fact, ranks in self._log[edge.told :]:
+            for fact, ranks in self._log[edge.n_sent :]:
                 words.setdefault(fact, []).extend(ranks)
-            edge.told = len(self._log)
+            edge.n_sent = len(self._log)
             yield from _messages(edge.dest, words)
 
 

@@ -105,7 +105,7 @@ class MpiTransport:
         self._outbox_lock = threading.Lock()
         self._short_messages: ShortMessages | None = None
         self._n_deaths = 0  # of presence.deaths, those that poll() has returned
-        self._stopped: set[int] = set()  # members that have stopped, of which poll() has told
+        self._stopped: set[int] = set()  # members whose stop poll() has reported
         self._abandoned: list[Request] = []
         if view.number and presence.is_fault_tolerant:
             for comm in (self._data, self._control):

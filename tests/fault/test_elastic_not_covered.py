@@ -32,7 +32,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 # The launcher may end the guardian that would have read the signal, before it reports.
 KILLED = r"was killed by SIGKILL|ended without a word \(SIGKILL"
 WAYS = {"kill": (KILL, KILLED), "raise": ("1 / 0", "raised ZeroDivisionError")}
-WHY = r"MPICH \S+ ends a job when" if IS_MPICH else "mpirun was not told to let the others go on"
+WHY = r"MPICH \S+ ends a job when" if IS_MPICH else "mpirun ends the other ranks when one is lost"
 
 
 @pytest.mark.parametrize("how", WAYS)

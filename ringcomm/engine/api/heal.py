@@ -84,7 +84,7 @@ def stop_for_another_size() -> None:
 
 
 def evict(error: CommTimeoutError) -> bool:
-    """Have the ranks killed for which an operation has waited in vain, if the user wants that.
+    """Kill the ranks for which an operation has waited in vain, if the user wants that.
 
     Return False if that is not to be, or may not be (eviction()). In the second case the job ends,
     or this rank does if others have waited for it; see is_given_up().

@@ -98,7 +98,7 @@ def leave_outside(world: World) -> bool:
 
 
 def request_size(n: int) -> None:
-    """Have the job go on with n ranks, from a commit on."""
+    """Resize the job to n ranks, from a commit on."""
     world = current()
     if world is None or world.membership is None:
         raise RingcommError(

@@ -1,4 +1,4 @@
-"""What control needs of the engine."""
+"""The part of the engine that control uses."""
 
 from __future__ import annotations
 

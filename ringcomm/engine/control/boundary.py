@@ -31,7 +31,7 @@ class Control:
         program: what commands may change.
 
     Attributes:
-        is_paused: this rank waits at a step boundary until it is told to go on.
+        is_paused: this rank waits at a step boundary for the command that resumes it.
         signals: those that stop the job.
         checkpoints: functions of other layers that save one, called after those of the program.
     """

@@ -21,7 +21,7 @@ STOPPED = "stopped"  # a file in the folder of the run
 
 @dataclass(frozen=True)
 class Answer:
-    """Where the outcome of a command goes; `step` is how many steps are complete."""
+    """The receiver of a command's outcome; `step` is the number of complete steps."""
 
     step: int
     tell: Callable[[str], None]

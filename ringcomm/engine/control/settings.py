@@ -1,4 +1,4 @@
-"""What commands change: live parameters, and functions of the program. One per process."""
+"""Values that commands change: live parameters, and functions of the program. One per process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _refuse_to_scale(n: int) -> None:
 
 @dataclass
 class Program:
-    """What this program lets commands change, and what they have asked of it.
+    """Values that this program offers to commands, and the commands' requests.
 
     Attributes:
         checkpoints: the functions that @rc.on_checkpoint marks.
@@ -68,7 +68,7 @@ class Program:
         raise ValueError(f"{name} is no live parameter of this program; {known}")
 
     def add_rate(self, find: Callable[[], Callable[[float], None] | None]) -> None:
-        """Let commands set a learning rate by find(), as long as that is not None."""
+        """Add a learning rate: commands set it by the function that find() returns, unless None."""
         self.rates = [*(each for each in self.rates if each() is not None), find]
 
     def _setters(self) -> list[Callable[[float], None]]:

@@ -17,7 +17,7 @@ _log = logging.getLogger("ringcomm")
 
 
 class StopSignals:
-    """Those that this rank, or another one, has got.
+    """The stop signals that this rank, or another one, has received.
 
     They are caught from the first step boundary on at which the program can save a checkpoint.
     Before, and in a program that cannot, they end the process as ever.

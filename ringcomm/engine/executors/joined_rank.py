@@ -1,4 +1,4 @@
-"""How a rank that has called join() takes part in operations of the others."""
+"""Plans by which a rank that has called join() takes part in operations of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an operation waits, and the warning and the error of a wait that is too long."""
+"""Limits of an operation's wait: a warning, then an error that ends it on all ranks."""
 
 from __future__ import annotations
 

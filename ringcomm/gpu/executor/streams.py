@@ -1,4 +1,4 @@
-"""How operations use the streams of GPUs: events, waits, and the point of a call on a stream."""
+"""Streams of GPUs: events, waits, and the point of a call on a stream."""
 
 from __future__ import annotations
 

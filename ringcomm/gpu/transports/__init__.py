@@ -1,1 +1,1 @@
-"""How GPU arrays travel between ranks: NCCL, CUDA IPC, and the choice between them."""
+"""Transports of GPU arrays: NCCL, CUDA IPC, and the choice between them."""

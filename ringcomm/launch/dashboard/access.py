@@ -1,4 +1,4 @@
-"""Who may read the dashboard: decides about each request before anything else sees it. Pure."""
+"""Decides who may read the dashboard, for each request, before anything else sees it. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Asked:
-    """What matters of a request; "" for what it lacks."""
+    """The parts of a request that decide access; "" for a missing one."""
 
     method: str
     host: str

@@ -1,4 +1,4 @@
-"""What the dashboard shows: the pages of live ranks, and the folder of a run."""
+"""Data for the dashboard: the pages of live ranks, and the folder of a run."""
 
 from __future__ import annotations
 

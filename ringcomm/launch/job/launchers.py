@@ -33,7 +33,7 @@ _ULFM: Final = ("--with-ft", "ulfm", "--runtime-options", "error-nonzero-status=
 
 @dataclass(frozen=True)
 class Order:
-    """What a launcher is to start: the decisions that do not depend on its kind.
+    """The job that a launcher starts: decisions that do not depend on the kind of launcher.
 
     Attributes:
         size: number of ranks.

@@ -1,4 +1,4 @@
-"""What a run prints: the lines of its ranks, and those of the launcher. Pure."""
+"""Output of a run: the lines of its ranks, and those of the launcher. Pure."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _refuse_what_is_missing(request: Request, here: Surroundings) -> None:
 # --- where the ranks run ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Where:
-    """How many ranks run on which hosts."""
+    """Number of ranks per role, and their hosts."""
 
     roles: dict[str, int]
     hosts: tuple[Host, ...]  # (): this host alone

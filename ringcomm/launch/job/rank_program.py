@@ -47,7 +47,7 @@ def main(folder: str, program: list[str], environ: MutableMapping[str, str] = os
 
 
 def _log_to(folder: str, environ: MutableMapping[str, str]) -> bool:
-    """Let stdout and stderr go to this rank's log, and tell the run who this rank is.
+    """Redirect stdout and stderr to this rank's log, and report this rank to the run.
 
     If this host does not see the folder, they stay with the launcher, and this returns False.
     """

@@ -65,7 +65,7 @@ def parse_guardian_file(data: bytes) -> GuardianFile:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How far a rank came."""
+    """The end of a rank, as far as it is known."""
 
     has_left: bool = False  # it called shutdown(), and so did all others
     code: int | None = None  # of its exit; None: it has not exited, or was killed

@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What `ringcomm run` finds on this machine.
+    """Facts about this machine that `ringcomm run` uses.
 
     Attributes:
         facts: about the installation.
@@ -79,7 +79,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a job is started.
+    """The command and environment that start a job.
 
     Attributes:
         argv: the command that starts all ranks.

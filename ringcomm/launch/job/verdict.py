@@ -49,7 +49,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a job ended."""
+    """The end of a job."""
 
     code: int  # exit code of `ringcomm run`
     what: str  # in words

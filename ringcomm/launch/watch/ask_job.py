@@ -21,7 +21,7 @@ _TICK_S: Final = 0.01
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a command, in words."""
+    """The outcome of a command, in words."""
 
     is_done: bool
     text: str

@@ -32,7 +32,7 @@ _SILENT_S: Final = 10.0  # a host that has written nothing for so long is not he
 
 @dataclass(frozen=True)
 class Report:
-    """What one host has written.
+    """The file that one host has written.
 
     Attributes:
         host: its name.

@@ -29,7 +29,7 @@ class Process:
 
 @dataclass(frozen=True)
 class RankSample:
-    """What a rank does at a moment.
+    """The state of a rank at one moment.
 
     Attributes:
         time_ns: the moment, by the clock of the page.

@@ -21,7 +21,7 @@ Pair = tuple[str, str]  # from this host, or address, to that one
 
 @dataclass(frozen=True)
 class Traffic:
-    """What was sent from one host to another.
+    """Bytes sent from one host to another, and the time that they took.
 
     Attributes:
         nbytes: that have arrived.

@@ -1,4 +1,4 @@
-"""Who is slow in a job, in words: the part of a step where that is known, else the rank. Pure."""
+"""Says what is slow in a job: the part of a step where that is known, else the rank. Pure."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _log = logging.getLogger("ringcomm")
 
 @dataclass(frozen=True)
 class Record:
-    """Where a partition stands.
+    """The place of a partition in the files of a checkpoint.
 
     Attributes:
         partition: number of the table in that job, and which part of it.

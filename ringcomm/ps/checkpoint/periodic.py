@@ -1,4 +1,4 @@
-"""When the chief saves a checkpoint by itself: after so many seconds, or steps. Pure."""
+"""Decides when the chief saves a checkpoint: after so many seconds, or steps. Pure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _log: Final = logging.getLogger("ringcomm")
 
 
 class Recovered(NamedTuple):
-    """Where a job goes on whose server has died.
+    """The point from which a job continues after a server has died.
 
     Attributes:
         manifest: of the checkpoint; see ps.restore().

@@ -13,7 +13,7 @@ KNOWN: Final = 1  # to the chief: this worker knows
 
 
 class Replacements:
-    """How often values were replaced, on this rank; and whom the chief waits for.
+    """Counts replacements of values on this rank, and knows for whom the chief waits.
 
     Args:
         me: this rank.

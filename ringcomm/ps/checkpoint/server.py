@@ -44,7 +44,7 @@ _SHOWN: Final = 20  # names in an error
 
 
 class _Saved(NamedTuple):
-    """Where a partition stands since the save before, as it was then."""
+    """The place of a partition that has not changed since the previous save."""
 
     folder: Path
     record: Record

@@ -1,4 +1,4 @@
-"""Which values of a checkpoint belong to which values of open tables, by their names. Pure.
+"""Maps values of a checkpoint to values of open tables, by their names. Pure.
 
 A dense table holds one array, or parts with names of their own: parameters of a model share tables,
 and another layer may make them share others. Rows of a hash table go together.
@@ -36,12 +36,12 @@ class Named(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """Whose name it is: names are unique within a scope."""
+        """The scope of the name, within which names are unique."""
         return self.spec.scope
 
     @property
     def stop(self) -> int:
-        """Where they end in the flat table."""
+        """End of the values in the flat table."""
         return self.start + count_of(self.part)
 
     @property
@@ -67,7 +67,7 @@ class Piece(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """What ps.load() takes from where.
+    """The values that ps.load() takes, and their places in the checkpoint.
 
     Attributes:
         pieces: of open dense tables, by number.

@@ -73,7 +73,7 @@ class Credit:
 
     @property
     def n_bytes(self) -> dict[int, int]:
-        """How many bytes of bodies are under way, by server."""
+        """Bytes of the bodies under way, by server."""
         return {server: each.n_bytes for server, each in self._in_flight.items()}
 
     def busy(self) -> set[int]:

@@ -93,7 +93,7 @@ class KeyedPull(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What the reply to several pulls says of one of them, in its meta.
+    """One pull's part of the meta in the reply to several pulls.
 
     Attributes:
         version: see HashTable; -1: a reply of its own follows.

@@ -114,7 +114,7 @@ _ONE_WAY: Final = frozenset(
 
 
 class Status(IntEnum):
-    """How a request ended."""
+    """The outcome of a request."""
 
     OK = 0
     LATE = 1  # applied to nothing: the round had what it needed
@@ -124,7 +124,7 @@ class Status(IntEnum):
 
 
 class Where(IntFlag):
-    """Where the body is."""
+    """The place of a frame's body."""
 
     NONE = 0
     INLINE = 1  # behind the meta

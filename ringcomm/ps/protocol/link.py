@@ -269,7 +269,7 @@ class Link:
 
     @property
     def carried_out(self) -> tuple[int, int]:
-        """How many requests needed no Python, and the bytes of their bodies."""
+        """Number of requests that needed no Python, and the bytes of their bodies."""
         return (
             (0, 0) if self._endpoint is None else (self._endpoint.n_requests, self._endpoint.n_body)
         )
@@ -302,7 +302,7 @@ class Link:
 
     @property
     def n_queued(self) -> int:
-        """How many frames wait to leave, or for their body."""
+        """Number of frames that wait to leave, or for their body."""
         return sum(map(len, self._outgoing)) + self._n_waiting
 
     def flush(self) -> None:

@@ -44,7 +44,7 @@ class Pipes:
 
     @property
     def places(self) -> dict[int, int]:
-        """Where in this rank's memory each mate writes; for all ranks to know."""
+        """Place in this rank's memory to which each mate writes; all ranks must know it."""
         node = self._transport.node
         if node is None:
             return {}

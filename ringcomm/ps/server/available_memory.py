@@ -1,4 +1,4 @@
-"""How much memory a server can get, so that a table that is too large is refused in time."""
+"""Finds the memory that a server can get, so that a table that is too large is refused in time."""
 
 from __future__ import annotations
 

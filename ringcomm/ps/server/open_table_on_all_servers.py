@@ -287,7 +287,7 @@ class Catalog:
         self._reopening = None
 
     def install(self, number: int, spec: Spec, owners: list[int]) -> None:
-        """Have a table from now on."""
+        """Add a table to this server."""
         contents, core = Contents(spec), self._core
         if spec.kind == "hash":
             contents.shard = Shard(spec, owners, self._index, self._time_of_rows)

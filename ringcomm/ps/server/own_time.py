@@ -1,4 +1,4 @@
-"""How long a server has worked on requests, without the time in which it had no core.
+"""Measures how long a server works on requests, without the time in which it has no core.
 
 `ringcomm top` tells by this a server that is slow by itself from one that the load makes slow.
 """

@@ -137,7 +137,7 @@ class Transfer:
         return ""
 
     def put(self, number: int, part: int, state: State) -> None:
-        """Have what state_of() has returned."""
+        """Set the state that state_of() has returned."""
         shard = self._catalog.contents[number].shard
         if shard is None:
             self._install_dense(number, part, state)

@@ -10,7 +10,7 @@ from ringcomm.torch.backward.watched_tensors import Mark
 
 
 class Origin(Enum):
-    """Who has made a .grad that is there before a reduction."""
+    """Origin of a .grad that is there before a reduction."""
 
     NOBODY = auto()  # it is zeros of zero_grad()
     REDUCTION = auto()  # a reduction of this step
@@ -19,7 +19,7 @@ class Origin(Enum):
 
 
 class GradientHistory:
-    """What has happened to one parameter's .grad since the last reduction.
+    """History of one parameter's .grad since the last reduction.
 
     Attributes:
         is_final: .grad was reduced in this step; what the program does now, it does to the result.

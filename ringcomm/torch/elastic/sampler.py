@@ -20,7 +20,7 @@ Stretches = tuple[tuple[int, int], ...]  # of places: each from the first to bef
 
 @dataclass(frozen=True)
 class Position:
-    """What one rank has recorded of an epoch.
+    """The samples of an epoch that one rank has recorded.
 
     Attributes:
         epoch: number of the epoch.
@@ -40,13 +40,13 @@ class Position:
 
     @property
     def _common(self) -> tuple[object, ...]:
-        """What is the same on all ranks that have recorded the same batches of their shares."""
+        """Values that ranks share if they have recorded the same batches of their shares."""
         return self.done, self.size, self.places, self.others
 
 
 @dataclass(frozen=True)
 class Deal:
-    """How the samples of a dataset are dealt in an epoch. Pure."""
+    """Deals the samples of a dataset to ranks, for one epoch. Pure."""
 
     n: int
     shuffle: bool
@@ -184,7 +184,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     # --- for the state ----------------------------------------------------------------------------
     @property
     def position(self) -> Position:
-        """What this rank has recorded."""
+        """The samples that this rank has recorded."""
         return self._position
 
     @position.setter

@@ -368,7 +368,7 @@ def _abandon(
     tables: list[Table],
     parameters: list[weakref.ref[torch.nn.Parameter]],
 ) -> None:
-    """Let tables be closed once the parameters are gone, too; in any thread, at any time."""
+    """Note tables to be closed once the parameters are gone, too; in any thread, at any time."""
     abandoned.extend((table, parameters) for table in tables)
 
 

@@ -49,7 +49,7 @@ class OptimizerShard:
         self._is_stale = self.group is not None
 
     def adopt(self, pieces: Pieces, shares: Shares) -> None:
-        """Have this rank's part be `pieces`; shares: how many elements of each parameter all have.
+        """Make `pieces` this rank's part; shares: elements of each parameter that each rank has.
 
         The next step deals them anew. All ranks call this.
         """

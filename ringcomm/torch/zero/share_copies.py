@@ -36,7 +36,10 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class Tag(NamedTuple):
-    """When shares were copied. A later view has the same state, dealt to other ranks."""
+    """The commit and view in which shares were copied.
+
+    A later view has the same state, dealt to other ranks.
+    """
 
     commit: int
     view: int

@@ -1,1 +1,1 @@
-"""Which ranks are still in the job: their agreement on it, by point-to-point messages alone."""
+"""Agreement on the ranks that are in the job, by point-to-point messages alone."""

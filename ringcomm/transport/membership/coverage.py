@@ -1,4 +1,4 @@
-"""Which losses the launcher lets the other ranks of a job survive. Pure.
+"""Losses that the launcher lets the other ranks of a job survive. Pure.
 
 Measured with Open MPI 5.0.11 and MPICH 5.0.2: without an option, mpirun ends all ranks when one has
 died. With `--runtime-options continuous` it goes on after a signal, but ranks of other hosts hear
@@ -19,7 +19,7 @@ _OF_MPIRUN: Final = "--runtime-options"
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a job was started.
+    """The facts of a job's start that decide what it survives.
 
     Attributes:
         library: the MPI library, such as "Open MPI v5.0.11".
@@ -87,7 +87,7 @@ def _gap_without_ulfm(launch: Launch) -> Gap | None:
         return Gap(what, ends_job=launch.n_hosts > 1)
     given = _runtime_options(launch.mpirun)
     if _CONTINUES not in given:
-        return Gap("mpirun was not told to let the others go on when a rank is lost")
+        return Gap("mpirun ends the other ranks when one is lost")
     if launch.n_hosts > 1:
         return Gap(f"`{_OF_MPIRUN} {_CONTINUES}` is not enough on {launch.n_hosts} hosts")
     if _ALLOWS_EXITS in given:

@@ -1,4 +1,4 @@
-"""What machine.py is told (events), and what it asks for (actions). Pure."""
+"""Input (events) and output (actions) of machine.py. Pure."""
 
 from __future__ import annotations
 

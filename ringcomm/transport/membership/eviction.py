@@ -11,7 +11,7 @@ from enum import IntEnum
 
 
 class Eviction(IntEnum):
-    """When those that wait in vain have the others killed."""
+    """The time at which ranks that wait in vain have the others killed."""
 
     NOW = 0
     IF_UNHARMED = 1  # after RINGCOMM_GRACE_S, in which the others would have killed them first

@@ -70,7 +70,7 @@ from ringcomm.transport.membership.view import Changes, View
 
 
 class Phase(IntEnum):
-    """What this process does."""
+    """The activity of this process."""
 
     WORKING = 0  # in its view
     FINISHING = 1  # its run is done, and waits for the others
@@ -126,7 +126,7 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """How many members a view may have."""
+        """Largest number of members of a view."""
         return max(self.changes.requests, default=(0, self.first_size))[1]
 
     @property

@@ -29,7 +29,7 @@ class Changes(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many changes these are."""
+        """Number of changes."""
         return sum(map(len, self))
 
 

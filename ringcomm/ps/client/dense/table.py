@@ -200,7 +200,7 @@ class Table(TableBase):
 
     @property
     def n_partitions(self) -> int:
-        """How many slices there are."""
+        """Number of slices."""
         return self._spec.partitions
 
     def bounds_of(self, part: int) -> tuple[int, int]:

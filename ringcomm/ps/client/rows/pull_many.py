@@ -143,7 +143,7 @@ class _Batch:
         return [pull.begin() if future is None else future for pull, future in both]
 
     def _join(self, pull: RowPull) -> Future[Array] | None:
-        """Let a pull go with the others; return None if it has no keys, or its rows move."""
+        """Add a pull to the joint request; return None if it has no keys, or its rows move."""
         if not len(pull.keys):
             return None
         future = Future(self._client, pull.label, 1, pull.finish)

@@ -61,7 +61,7 @@ class RowContribution(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one server gets of a push: keys; rows in its body, or their place in shared memory."""
+    """One server's part of a push: keys; rows in its body, or their place in shared memory."""
 
     portion: Portion
     body: Bytes

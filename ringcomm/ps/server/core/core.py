@@ -186,7 +186,7 @@ class Core:
 
     @property
     def n_waiting(self) -> int:
-        """How many requests wait."""
+        """Number of waiting requests."""
         waiting = sum(len(unit.waiting) for unit in self.units())
         waiting += self.progress.n_waiting + self.migration.n_waiting
         return waiting + self.recovery.n_waiting

@@ -98,7 +98,7 @@ class Departures:
         return request is not None and request.source in self.dead
 
     def apply_to(self, unit: Unit) -> None:
-        """Let a new unit wait for nothing of those that are gone."""
+        """Exempt a new unit from waiting for ranks that are gone."""
         for rank in self.left:
             (unit.die if rank in self.dead else unit.leave)(rank)
         for rank in self.rested:

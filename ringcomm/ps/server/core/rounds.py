@@ -245,7 +245,7 @@ class Rounds:
 
     @property
     def at(self) -> tuple[int, bool]:
-        """How far it has come: rounds that are over, and whether the next mean is held."""
+        """Number of rounds that are over, and whether the next mean is held."""
         return self.current, self._held is not None
 
     def pending(self) -> list[Contribution]:

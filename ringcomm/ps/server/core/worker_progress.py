@@ -1,4 +1,4 @@
-"""How far workers are, by their clocks, and which are in a round of ps.FirstOf(k). Pure.
+"""The workers' clocks, and which workers are in a round of ps.FirstOf(k). Pure.
 
 | event | consequence |
 |---|---|
@@ -23,7 +23,7 @@ from ringcomm.ps.server.core.table import Table
 
 
 class Progress:
-    """How far the workers are.
+    """The workers' clocks, and the requests that wait for a clock.
 
     Args:
         index: of this server.
@@ -53,7 +53,7 @@ class Progress:
 
     @property
     def n_waiting(self) -> int:
-        """How many requests wait."""
+        """Number of waiting requests."""
         return len(self._awaiting)
 
     def requests(self) -> list[Request]:

@@ -95,7 +95,7 @@ class Homes:
             self._restore_copies()
 
     def _restore_copies(self) -> None:
-        """Let each home that is answered for here have a copy elsewhere, if a server lives."""
+        """Give each home that this server runs a copy on another server, if one lives."""
         servers, own = self._layout.servers, self.index
         behind = [each for each in (*servers[own + 1 :], *servers[:own]) if each not in self._dead]
         for home in self._homes.values():

@@ -101,7 +101,7 @@ class Log(Generic[T]):
             yield self._kept.popleft().entry
 
     def gain_follower(self) -> None:
-        """Keep all changes from now on, of which the follower is told once it is a copy."""
+        """Keep all changes from now on, to send them to the follower once it is a copy."""
         self.has_follower = True
 
     def lose_follower(self) -> Iterator[T]:
@@ -111,7 +111,7 @@ class Log(Generic[T]):
 
 
 class Came(Enum):
-    """How often a request of a client has come."""
+    """Says whether a request of a client is new, waits, or was answered."""
 
     FIRST = 0
     WAITS = 1  # its reply is to come
@@ -166,7 +166,7 @@ class Answers(Generic[R]):
 
 
 class LettersState(NamedTuple, Generic[T]):
-    """What Letters knows.
+    """The state of Letters.
 
     Attributes:
         written: by receiver: how many.

@@ -1,4 +1,4 @@
-"""Where each home runs, as one rank knows it. Pure.
+"""The server that runs each home, as far as one rank knows. Pure.
 
 When a server dies, each server that lives tells all ranks which homes it runs from now on. A home
 is lost once all have said so of all the dead, and none of them runs it.
