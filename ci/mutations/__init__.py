@@ -15,7 +15,7 @@ from mutations.ps import PS
 from mutations.ps_core import PS_CORE
 from mutations.ps_cpp import PS_CPP
 from mutations.ps_deaths import PS_DEATHS
-from mutations.torch import CHANGES, FACES, OPTIMIZER
+from mutations.torch import CHANGES, FACES, OPTIMIZER, REFUSALS
 
 __all__ = ["CATEGORIES", "CPP_MUTATIONS", "MUTATIONS", "CppMutation", "Mutation"]
 
@@ -26,6 +26,7 @@ MUTATIONS = [
     *FAULT,
     *ELASTIC,
     *OPTIMIZER,
+    *REFUSALS,
     *CHANGES,
     *NODE,
     *FACES,

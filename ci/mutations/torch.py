@@ -323,3 +323,101 @@ FACES = [
         ("with_torch/test_callbacks_of_futures.py",),
     ),
 ]
+
+REFUSALS = [
+    Mutation(
+        "a-first-backward-sends-before-its-end",
+        "optimizer",
+        "torch/optim/reducer.py",
+        "self._is_sending = self._agreement.is_reached and self._failed is None",
+        "self._is_sending = self._failed is None",
+        "a first batch that fails on all ranks leaves unlike buckets, and a MismatchError",
+        ("with_torch/test_optimizer_faults.py",),
+    ),
+    Mutation(
+        "what-met-a-given-up-gradient-is-used",
+        "optimizer",
+        "torch/optim/finish_backward.py",
+        "(each.number >= failed_at and each.can_be_sent_again)",
+        "each.number >= failed_at",
+        "a gradient that was added to one of a skipped batch is averaged once more",
+        ("with_torch/test_optimizer_faults.py",),
+    ),
+    Mutation(
+        "a-rank-that-is-not-asked-for-waits-elsewhere",
+        "fault",
+        "engine/peers/entered_operations.py",
+        "if task.waiters and source in task.members:",
+        "if source in task.members:",
+        "zero_grad() leaves the buckets of a failed backward(), though others come for them",
+        ("unit/test_agreement_and_failure_messages.py",),
+    ),
+    Mutation(
+        "left-buckets-keep-gradients",
+        "optimizer",
+        "torch/optim/finish_backward.py",
+        """\
+            if gradient is not None and slot.is_in_bucket:
+                slot.history.move(gradient, torch.empty_like(gradient))
+""",
+        """\
+            del gradient
+""",
+        "the sum of a skipped batch is written to a .grad that zero_grad() has set to zeros",
+        ("with_torch/test_optimizer_faults.py",),
+    ),
+    Mutation(
+        "step-is-traced",
+        "optimizer",
+        "torch/optim/wrapping.py",
+        "    untrace_methods(part, Optimizer)\n",
+        "",
+        "torch.compile of a whole training step crashes in the code that waits for other ranks",
+        ("with_torch/test_uses_of_an_optimizer.py",),
+    ),
+    Mutation(
+        "grad-loses-its-graph",
+        "optimizer",
+        "torch/optim/gradient.py",
+        "return gradient is not None and gradient.grad_fn is not None",
+        "return False",
+        "a second derivative of .grad ends in torch's bare words",
+        ("with_torch/test_any_use_of_grad.py",),
+    ),
+    Mutation(
+        "scatter-agrees-on-no-size",
+        "dtype",
+        "torch/distributed/group/collectives.py",
+        """due = str(out.dtype).removeprefix("torch."), (out.numel(),)""",
+        "due = None, None",
+        "dist.scatter with another size on one rank ends that rank's engine",
+        ("mpi/test_torch_distributed.py",),
+    ),
+    Mutation(
+        "refused-sets-stay-in-use",
+        "optimizer",
+        "torch/horovod/process_sets.py",
+        "        registry.take_back(n_before)\n",
+        "",
+        "after init() has refused a list of process sets, it refuses the valid list, too",
+        ("with_torch/test_horovod_process_sets.py",),
+    ),
+    Mutation(
+        "own-errors-must-have-one-text",
+        "dtype",
+        "engine/core/call.py",
+        """(call.error or "").partition(":")[0]""",
+        "call.error",
+        "splits that are wrong on all ranks, with other values, are a MismatchError on each",
+        ("with_torch/test_bad_torch_arguments.py",),
+    ),
+    Mutation(
+        "compressors-are-compared-by-class",
+        "dtype",
+        "torch/compression.py",
+        """owners = [*map(vars, reversed(kind.__mro__)), getattr(compressor, "__dict__", {})]""",
+        "owners = [*map(vars, reversed(kind.__mro__))]",
+        "ranks that compress with different settings add values of different scales",
+        ("with_torch/test_compressors.py",),
+    ),
+]
