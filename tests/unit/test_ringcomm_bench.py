@@ -12,6 +12,7 @@ from ringcomm.launch.bench.cases import (
     COLLECTIVES,
     Case,
     bus_factor,
+    is_link_measured,
     make_case,
     parse_sizes,
     wire_bytes,
@@ -311,6 +312,25 @@ def test_a_time_is_shown_with_about_four_digits(time_us, text):
 def test_a_wrong_line_has_no_time():
     line = table.lines([row(time_us=None, wrong=7)], has_wire=False)[0]
     assert line.split()[8:12] == ["-", "-", "-", "7"]
+
+
+@pytest.mark.parametrize(
+    ("times_s", "is_enough"),
+    [
+        ([], False),
+        ([0.2] * 9, False),
+        ([0.2] * 10, True),
+        ([0.4, 0.3, 0.4, 0.4, 0.4, 0.2, 0.4, 0.4, 0.4, 0.4], False),  # the best one is recent
+        ([0.4, 0.3, 0.4, 0.4, 0.2, 0.4, 0.4, 0.4, 0.4, 0.4], True),
+        ([0.2, *[0.4] * 4, 0.199, *[0.4] * 4], True),  # hardly better
+        ([0.2 - 0.005 * n for n in range(39)], False),
+        ([0.2 - 0.005 * n for n in range(40)], True),  # at most 40
+        ([6.0, 6.0], False),
+        ([6.0, 5.0, 4.0], True),  # a slow link
+    ],
+)
+def test_a_link_is_measured_until_no_round_is_faster(times_s, is_enough):
+    assert is_link_measured(times_s) is is_enough
 
 
 def test_between_hosts_the_table_tells_the_share_of_the_link():

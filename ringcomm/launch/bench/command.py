@@ -25,7 +25,14 @@ from ringcomm.engine.api.explain import bytes_text
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
 from ringcomm.launch.bench import table
-from ringcomm.launch.bench.cases import COLLECTIVES, Case, make_case, parse_sizes, wire_bytes
+from ringcomm.launch.bench.cases import (
+    COLLECTIVES,
+    Case,
+    is_link_measured,
+    make_case,
+    parse_sizes,
+    wire_bytes,
+)
 from ringcomm.launch.bench.runner import MODES, Array, Bind, Contender, measure, memcpy, ringcomm_in
 from ringcomm.launch.usable_cores import usable_cores
 from ringcomm.progress_bar import progress_bar
@@ -37,7 +44,7 @@ _ALIGNMENT = 64  # bytes: each private buffer begins at a cache line
 # Bytes of a rank's memory per byte of the largest buffer: private buffers for send and receive, a
 # registered one, the result, the expected result, and copies inside the engines.
 _MEMORY_FACTOR = 8
-_LINK_NBYTES, _LINK_ROUNDS = 4 << 20, 5
+_LINK_NBYTES = 4 << 20
 _QUIET_LOAD = 0.5
 
 
@@ -121,19 +128,22 @@ def _settings() -> dict[str, str]:
 def _link_gbps(leaders: list[int]) -> float | None:
     """Return the GB/s that each host can send while it receives; None on one host. Collective.
 
-    The first ranks of all hosts form a ring, and each sends 4 MiB to the next at the same time. The
-    result is that of the slowest host in the best of 5 rounds.
+    The first ranks of all hosts form a ring. In a round, each sends 4 MiB to its neighbour at the
+    same time: to the next one, or to the previous one in every other round. The result is that of
+    the slowest host in the best round.
     """
     if len(leaders) == 1:
         return None
     data, out = np.ones(_LINK_NBYTES, np.uint8), np.empty(_LINK_NBYTES, np.uint8)
     times_s: list[float] = []
-    for _ in range(_LINK_ROUNDS):
+    while not is_link_measured(times_s):
+        step = -1 if len(times_s) % 2 else 1
         rc.barrier()
         start = time.perf_counter()
         if rc.rank() in leaders:
             place = leaders.index(rc.rank())
-            rc.sendrecv(data, leaders[(place + 1) % len(leaders)], out, leaders[place - 1])
+            dest, source = (leaders[(place + s) % len(leaders)] for s in (step, -step))
+            rc.sendrecv(data, dest, out, source)
         times_s.append(max(rc.allgather_object(time.perf_counter() - start)))
     return _LINK_NBYTES / min(times_s) / 1e9
 
