@@ -1,4 +1,4 @@
-"""torch tensors in host memory. Imported when a program first uses one."""
+"""The adapter of torch tensors in host memory; imported when a program first uses a tensor."""
 
 from __future__ import annotations
 
@@ -66,10 +66,12 @@ class _TorchAdapter(TorchTensors, ArrayAdapter):
 
 
 class _Interface:
-    """Shows the memory of a contiguous tensor as bytes, and keeps it alive.
+    """Makes np.asarray() return the bytes of a contiguous tensor, and keeps its memory alive.
 
-    Tensor.numpy() would make the tensor impossible to resize; DLPack takes 3 times as long.
-    Raises TypeError if x has less memory than its shape needs.
+    After Tensor.numpy() a tensor could not be resized any more; DLPack takes 3 times as long.
+
+    Raises:
+        TypeError: x has less memory than its shape needs.
     """
 
     __slots__ = ("__array_interface__", "_storage")

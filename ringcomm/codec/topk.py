@@ -23,9 +23,9 @@ _COUNT_LIMIT = 2**32
 class TopK(FramedCodec):
     """Sends the k elements of the largest magnitude, exactly; the others are decoded as 0.
 
-    k = ceil(ratio * count), at least 1; the decimal ratio is exact (0.07 of 100 is 7). Among equal
-    magnitudes, lower indices come first. NaN counts as larger than inf, so elements that are not
-    finite come first. Each element that is sent takes 4 bytes more than its dtype.
+    k is ceil(ratio * count), at least 1, of the ratio's decimal digits: 0.07 of 100 is 7. Of equal
+    magnitudes, those with lower indices are sent. NaN is larger than inf, which is larger than all
+    numbers. An element is sent in the bytes of its dtype, and 4 bytes for its index.
 
     Training fails if the dropped elements are lost: use a Residual.
 

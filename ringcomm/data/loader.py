@@ -24,10 +24,12 @@ class Loader:
     """An iterable of batches: each iteration is the next epoch of this rank's samples.
 
     Every rank gets the same number of batches. While the rank computes with one batch, a thread
-    loads the next. That is fast enough if samples are rows of arrays, or come from files. For a
-    dataset that spends much Python on each sample, use torch's DataLoader with workers and
-    batch_sampler=sampler.batches(n). If a dataset draws from a global random generator, pass
-    prefetch=0, or give it a generator of its own: otherwise the dataset draws in that thread.
+    loads the next one. A thread is enough for rows of arrays, and for samples that come from files.
+    For a dataset that runs much Python per sample, use torch's DataLoader with workers and
+    batch_sampler=sampler.batches(n).
+
+    A dataset that uses a global random generator would draw from it in that thread. Pass
+    prefetch=0, or give the dataset a generator of its own.
 
     Args:
         data: a tuple or dict of arrays (numpy, memory-mapped, torch) with the same number of rows,
@@ -35,15 +37,15 @@ class Loader:
             if it has data.__getitems__([i, j]), this is used instead.
         batch_size: number of this rank's samples in a batch.
         sampler: a ShardedSampler over the data; by default ShardedSampler(data), shuffled.
-        optimizer: a DistributedOptimizer. For each batch, its set_samples() is called with the
-            number of samples, so that batches of different sizes have weights in proportion. If a
-            step has several batches, the number of the last batch counts.
+        optimizer: a DistributedOptimizer. The loader calls its set_samples() with the size of each
+            batch, so that ranks with smaller batches weigh less. If a step has several batches, the
+            size of the last one counts.
         collate: function that makes a batch of a list of samples of a dataset; by default, numbers
             and arrays are stacked.
         prefetch: number of batches to load ahead; with 0 there is no thread.
         drop_last: leave out a last step with fewer samples than the others.
-        constant: what stays the same in an elastic job when the number of ranks changes: "global",
-            the samples of a step, or "local", batch_size; see Batches.
+        constant: "global" or "local". When an elastic job changes its number of ranks, "global"
+            keeps the number of samples per step, "local" keeps batch_size; see Batches.
 
     Attributes:
         sampler: the ShardedSampler.
@@ -95,7 +97,7 @@ class Loader:
         return self.iterate()
 
     def iterate(self, on_next: Callable[[Any], object] | None = None) -> Iterator[Any]:
-        """As iter(); before each batch, on_next() is called with the batch that follows."""
+        """Return iter(self), but call on_next() before each batch, with the batch that follows."""
         earlier = None if self._under_way is None else self._under_way()
         if earlier is not None:
             earlier.close()

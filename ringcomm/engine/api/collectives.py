@@ -1,22 +1,28 @@
-"""The collectives, each with its contract. Every rank of the group must call the same ones.
+"""The collectives, each with its contract. All ranks of a group call the same ones.
 
-Common to all: `x` is a numpy array, a torch tensor on the CPU or a GPU, or a cupy array. Its
-dtype is float16, bfloat16, float32, float64, int8 to int64, uint8 to uint64, bool, complex64 or
-complex128. The result is an array of the same library. On a GPU a call returns once its work is on
-a stream. This work runs after the earlier work of the caller's stream, and before its later work.
-Only functions whose name ends in `_` change their arguments. A strided array is copied. `group` is
-a rc.Group, None for all ranks; `root` is a rank within the group. For the operators see rc.Op.
+Arrays: `x` is a numpy array, a torch tensor on the CPU or a GPU, or a cupy array. Its dtype is
+float16, bfloat16, float32, float64, int8 to int64, uint8 to uint64, bool, complex64 or complex128.
+The result is an array of the same library. Only functions whose name ends in `_` change their
+arguments. Strided arrays are copied.
 
-Unnamed operations are matched by their order in each group. Named ones are matched by `name`, in
-whatever order each rank starts them (functions whose name ends in `_async` do not block).
-The ranks agree on a name at its first use. It may be used again once the operation is over.
+GPUs: a call returns once its work is on a stream. The work runs after the earlier work of the
+caller's stream, and before its later work.
 
-All functions raise MismatchError, the same on every rank. The engine stays usable. Data may have
-been sent only if ranks had agreed on this name before; else the text says "Nothing was sent". They
-also raise NotInitializedError, and PeerFailedError and CommTimeoutError, after which the engine is
-unusable. TypeError and ValueError have two causes. Either an argument is wrong in the same way on
-all ranks: then all raise it. Or this rank alone cannot begin: an operation of that name is pending
-here, the name is no str, or this rank is not in the group.
+Groups: `group` is a rc.Group, or None for all ranks; `root` is an index in the group.
+
+Matching: unnamed operations are matched by their order in each group. Named ones are matched by
+their name, so each rank may start them in an order of its own: functions whose name ends in
+`_async` do not block. Ranks agree on a name at its first use, and may use it again once the
+operation is over.
+
+Errors of all functions:
+    MismatchError: the ranks' calls differ. Each rank gets the same error, and the engine stays
+        usable. "Nothing was sent" stands in the text, unless ranks had agreed on this name before.
+    TypeError, ValueError: an argument is wrong in the same way on all ranks, and all raise this
+        error. Or this rank alone raises it: an operation of that name is pending here, the name is
+        no str, or this rank is not in the group.
+    PeerFailedError, CommTimeoutError: a rank is lost. The engine is unusable.
+    NotInitializedError: rc.init() was not called.
 """
 
 from __future__ import annotations

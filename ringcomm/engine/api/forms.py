@@ -1,7 +1,8 @@
 """The forms of a collective, made from one declaration: blocking, in place, asynchronous.
 
-A declaration has the signature that a user sees, and returns a Request. By ParamSpec, type checkers
-know signature and result of each form. The help texts of common arguments are here, too.
+A declaration is a function that has the user's arguments and returns a Request. blocking(),
+in_place() and started() make forms of it, which have the same arguments; ParamSpec lets type
+checkers see them. The help of arguments that many collectives have is here, too.
 """
 
 from __future__ import annotations

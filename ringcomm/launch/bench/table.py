@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass
 class Row:
-    """The results of one engine, collective, size and form; no times if results are wrong."""
+    """The result of one engine for one case in one form. Times are None if it was wrong."""
 
-    collective: str  # in memcpy's row, the collective of the other rows
+    collective: str  # the engine memcpy is measured beside each collective
     op: str  # "" if nothing is reduced
     dtype: str
     nbytes: int  # bytes of the whole buffer, as in nccl-tests
@@ -21,11 +21,11 @@ class Row:
     wrong: int  # number of wrong elements on all ranks, before and after timing
     time_us: float | None = None  # median over batches of the mean call, on the slowest rank
     call_p50_us: float | None = None  # median over calls, each on its slowest rank
-    p99_us: float | None = None  # 99th percentile of the calls; the longest if fewer than 100
+    p99_us: float | None = None  # 99th percentile of the calls: of up to 100, the longest
     calls: int = 0
     algbw_gbps: float | None = None  # nbytes / time; 1e9 bytes per second
     busbw_gbps: float | None = None  # comparable with the hardware's bandwidth
-    wire_share: float | None = None  # fewest bytes that must cross the link / time / its bandwidth
+    wire_share: float | None = None  # of the link's bandwidth, by the fewest bytes that cross it
     algorithm: str = ""
 
     @property
@@ -47,7 +47,7 @@ def heading(*, has_wire: bool) -> list[str]:
 
 
 def lines(rows: Sequence[Row], *, has_wire: bool) -> list[str]:
-    """Return one line per engine for the rows of one case."""
+    """Return the lines for the rows of one case: one line per engine, with both forms."""
     memcpy_us = next((row.time_us for row in rows if row.engine == "memcpy"), None)
     found = []
     for label in dict.fromkeys(row.label for row in rows):
