@@ -192,6 +192,23 @@ def _session_folder(cwd):
     return tempfile.mkdtemp(prefix="mpi", dir=cwd)
 
 
+def start_run(n, script, *, cwd, options=(), env=None, output=subprocess.PIPE):
+    """Start `ringcomm run` of a script, given as text; its folder is `run`.
+
+    output: subprocess.DEVNULL for a test that does not read what is printed.
+    """
+    (Path(cwd) / "train.py").write_text(script)
+    return subprocess.Popen(
+        [BIN / "ringcomm", "run", "--run-folder", "run", "-np", str(n), *options, "train.py"],
+        cwd=cwd,
+        env=job_environment({"TMPDIR": str(cwd)} | (env or {})),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def finish_job(process, timeout_s=HANG_S):
     """Wait for a job; one that hangs is killed, and the test fails with its output."""
     start = time.monotonic()

@@ -15,6 +15,7 @@ from harness import (
     finish_job,
     job_environment,
     start_job,
+    start_run,
     wait_until,
 )
 from job_ranks import await_steps, ranks_in
@@ -74,21 +75,8 @@ print("end", n, seen, flush=True)
 
 @pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
 def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp_path):
-    (tmp_path / "train.py").write_text(STEPS)
-    run = subprocess.Popen(
-        [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "3", "train.py"],
-        cwd=tmp_path,
-        env=job_environment(
-            {
-                "TMPDIR": str(tmp_path),
-                "RINGCOMM_STALL_WARNING_S": "0.5",
-                "RINGCOMM_TIMEOUT_S": "20",
-            }
-        ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    env = {"RINGCOMM_STALL_WARNING_S": "0.5", "RINGCOMM_TIMEOUT_S": "20"}
+    run = start_run(3, STEPS, cwd=tmp_path, env=env)
     await_steps(tmp_path, 3)
     code, said = ctl(tmp_path, "set", "lr=0.5")
     first = re.fullmatch(r"set lr=0\.5: lr is 0\.5 after step (\d+)\n", said)

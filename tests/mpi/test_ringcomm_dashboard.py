@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import BIN, HANG_S, IS_MPICH, job_environment, wait_until
+from harness import BIN, HANG_S, IS_MPICH, job_environment, start_run, wait_until
 
 from ringcomm.launch.dashboard.access import Asked, Gate, judge
 from ringcomm.launch.job.run_folder import RunFolder
@@ -135,15 +135,7 @@ for step in range(10**9):
 @pytest.fixture
 def run(tmp_path):
     """A run of 4 ranks, of which rank 2 dies when a file is there."""
-    (tmp_path / "train.py").write_text(TRAIN)
-    process = subprocess.Popen(
-        [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "4", "train.py"],
-        cwd=tmp_path,
-        env=job_environment({"TMPDIR": str(tmp_path)}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start_run(4, TRAIN, cwd=tmp_path, output=subprocess.DEVNULL)
     wait_until((tmp_path / "run" / "metrics.jsonl").exists, "nothing was logged")
     yield process
     (tmp_path / "fail").touch()
@@ -306,15 +298,7 @@ print(P.lr, flush=True)
 
 @pytest.mark.at_length  # it sends what `ringcomm ctl` sends
 def test_the_dashboard_controls_the_job_that_it_shows(dashboard, tmp_path):
-    (tmp_path / "train.py").write_text(CONTROLLED)
-    job = subprocess.Popen(
-        [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "2", "train.py"],
-        cwd=tmp_path,
-        env=job_environment({"TMPDIR": str(tmp_path)}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    job = start_run(2, CONTROLLED, cwd=tmp_path, output=subprocess.DEVNULL)
     wait_until((tmp_path / "run" / "run.json").exists, "it does not start")
     page = dashboard("run")
     for state in page.states():
@@ -471,16 +455,8 @@ train(rc.elastic.ArrayState(step=0, x=np.zeros(1000)))
 @pytest.fixture
 def elastic(tmp_path):
     """A run of 4 ranks and a spare; rank 2 dies when a file is there."""
-    (tmp_path / "train.py").write_text(ELASTIC)
-    command = [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "4", "--elastic", "3:4"]
-    process = subprocess.Popen(
-        [*command, "--spares", "1", "train.py"],
-        cwd=tmp_path,
-        env=job_environment({"TMPDIR": str(tmp_path)}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    options = ("--elastic", "3:4", "--spares", "1")
+    process = start_run(4, ELASTIC, cwd=tmp_path, options=options, output=subprocess.DEVNULL)
     wait_until((tmp_path / "run" / "metrics.jsonl").exists, "nothing was logged")
     yield process
     (tmp_path / "enough").touch()

@@ -3,18 +3,16 @@
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 from harness import (
     ABOVE_MPI,
-    BIN,
     IS_MPICH,
     at_length,
     finish_job,
-    job_environment,
     start_job,
+    start_run,
     wait_until,
 )
 from job_ranks import await_steps, ranks_in
@@ -88,15 +86,7 @@ def test_whichever_rank_gets_a_signal_all_save_after_one_step_and_exit_75(
 
 @pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
 def test_ringcomm_run_passes_sigusr1_on_and_ends_with_75(tmp_path):
-    (tmp_path / "train.py").write_text(RING)
-    job = subprocess.Popen(
-        [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "2", "train.py"],
-        cwd=tmp_path,
-        env=job_environment({"TMPDIR": str(tmp_path)}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    job = start_run(2, RING, cwd=tmp_path)
     await_caught(tmp_path, 2)
     job.send_signal(signal.SIGUSR1)
     done = finish_job(job)

@@ -5,18 +5,14 @@ then; none is doubled; each request is answered, be it by ServerLostError.
 """
 
 import pytest
-from harness import at_length, is_fast
-from hypothesis import HealthCheck, given, settings
+from any_order import any_order
+from hypothesis import given
 from hypothesis import strategies as st
 from ps_homes_model import MODES
 from ps_recovery_model import LossyNet
 from ps_simulation import Choices
 
-N = at_length(5_000, 10 if is_fast() else 25)
-ANY_ORDER = settings(
-    max_examples=N, derandomize=True, database=None, deadline=None,
-    suppress_health_check=[*HealthCheck],
-)  # fmt: skip
+ANY_ORDER = any_order(5_000, 25, fast=10)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "ssp"])

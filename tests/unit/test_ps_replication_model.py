@@ -5,8 +5,8 @@ answered, and both copies have the same bits.
 """
 
 import pytest
-from harness import at_length, is_fast
-from hypothesis import HealthCheck, given, settings
+from any_order import any_order
+from hypothesis import given
 from hypothesis import strategies as st
 from ps_homes_model import MODES, Net
 from ps_simulation import Choices
@@ -14,11 +14,7 @@ from ps_simulation import Choices
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log
 
-N = at_length(5_000, 10 if is_fast() else 25)
-ANY_ORDER = settings(
-    max_examples=N, derandomize=True, database=None, deadline=None,
-    suppress_health_check=[*HealthCheck],
-)  # fmt: skip
+ANY_ORDER = any_order(5_000, 25, fast=10)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,8 +6,8 @@ have what they must; and nothing is kept once all have left.
 """
 
 import pytest
-from harness import at_length, is_fast
-from hypothesis import HealthCheck, given, settings
+from any_order import any_order
+from hypothesis import given
 from hypothesis import strategies as st
 from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
 from ps_simulation import Choices, World
@@ -21,11 +21,7 @@ from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.update_modes import SSP, FirstOf, Mode
 
-N = at_length(20_000, 20 if is_fast() else 50)
-ANY_ORDER = settings(
-    max_examples=N, derandomize=True, database=None, deadline=None,
-    suppress_health_check=[*HealthCheck],
-)  # fmt: skip
+ANY_ORDER = any_order(20_000, 50, fast=20)
 MODES = {"async": Mode("async"), "sync": Mode("sync"), "first_of": FirstOf(2), "ssp": SSP(1)}
 WITHOUT_ENTRIES = ("async", "sync", "ssp")
 HELD = ("sync", "first_of")
