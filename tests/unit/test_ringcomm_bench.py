@@ -318,11 +318,11 @@ def test_a_wrong_line_has_no_time():
     ("times_s", "is_enough"),
     [
         ([], False),
-        ([0.2] * 9, False),
-        ([0.2] * 10, True),
-        ([0.4, 0.3, 0.4, 0.4, 0.4, 0.2, 0.4, 0.4, 0.4, 0.4], False),  # the best one is recent
-        ([0.4, 0.3, 0.4, 0.4, 0.2, 0.4, 0.4, 0.4, 0.4, 0.4], True),
-        ([0.2, *[0.4] * 4, 0.199, *[0.4] * 4], True),  # hardly better
+        ([0.2] * 11, False),
+        ([0.2] * 12, True),
+        ([0.4, 0.3, *[0.4] * 4, 0.2, *[0.4] * 5], False),  # the best one is recent
+        ([0.4, 0.3, *[0.4] * 3, 0.2, *[0.4] * 6], True),
+        ([0.2, *[0.4] * 5, 0.199, *[0.4] * 5], True),  # hardly better
         ([0.2 - 0.005 * n for n in range(39)], False),
         ([0.2 - 0.005 * n for n in range(40)], True),  # at most 40
         ([6.0, 6.0], False),

@@ -12,7 +12,7 @@ import numpy as np
 
 # A link is measured in rounds: until so many in a row have not been shorter than the best one by
 # more than 2 %, or until that takes too long.
-_ROUNDS_IN_VAIN, _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 3, 40
+_ROUNDS_IN_VAIN, _FEWEST_ROUNDS, _MOST_ROUNDS = 6, 3, 40
 _ALIKE, _ENOUGH_S = 1.02, 10.0
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -128,22 +128,25 @@ def _settings() -> dict[str, str]:
 def _link_gbps(leaders: list[int]) -> float | None:
     """Return the GB/s that each host can send while it receives; None on one host. Collective.
 
-    The first ranks of all hosts form a ring. In a round, each sends 4 MiB to its neighbour at the
-    same time: to the next one, or to the previous one in every other round. The result is that of
-    the slowest host in the best round.
+    The first ranks of all hosts form a ring. In turn, each sends 4 MiB to the next one while it
+    receives as much; to the previous one; and all take part in an allgather, whose messages are
+    shorter. The result is that of the slowest host in the best round.
     """
     if len(leaders) == 1:
         return None
     data, out = np.ones(_LINK_NBYTES, np.uint8), np.empty(_LINK_NBYTES, np.uint8)
     times_s: list[float] = []
+    hosts, group = len(leaders), rc.Group(leaders)
+    place = leaders.index(rc.rank()) if rc.rank() in leaders else None
     while not is_link_measured(times_s):
-        step = -1 if len(times_s) % 2 else 1
+        turn = len(times_s) % 3
         rc.barrier()
         start = time.perf_counter()
-        if rc.rank() in leaders:
-            place = leaders.index(rc.rank())
-            dest, source = (leaders[(place + s) % len(leaders)] for s in (step, -step))
+        if place is not None and turn < 2:
+            dest, source = (leaders[(place + s) % hosts] for s in ((1, -1), (-1, 1))[turn])
             rc.sendrecv(data, dest, out, source)
+        elif place is not None:  # each rank sends 4 MiB in all
+            rc.allgather(data[: _LINK_NBYTES // (hosts - 1)], group=group)
         times_s.append(max(rc.allgather_object(time.perf_counter() - start)))
     return _LINK_NBYTES / min(times_s) / 1e9
 

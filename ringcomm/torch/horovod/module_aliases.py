@@ -14,7 +14,7 @@ import ringcomm.torch as face
 from ringcomm import errors
 from ringcomm.launch.run import run as run_ranks
 from ringcomm.torch import compression, elastic, optimizer
-from ringcomm.torch.horovod import internal_names
+from ringcomm.torch.horovod import internal_functions
 from ringcomm.torch.horovod.reduce_op import op_of
 
 T = TypeVar("T")
@@ -54,13 +54,13 @@ def install() -> None:
 
 def _modules() -> Mapping[str, dict[str, Any]]:
     """Return the names and objects of each module, by the module's name."""
-    everything = _pick(face, face.__all__) | {"check_extension": internal_names.check_extension}
+    everything = _pick(face, face.__all__) | {"check_extension": internal_functions.check_extension}
     mpi_ops = {
         "handle_average_backwards_compatibility": lambda op, average: op_of(op, average)  # noqa: PLW0108 - it has these two arguments
     }
     exceptions = {
         "HorovodInternalError": errors.RingcommError,
-        "HorovodVersionMismatchError": internal_names.HorovodVersionMismatchError,
+        "HorovodVersionMismatchError": internal_functions.HorovodVersionMismatchError,
         "HostsUpdatedInterrupt": elastic.HostsUpdatedInterrupt,
     }
     states = _pick(elastic, ("State", "ObjectState"))
@@ -68,7 +68,7 @@ def _modules() -> Mapping[str, dict[str, Any]]:
         "horovod": {"__version__": VERSION, "run": run},
         "horovod.runner": {"run": run},
         "horovod.torch": everything,
-        "horovod.torch.mpi_ops": everything | mpi_ops | internal_names.autograd_functions(),
+        "horovod.torch.mpi_ops": everything | mpi_ops | internal_functions.autograd_functions(),
         "horovod.torch.functions": _pick(face, (*_STATE, "allgather_object")),
         "horovod.torch.optimizer": _pick(optimizer, ("DistributedOptimizer",)),
         "horovod.torch.sync_batch_norm": {"SyncBatchNorm": face.SyncBatchNorm},
@@ -81,7 +81,7 @@ def _modules() -> Mapping[str, dict[str, Any]]:
         "horovod.common": {},
         "horovod.common.elastic": {"run_fn": run_fn} | states,
         "horovod.common.exceptions": exceptions,
-        "horovod.common.util": internal_names.util(),
+        "horovod.common.util": internal_functions.util(),
         "horovod.common.process_sets": _pick(face, _PROCESS_SETS),
     }
 

@@ -1,4 +1,4 @@
-"""Names of Horovod's internal modules that scripts import."""
+"""Functions of Horovod's internal modules that scripts import."""
 
 from __future__ import annotations
 
