@@ -12,7 +12,6 @@ from ringcomm.launch.bench.cases import (
     COLLECTIVES,
     Case,
     bus_factor,
-    is_link_measured,
     make_case,
     parse_sizes,
     wire_bytes,
@@ -314,23 +313,12 @@ def test_a_wrong_line_has_no_time():
     assert line.split()[8:12] == ["-", "-", "-", "7"]
 
 
-@pytest.mark.parametrize(
-    ("times_s", "is_enough"),
-    [
-        ([], False),
-        ([0.2] * 11, False),
-        ([0.2] * 12, True),
-        ([0.4, 0.3, *[0.4] * 4, 0.2, *[0.4] * 5], False),  # the best one is recent
-        ([0.4, 0.3, *[0.4] * 3, 0.2, *[0.4] * 6], True),
-        ([0.2, *[0.4] * 5, 0.199, *[0.4] * 5], True),  # hardly better
-        ([0.2 - 0.005 * n for n in range(39)], False),
-        ([0.2 - 0.005 * n for n in range(40)], True),  # at most 40
-        ([6.0, 6.0], False),
-        ([6.0, 5.0, 4.0], True),  # a slow link
-    ],
-)
-def test_a_link_is_measured_until_no_round_is_faster(times_s, is_enough):
-    assert is_link_measured(times_s) is is_enough
+def test_a_link_is_as_fast_as_the_best_batch_of_any_call_on_its_slowest_rank():
+    slow = np.full((2, 3, 4), 0.5)  # ranks, batches, calls
+    fast = np.full((2, 3, 4), 0.4)
+    fast[0, 1] = 0.1  # the other rank takes 0.4 s
+    fast[:, 2] = [[0.1, 0.3, 0.2, 0.2], [0.1, 0.1, 0.1, 0.1]]
+    assert runner.best_gbps(10**9, [slow, fast, slow]) == pytest.approx(5)
 
 
 def test_between_hosts_the_table_tells_the_share_of_the_link():

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-# A link is measured in rounds: until so many in a row have not been shorter than the best one by
-# more than 2 %, or until that takes too long.
-_ROUNDS_IN_VAIN, _FEWEST_ROUNDS, _MOST_ROUNDS = 6, 3, 40
-_ALIKE, _ENOUGH_S = 1.02, 10.0
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -94,19 +89,6 @@ def wire_bytes(case: Case, hosts: int) -> float:
     if case.collective == "alltoall":  # each rank has a whole buffer for the others
         return case.size / hosts * case.nbytes * (hosts - 1) / hosts
     return bus_factor(case.collective, hosts) * case.nbytes
-
-
-def is_link_measured(times_s: Sequence[float]) -> bool:
-    """Return True if more rounds of these times would hardly find a shorter one.
-
-    Over TCP rounds differ by a factor of 2: the first ones are slow, and where data flow in both
-    directions, acknowledgements wait behind data. So a few rounds show too little.
-    """
-    n = len(times_s)
-    if n >= _MOST_ROUNDS or (n >= _FEWEST_ROUNDS and sum(times_s) >= _ENOUGH_S):
-        return True
-    earlier = times_s[:-_ROUNDS_IN_VAIN]
-    return n >= 2 * _ROUNDS_IN_VAIN and min(earlier) <= min(times_s) * _ALIKE
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

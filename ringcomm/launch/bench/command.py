@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,15 +24,18 @@ from ringcomm.engine.api.explain import bytes_text
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
 from ringcomm.launch.bench import table
-from ringcomm.launch.bench.cases import (
-    COLLECTIVES,
-    Case,
-    is_link_measured,
-    make_case,
-    parse_sizes,
-    wire_bytes,
+from ringcomm.launch.bench.cases import COLLECTIVES, Case, make_case, parse_sizes, wire_bytes
+from ringcomm.launch.bench.runner import (
+    MODES,
+    Array,
+    Bind,
+    Contender,
+    best_gbps,
+    measure,
+    memcpy,
+    ringcomm_in,
+    take_turns,
 )
-from ringcomm.launch.bench.runner import MODES, Array, Bind, Contender, measure, memcpy, ringcomm_in
 from ringcomm.launch.usable_cores import usable_cores
 from ringcomm.progress_bar import progress_bar
 
@@ -44,7 +46,7 @@ _ALIGNMENT = 64  # bytes: each private buffer begins at a cache line
 # Bytes of a rank's memory per byte of the largest buffer: private buffers for send and receive, a
 # registered one, the result, the expected result, and copies inside the engines.
 _MEMORY_FACTOR = 8
-_LINK_NBYTES = 4 << 20
+_LINK_NBYTES, _LINK_S = 4 << 20, 2.0
 _QUIET_LOAD = 0.5
 
 
@@ -130,25 +132,23 @@ def _link_gbps(leaders: list[int]) -> float | None:
 
     The first ranks of all hosts form a ring. In turn, each sends 4 MiB to the next one while it
     receives as much; to the previous one; and all take part in an allgather, whose messages are
-    shorter. The result is that of the slowest host in the best round.
+    shorter. Calls follow each other as those of the collectives do; the best of all counts.
     """
     if len(leaders) == 1:
         return None
     data, out = np.ones(_LINK_NBYTES, np.uint8), np.empty(_LINK_NBYTES, np.uint8)
-    times_s: list[float] = []
     hosts, group = len(leaders), rc.Group(leaders)
-    place = leaders.index(rc.rank()) if rc.rank() in leaders else None
-    while not is_link_measured(times_s):
-        turn = len(times_s) % 3
-        rc.barrier()
-        start = time.perf_counter()
-        if place is not None and turn < 2:
-            dest, source = (leaders[(place + s) % hosts] for s in ((1, -1), (-1, 1))[turn])
-            rc.sendrecv(data, dest, out, source)
-        elif place is not None:  # each rank sends 4 MiB in all
-            rc.allgather(data[: _LINK_NBYTES // (hosts - 1)], group=group)
-        times_s.append(max(rc.allgather_object(time.perf_counter() - start)))
-    return _LINK_NBYTES / min(times_s) / 1e9
+    calls: list[Callable[[], object]] = [lambda: None] * 3
+    if rc.rank() in leaders:
+        place = leaders.index(rc.rank())
+        after, before = leaders[(place + 1) % hosts], leaders[place - 1]
+        part = data[: _LINK_NBYTES // (hosts - 1)]  # so each rank sends and receives 4 MiB
+        calls = [
+            lambda: rc.sendrecv(data, after, out, before),
+            lambda: rc.sendrecv(data, before, out, after),
+            lambda: rc.allgather(part, group=group),
+        ]
+    return best_gbps(_LINK_NBYTES, take_turns(calls, _LINK_S))
 
 
 def _preamble(report: Mapping[str, Any]) -> Iterator[str]:

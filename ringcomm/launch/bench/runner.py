@@ -198,6 +198,14 @@ def take_turns(
     return [np.array(rc.allgather_object(np.diff(each, axis=1))) for each in stamps_s]
 
 
+def best_gbps(nbytes: int, times_s: Sequence[Array]) -> float:
+    """Return the GB/s of the fastest batch of several calls that move `nbytes` each.
+
+    times_s: as take_turns() returns them. The slowest rank of a batch counts, by its mean call.
+    """
+    return nbytes / min(float(t.mean(axis=2).max(axis=0).min()) for t in times_s) / 1e9
+
+
 def _pilot_s(call: Callable[[], object]) -> float:
     """Return about how long a call takes, after some slower first calls."""
     rc.barrier()
