@@ -46,7 +46,7 @@ _ALIGNMENT = 64  # bytes: each private buffer begins at a cache line
 # Bytes of a rank's memory per byte of the largest buffer: private buffers for send and receive, a
 # registered one, the result, the expected result, and copies inside the engines.
 _MEMORY_FACTOR = 8
-_LINK_NBYTES, _LINK_S = 4 << 20, 2.0
+_LINK_NBYTES, _LINK_BATCHES = 4 << 20, 8
 _QUIET_LOAD = 0.5
 
 
@@ -148,7 +148,7 @@ def _link_gbps(leaders: list[int]) -> float | None:
             lambda: rc.sendrecv(data, before, out, after),
             lambda: rc.allgather(part, group=group),
         ]
-    return best_gbps(_LINK_NBYTES, take_turns(calls, _LINK_S))
+    return best_gbps(_LINK_NBYTES, take_turns(calls, 0.0, _LINK_BATCHES))
 
 
 def _preamble(report: Mapping[str, Any]) -> Iterator[str]:
