@@ -51,9 +51,9 @@ ORDER = [
         "death-cuts-off",
         "fault",
         "transport/failure_news.py",
-        "edge.dest, edge.told = self._next_of(rank), 0",
+        "edge.dest, edge.n_sent = self._next_of(rank), 0",
         "edge.dest = self._next_of(rank)",
-        "who stands behind a dead rank never hears what that one had been told",
+        "who stands behind a dead rank never hears what that one had heard",
         ("unit/test_spread_of_failure_news.py",),
     ),
     Mutation(

@@ -125,7 +125,7 @@ CHANGES = [
         "gradients-set-by-hand-stay-local",
         "optimizer",
         "torch/optim/finish_backward.py",
-        "elif slot.has_own_gradient and not has_failed:",
+        "elif slot.has_own_gradient:",
         "elif slot.has_own_gradient and slot.has_sparse:",
         "each rank steps with the gradients that its program has set",
         _PROGRAMS,

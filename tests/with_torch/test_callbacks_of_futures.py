@@ -13,7 +13,7 @@ from ringcomm.torch.distributed import ProcessGroup
 from ringcomm.torch.distributed.group import work as works
 from ringcomm.torch.distributed.group.callback_op_names import Path
 
-SIZES = [2, 3]
+SIZES = [2, 4]
 N = 6
 
 
@@ -22,8 +22,9 @@ def make(size, ranks=None):
 
 
 def order(rank, n=N):
-    """Return another order on each of three ranks."""
-    return [list(range(n)), list(range(n))[::-1], [*range(n // 2, n), *range(n // 2)]][rank]
+    """Return another order on each of four ranks."""
+    by_halves, by_twos = [*range(n // 2, n), *range(n // 2)], [*range(0, n, 2), *range(1, n, 2)]
+    return [list(range(n)), list(range(n))[::-1], by_halves, by_twos][rank]
 
 
 def total(size, i):
