@@ -13,6 +13,7 @@ void bind_shard(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
 void bind_shm(nanobind::module_& m);
 void bind_status(nanobind::module_& m);
+void bind_tensor_snapshot(nanobind::module_& m);
 void bind_wire(nanobind::module_& m);
 }  // namespace ringcomm
 
@@ -41,6 +42,7 @@ NB_MODULE(_core, m) {
   ringcomm::bind_schedule(m);
   ringcomm::bind_shm(m);
   ringcomm::bind_status(m);
+  ringcomm::bind_tensor_snapshot(m);
   ringcomm::bind_wire(m);
   ringcomm::bind_pipe_endpoint(m);  // of programs, which are known by now
 }

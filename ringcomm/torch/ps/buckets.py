@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from numpy.typing import NDArray
 
+from ringcomm._core import TensorSnapshot
 from ringcomm.arrays import device_adapter_for
 from ringcomm.arrays.torch import TORCH
 from ringcomm.codec import Codec
@@ -30,7 +31,6 @@ from ringcomm.ps.update_modes import Mode
 from ringcomm.torch.backward.parameter_hooks import Slot
 from ringcomm.torch.backward.watched_tensors import (
     Mark,
-    Snapshot,
     can_hold,
     n_storage_references,
 )
@@ -148,8 +148,8 @@ class ServedBucket:
         self._streams = Streams(first)
         self._values: torch.Tensor | None = None
         self._gradients: torch.Tensor | None = None
-        self._fetched = Snapshot()  # of the parameters, unless new values are under way
-        self._pushed = Snapshot()  # of .grad
+        self._fetched = TensorSnapshot()  # of the parameters, unless new values are under way
+        self._pushed = TensorSnapshot("grad")  # what was pushed
         self._turn = 0
         more = f"+{len(slots) - 1}" if slots[1:] else ""
         # If servers only take means, they cannot distinguish a missing gradient from zeros.
@@ -233,7 +233,7 @@ class ServedBucket:
 
         is_thorough: look for writes through .data, too.
         """
-        place = self._fetched.changed(self._parameters, is_thorough=is_thorough)
+        place = self._fetched.changed(self._parameters, is_thorough)
         return None if place is None else self.slots[place]
 
     @property
@@ -335,9 +335,8 @@ class ServedBucket:
         self.push = push
         for slot in self.slots:
             slot.note_pushed()
-        gradients = [p.grad for p in self._parameters]
         can_read = is_early and not self._is_on_gpu
-        self._pushed.take(gradients, self._turn if can_read else None)
+        self._pushed.take(self._parameters, self._turn if can_read else None)
 
     def frozen_with_gradient(self) -> list[ServedSlot]:
         """Return the parameters that have a .grad although they are frozen."""
@@ -351,9 +350,7 @@ class ServedBucket:
 
     def changed_gradient(self) -> ServedSlot | None:
         """Return a parameter whose .grad is not what was pushed, or None."""
-        if not self._pushed.is_taken:
-            return None
-        place = self._pushed.changed([p.grad for p in self._parameters])
+        place = self._pushed.changed(self._parameters)
         return None if place is None else self.slots[place]
 
 
