@@ -221,6 +221,15 @@ CHANGES = [
         ("with_torch/test_ps_changes_of_grad.py",),
     ),
     Mutation(
+        "values-are-exchanged-after-pushes",
+        "ps",
+        "torch/ps/exchange_state_with_servers.py",
+        "if feeder.pusher.n_pushed and not has_new_values:",
+        "if feeder.pusher.n_pushed < 0 and not has_new_values:",
+        "pull_parameters() between backward() and step() makes gradients count twice",
+        ("with_torch/test_ps_changes_of_grad.py",),
+    ),
+    Mutation(
         "served-parameters-are-exchanged",
         "ps",
         "torch/ps/push_during_backward.py",

@@ -274,6 +274,28 @@ def test_weights_changed_through_data_are_refused_until_they_are_pushed(mode, ch
     assert_equals_plain_torch(train, mode=mode)
 
 
+EXCHANGES = {
+    "push_parameters": lambda optimizer: optimizer.push_parameters(),
+    "pull_parameters": lambda optimizer: optimizer.pull_parameters(),
+    "load_state_dict": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", EXCHANGES)
+def test_an_exchange_with_the_servers_after_gradients_were_pushed_is_refused(mode, what):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            if hasattr(optimizer, "push_parameters"):
+                EXCHANGES[what](optimizer)
+            optimizer.step()
+
+    refused(train, rf"{what}\(\) between backward", mode=mode)
+    assert_equals_plain_torch(train, mode=mode, overlap=False)
+
+
 def test_weights_that_workers_update_may_be_changed():
     def train(model, optimizer, batches):
         for x, y in batches:

@@ -26,6 +26,18 @@ from ringcomm.torch.ps.push_during_backward import Feeder
 _WITHOUT_STEP: Final = ("SGD",)  # torch counts no steps for it
 
 
+def require_between_steps(feeder: Feeder, what: str) -> None:
+    """Raise RingcommError if gradients of this step have been pushed, and count."""
+    feeder.session.client.listen()
+    has_new_values = feeder.n_replaced != feeder.session.replaced.count  # then they do not count
+    if feeder.pusher.n_pushed and not has_new_values:
+        raise RingcommError(
+            f"{WHO}: {what} between backward() and step(): gradients of this step have been "
+            "pushed, and would count twice or not at all. Call step() before, or pass "
+            "overlap=False"
+        )
+
+
 def push_values(feeder: Feeder) -> None:
     """Give the chief's values to the servers and all workers. Collective, between two steps."""
     _from_chief(feeder, lambda bucket: bucket.table.push(bucket.values(), assign=True).wait())

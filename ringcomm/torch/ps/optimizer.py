@@ -34,6 +34,7 @@ from ringcomm.torch.ps.exchange_state_with_servers import (
     pull_values,
     push_state,
     push_values,
+    require_between_steps,
     unrounded_state,
 )
 from ringcomm.torch.ps.parts_of_optimizer import Parts
@@ -356,7 +357,12 @@ class _Served(Optimizer):
         self._feeder.set_samples(n)
 
     def push_parameters(self) -> None:
-        """Set all workers' parameters to the chief's, after a change by hand. Collective."""
+        """Set all workers' parameters to the chief's, after a change by hand. Collective.
+
+        Raises:
+            RingcommError: gradients of this step have been pushed.
+        """
+        require_between_steps(self._feeder, "push_parameters()")
         push_values(self._feeder)
 
     def pull_parameters(self) -> None:
@@ -366,7 +372,8 @@ class _Served(Optimizer):
         Workers may call it between two steps, and must after ps.restore() or ps.load().
 
         Raises:
-            RingcommError: with apply="worker", where servers have no parameters.
+            RingcommError: with apply="worker", where servers have no parameters; or gradients of
+                this step have been pushed.
         """
         if self._feeder.options.class_name is None:
             raise RingcommError(
@@ -374,6 +381,7 @@ class _Served(Optimizer):
                 "means of gradients only, and the workers have the parameters. Save and load those "
                 "with torch, and call push_parameters() afterwards"
             )
+        require_between_steps(self._feeder, "pull_parameters()")
         pull_values(self._feeder)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -398,7 +406,11 @@ class _Served(Optimizer):
         """Load the state of a plain optimizer, or of one like this. Collective.
 
         All workers take the chief's state and the chief's parameters: load the model before.
+
+        Raises:
+            RingcommError: gradients of this step have been pushed.
         """
+        require_between_steps(self._feeder, "load_state_dict()")
         super().load_state_dict(state_dict)
         self._feeder.pusher.groups = self.param_groups
         if self._feeder.options.class_name is not None:

@@ -50,6 +50,7 @@ class Feeder:
         was_applied: this worker's last gradients are part of the parameters.
         rows: gradients of embeddings that belong to this step; set when the step begins to end.
         buffers: of the model.
+        n_replaced: number of checkpoints that were loaded when all values were last fetched.
     """
 
     def __init__(
@@ -67,8 +68,7 @@ class Feeder:
         self._tables: list[Table] = []
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._hooks = ParameterHooks(self)
-        self._passes = Passes()
-        self.clock = StepClock()
+        self._passes, self.clock = Passes(), StepClock()
         self._is_spoiled = self._has_ticked = False
         self.note_fetching()
         self._is_weighed: bool | None = None
@@ -281,7 +281,7 @@ class Feeder:
 
     def note_fetching(self) -> None:
         """Note that all values are about to be fetched: those of any checkpoint by now."""
-        self._n_replaced = self.session.replaced.count
+        self.n_replaced = self.session.replaced.count
 
     def begin_anew(self) -> None:
         """Forget the step that this worker is in."""
@@ -316,7 +316,7 @@ class Feeder:
         if self.options.class_name is None:
             return
         self.session.client.listen()
-        if self._n_replaced != self.session.replaced.count:
+        if self.n_replaced != self.session.replaced.count:
             raise RingcommError(
                 f"{WHO}: the chief has loaded a checkpoint since this worker fetched the "
                 "parameters, and the model still has those before. Call "
