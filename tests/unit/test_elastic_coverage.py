@@ -35,8 +35,8 @@ def test_nothing_is_said_where_all_losses_are_covered(covered):
 @pytest.mark.parametrize(
     ("job", "why"),
     [
-        (launch(), "mpirun was not told"),
-        (launch(*ALLOWS_EXITS), "mpirun was not told"),
+        (launch(), "mpirun ends the other ranks"),
+        (launch(*ALLOWS_EXITS), "mpirun ends the other ranks"),
         (launch(library="MPICH Version: 5.0.2"), "MPICH 5.0.2 ends a job when a rank is lost"),
         (launch(*ULFM, library="Open MPI v4.1.6"), "Open MPI v4.1.6 ends a job"),
         (launch(is_by_srun=True, mpirun=()), "srun ends a job"),
