@@ -335,15 +335,6 @@ FACES = [
 
 REFUSALS = [
     Mutation(
-        "a-first-backward-sends-before-its-end",
-        "optimizer",
-        "torch/optim/reducer.py",
-        "self._is_sending = self._agreement.is_reached and self._failed is None",
-        "self._is_sending = self._failed is None",
-        "a first batch that fails on all ranks leaves unlike buckets, and a MismatchError",
-        ("with_torch/test_optimizer_faults.py",),
-    ),
-    Mutation(
         "what-met-a-given-up-gradient-is-used",
         "optimizer",
         "torch/optim/finish_backward.py",
