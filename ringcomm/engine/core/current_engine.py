@@ -41,9 +41,9 @@ def serve_process(engine: Any) -> None:
 
 @contextlib.contextmanager
 def serve_thread(engine: Any) -> Iterator[None]:
-    """Set the engine of this thread alone in the block, for ranks that are threads."""
-    _of_thread.engine = engine
+    """Set the engine of this thread alone in the block, for ranks that are threads or leave."""
+    before, _of_thread.engine = _of_thread.engine, engine
     try:
         yield
     finally:
-        _of_thread.engine = None
+        _of_thread.engine = before

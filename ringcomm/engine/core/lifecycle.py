@@ -5,6 +5,7 @@ from __future__ import annotations
 from ringcomm.collectives.measured_times import Table
 from ringcomm.engine.core.agreement import broadcast_bytes
 from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.engine_state import n_forks
 from ringcomm.engine.core.plan import Plan
@@ -53,7 +54,8 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
     state, progress, watch = engine.state, engine.progress, engine.watch
     if state.is_closed or state.n_forks != n_forks():
         return False
-    unsaid = engine.extensions.say_goodbye()
+    with serve_thread(engine):  # the process may have none any more
+        unsaid = engine.extensions.say_goodbye()
     with engine.pending.lock:
         state.is_closed = True
     was_broken = state.is_broken
