@@ -76,8 +76,8 @@ class World:
     def gap_text(self, what: str) -> str:
         """Return one line on the losses that this job does not survive; "" if it survives all."""
         presence, gap = self.presence, self.gap
-        if self.membership is None:
-            gap = gap or Gap("RINGCOMM_ELASTIC is not 1")
+        if self.membership is None and not (gap and gap.ends_job):
+            gap = Gap("RINGCOMM_ELASTIC is not 1")
         if gap is None or presence.size == 1:
             return ""
         outside = () if self.membership is None else self.membership.state.outside
