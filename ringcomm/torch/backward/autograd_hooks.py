@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import torch
@@ -131,12 +132,12 @@ def current_run() -> int:
 
 def at_end_of_run(callback: Callable[[], None]) -> None:
     """Call `callback` when the current run ends, unless it fails; only hooks call this function."""
+    Variable._execution_engine.queue_callback(partial(_run, callback))
 
-    @untraced
-    def run() -> None:
-        callback()
 
-    Variable._execution_engine.queue_callback(run)
+@untraced
+def _run(callback: Callable[[], None]) -> None:
+    callback()
 
 
 def within_outer_run(callback: Callable[[], None]) -> bool:
