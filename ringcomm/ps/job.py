@@ -83,7 +83,8 @@ def init(
             saves.
 
     Raises:
-        ConfigError: ranks contradict each other, or too few are there; the same on every rank.
+        ConfigError: ranks contradict each other, or too few are there; the same on every rank. Or
+            a second call asks for another job than the first has begun.
     """
     _refuse_to_begin_again()
     _require_seconds(deadline_s=deadline_s, save_every_s=save_every_s)
@@ -91,7 +92,8 @@ def init(
         raise ConfigError("ps.init: save_every_s= needs a folder: recover=")
     init_rank_size.init()
     engine = init_rank_size.engine()
-    if engine.extensions.get(SESSION) is not None:
+    if (begun := engine.extensions.get(SESSION)) is not None:
+        _require_alike(begun.layout, servers, evaluators, replication, colocated=colocated)
         return
     if servers is None and role != "server":
         servers = read_settings().ps_servers or None
@@ -136,6 +138,30 @@ def _require_seconds(**seconds: float | None) -> None:
     for name, value in seconds.items():
         if value is not None and not (isinstance(value, int | float) and value > 0):
             raise ConfigError(f"ps.init: {name} is {value!r}; it must be more than 0 seconds")
+
+
+def _require_alike(
+    begun: Layout,
+    servers: int | None,
+    evaluators: int | None,
+    replication: int,
+    *,
+    colocated: bool,
+) -> None:
+    """Raise ConfigError if a second call asks for another job than the one that has begun."""
+    n_servers, n_evaluators = len(begun.servers), len(begun.evaluators)
+    asked = {
+        "servers": (n_servers if servers is None else servers, n_servers),
+        "evaluators": (n_evaluators if evaluators is None else evaluators, n_evaluators),
+        "replication": (begun.replication if replication == 1 else replication, begun.replication),
+        "colocated": (colocated or begun.is_colocated, begun.is_colocated),
+    }
+    for name, (wanted, is_so) in asked.items():
+        if wanted != is_so:
+            raise ConfigError(
+                f"ps.init: {name}={wanted}, but this job has begun with {name}={is_so}. The first "
+                "call decides for the whole job; call rc.shutdown() before another one"
+            )
 
 
 def _refuse_what_copies_cannot(layout: Layout, engine: Engine, recover: object) -> None:

@@ -82,6 +82,19 @@ def test_sparse_adam_is_refused_with_the_way():
     run_workers(1, body)
 
 
+def test_a_second_init_on_a_worker_asks_for_the_same_job():
+    def body(rank):
+        ps.init()
+        ps.init(servers=1, evaluators=0, replication=1)
+        for name, value in (("servers", 2), ("evaluators", 1), ("replication", 2)):
+            with pytest.raises(rc.ConfigError, match=f"{name}={value}, but .* with {name}="):
+                ps.init(**{name: value})
+        with pytest.raises(rc.ConfigError, match=r"colocated=True, but .* colocated=False"):
+            ps.init(colocated=True)
+
+    run_workers(1, body)
+
+
 def test_a_server_that_has_ended_does_not_begin_again():
     said = []
 
