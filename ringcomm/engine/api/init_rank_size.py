@@ -334,6 +334,7 @@ def _before_finalize() -> None:
         shutdown()
     else:
         tell_the_others(world.words.failure)
+        stop(world.engine)  # no thread may call MPI any more
 
 
 def _at_exit() -> None:
