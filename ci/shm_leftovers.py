@@ -14,7 +14,7 @@ from pathlib import Path
 
 SHM = Path("/dev/shm")
 MARK = "RUN_OF_TESTS"
-LOOK_S = 0.02  # much less than a process lives between the first use of such a file and its end
+LOOK_S = 0.05  # less than a process lives between the first use of such a file and its end
 # A file that nobody maps, of a job that has died, would else cost a tenth of a core.
 YOUNG_S, SELDOM_S = 1.0, 1.0
 
