@@ -6,6 +6,25 @@ Some show in a race alone: the tests and stress runs named for them make it like
 from mutations.mutation import CppMutation
 
 CPP = [
+    # --- changes of tensors -----------------------------------------------------------------------
+    CppMutation(
+        "samples-are-not-compared",
+        "optimizer",
+        "",
+        "std::memcmp(reinterpret_cast<const char*>(from), before, n) == 0;",
+        "before != nullptr;",
+        "a gradient that is changed through .data after its push is not refused",
+        ("with_torch/test_watched_tensors.py",),
+    ),
+    CppMutation(
+        "a-tensor-with-another-address-is-the-same",
+        "optimizer",
+        "",
+        "version == other.version && address == other.address;",
+        "version == other.version;",
+        "a gradient whose .data is another tensor's is not noticed",
+        ("with_torch/test_watched_tensors.py",),
+    ),
     # --- the reduction kernels ------------------------------------------------------------------
     CppMutation(
         "an-average-adds-in-its-own-type",
