@@ -37,7 +37,7 @@ def wait_for_the_dead_rank(rank, gpu):
     """Put an operation on the stream that waits for the GPU of rank 1, which stands still."""
     x = sim.array(np.ones(1000))
     rc.allreduce_(x)
-    gpu.finish()
+    gpu.synchronize()  # also the marks behind the results
     rc.barrier()
     if rank == 1:
         gpu.freeze()
