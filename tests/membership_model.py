@@ -23,10 +23,10 @@ from ringcomm.transport.membership.events import (
     Resize,
     Send,
 )
-from ringcomm.transport.membership.eviction import Eviction, eviction
 from ringcomm.transport.membership.machine import Membership, Phase, handle
 from ringcomm.transport.membership.messages import Message
 from ringcomm.transport.membership.view import View
+from ringcomm.transport.membership.who_may_evict import Eviction, eviction
 
 
 class Job:

@@ -19,9 +19,9 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import leave, meet
 from ringcomm.transport.base import Arrived
 from ringcomm.transport.control_header import Header, Kind
-from ringcomm.transport.group_members import ranges_of, ranks_in
 from ringcomm.transport.membership.view import View
 from ringcomm.transport.presence import PLACE
+from ringcomm.transport.ranks_as_text import ranges_of, ranks_in
 from ringcomm.transport.tags import WIDEST
 
 SIZES = (64, 1024, 16384)

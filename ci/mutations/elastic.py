@@ -3,7 +3,7 @@
 from mutations.mutation import Mutation
 
 _MACHINE = "transport/membership/machine.py"
-_EVICTION = "transport/membership/eviction.py"
+_EVICTION = "transport/membership/who_may_evict.py"
 _VIEW = "transport/membership/view.py"
 _TESTS = ("unit/test_membership.py",)
 _STRANGERS = (

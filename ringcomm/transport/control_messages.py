@@ -13,8 +13,8 @@ from typing import Any
 from ringcomm.transport.base import ANY_SOURCE, Arrived, Died, Transport
 from ringcomm.transport.control_header import LETTERS, OF_NEWS, TEXT_MAX, Header, Kind, cut
 from ringcomm.transport.failure_news import WAITS, Fact, Message, News
-from ringcomm.transport.group_members import ranks_in
 from ringcomm.transport.peer_state import GaveUp, PeerTable
+from ringcomm.transport.ranks_as_text import ranks_in
 
 # Called with a message: the rank that sent it, its header and its text.
 Listener = Callable[[int, Header, str], None]

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ringcomm.transport.control_header import TEXT_MAX, cut
-from ringcomm.transport.group_members import parts, ranges_of, ranks_in
+from ringcomm.transport.ranks_as_text import parts, ranges_of, ranks_in
 
 
 @dataclass(frozen=True)

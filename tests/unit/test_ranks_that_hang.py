@@ -12,9 +12,9 @@ from ringcomm.config import Settings
 from ringcomm.engine.api import heal
 from ringcomm.errors import CommTimeoutError
 from ringcomm.transport.membership.events import Arrive, GiveUp, Heal, Heard
-from ringcomm.transport.membership.eviction import Eviction, eviction
 from ringcomm.transport.membership.machine import Membership, Phase, handle
 from ringcomm.transport.membership.messages import Kind, Message
+from ringcomm.transport.membership.who_may_evict import Eviction, eviction
 
 NOW, LATER, NEVER = Eviction
 

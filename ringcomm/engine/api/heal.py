@@ -14,7 +14,6 @@ from ringcomm.engine.api.end_together import await_at_end
 from ringcomm.engine.api.world import World, begin_view, current, engine_for
 from ringcomm.engine.core.lifecycle import end_view
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
-from ringcomm.transport.group_members import ranks_text
 from ringcomm.transport.membership.events import (
     Cleared,
     Evict,
@@ -24,8 +23,9 @@ from ringcomm.transport.membership.events import (
     Leave,
     Withdraw,
 )
-from ringcomm.transport.membership.eviction import Eviction, eviction
 from ringcomm.transport.membership.machine import Phase
+from ringcomm.transport.membership.who_may_evict import Eviction, eviction
+from ringcomm.transport.ranks_as_text import ranks_text
 
 if TYPE_CHECKING:
     from ringcomm.transport.membership.service import MembershipService

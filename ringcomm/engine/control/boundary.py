@@ -18,7 +18,7 @@ from ringcomm.engine.control.stop_signals import StopSignals
 from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.errors import CommTimeoutError
 from ringcomm.transport.control_header import Header, Kind
-from ringcomm.transport.group_members import ranks_text
+from ringcomm.transport.ranks_as_text import ranks_text
 
 _WAIT: Final = "a command of `ringcomm ctl`"
 

@@ -14,7 +14,7 @@ from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
 from ringcomm.status.page_enums import State
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.failure_news import DIRECT, REST_S, RESTS, WAITS
-from ringcomm.transport.group_members import ranks_text
+from ringcomm.transport.ranks_as_text import ranks_text
 
 _DRIVER_S = 5.0  # for another thread of this rank, which drives, to end
 

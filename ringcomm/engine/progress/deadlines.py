@@ -14,8 +14,8 @@ from ringcomm.engine.progress.task import Task
 from ringcomm.errors import CommTimeoutError, PeerFailedError
 from ringcomm.transport.control_header import Kind
 from ringcomm.transport.control_messages import Watch
-from ringcomm.transport.group_members import ranks_text
 from ringcomm.transport.peer_state import GaveUp
+from ringcomm.transport.ranks_as_text import ranks_text
 
 _log = logging.getLogger("ringcomm")
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ringcomm.arrays.base import Bytes
-from ringcomm.gpu.device.ipc_allocator_and_address import Allocator
+from ringcomm.gpu.device.exported_memory import Allocator
 from ringcomm.gpu.device.ipc_memory import Regions
 from ringcomm.gpu.device.pack_layouts import Layouts
 from ringcomm.gpu.kernels.base import Kernel

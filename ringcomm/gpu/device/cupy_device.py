@@ -14,7 +14,7 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.calls_that_cupy_lacks import CAN_FLUSH_REMOTE_WRITES, CudaDriver
-from ringcomm.gpu.device.ipc_allocator_and_address import Memory
+from ringcomm.gpu.device.exported_memory import Memory
 from ringcomm.gpu.device.ipc_memory import Regions
 from ringcomm.gpu.device.pack_layouts import Layouts
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, whole_pages

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from ringcomm.arrays.base import Span
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.device.ipc_allocator_and_address import NOWHERE, Address
+from ringcomm.gpu.device.exported_memory import NOWHERE, Address
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel
