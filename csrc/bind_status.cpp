@@ -1,4 +1,4 @@
-// Bindings of the status page.
+// Bindings of the status page, and of what a process needs to end well.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
