@@ -78,14 +78,8 @@ def speed(size: int, limit_s: float) -> Stage:
 SHARED_NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 KERNELS = (
     *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--noconftest"),
-    *(
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "gpu_suite.kernels_on_gpu_plugin",
-        "-o",
-        "filterwarnings=default",
-    ),
+    *("-p", "no:cacheprovider", "-p", "gpu_suite.kernels_on_gpu_plugin"),
+    *("-o", "filterwarnings=default"),
     *("-q", "-r", "fE", "-k", "not planted", str(ROOT / "tests" / "gpu" / "test_kernels.py")),
 )
 
