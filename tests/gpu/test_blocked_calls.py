@@ -7,6 +7,7 @@ captures of graphs, which many calls of other threads end, and tells who makes a
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from simulated_nccl import FakeCommunicator
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES
+from ringcomm.gpu.executor.idle_calls import IdleCalls
 from ringcomm.gpu.executor.team import MOST_UNDER_WAY
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.nccl import NcclTransport
+from ringcomm.transport.channel import Until, Wait
 
 FREED_S = 20.0  # a busy machine needs a second
 
@@ -259,10 +262,22 @@ def test_a_death_ends_the_connection_of_nccl(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
-def test_groups_may_load_their_kernels_in_any_order(transport, tmp_path):
+@pytest.mark.parametrize("late_s", [0.0, 0.03])
+def test_groups_may_load_their_kernels_in_any_order(late_s, transport, tmp_path, monkeypatch):
     """A load waits until the stream is idle, which may wait for a rank that has to load, too."""
+    load = IdleCalls.load
+
+    async def load_late(calls, kernels):
+        """Let the operation that needs no load here be enqueued first, if nothing prevents it."""
+        if late_s and not all(calls._device.has_loaded(each) for each in kernels):
+            end = time.monotonic() + late_s
+            await Wait((Until(lambda: time.monotonic() > end),))
+        await load(calls, kernels)
+
+    monkeypatch.setattr(IdleCalls, "load", load_late)
     n_targets = {"ipc": 2, "nccl": 1}[transport]
     dtypes = ("uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16")
+    dtypes = dtypes[:2] if late_s else dtypes
 
     def body(rank, gpu):
         groups = [rc.Group([0, 1]) for _ in range(2)]
@@ -285,3 +300,22 @@ def test_groups_may_load_their_kernels_in_any_order(transport, tmp_path):
     expected = [[7, 12], [4, 3]] * len(dtypes)
     results = with_fault(2, body, tmp_path, timeout_s=20, **choose(transport))
     assert results == [expected, expected]
+
+
+def test_a_call_that_needs_idle_streams_waits_for_what_is_under_way():
+    async def call(function):
+        return function()
+
+    made, over = [], []
+    calls = IdleCalls(SimpleNamespace(has_loaded=lambda _: True), SimpleNamespace(call=call))
+    calls.note_under_way(lambda: bool(over))
+    waiting = calls.call(lambda: made.append("the call"))
+    waiting.send(None)
+    another = calls.load([object()])  # it has nothing to load, but would keep the streams busy
+    another.send(None)
+    assert made == []
+    over.append(True)
+    for each in (waiting, another):
+        with pytest.raises(StopIteration):
+            each.send(None)
+    assert made == ["the call"]
