@@ -395,10 +395,11 @@ class ArrayState(ObjectState):
     def receive(self, root: int, *, is_new: bool) -> None:
         """See State.receive()."""
         mine = self._copies or {name: array.copy() for name, array in self._arrays.items()}
-        received = {
-            name: collectives.broadcast(each, root, name=f"elastic array {name}")
+        handles = {
+            name: collectives.broadcast_async(each, root, name=f"elastic array {name}")
             for name, each in mine.items()
         }
-        super().receive(root, is_new=is_new)
+        super().receive(root, is_new=is_new)  # meanwhile
+        received = {name: handle.wait() for name, handle in handles.items()}
         if is_new:
             self._copies = received

@@ -37,6 +37,30 @@ def test_broadcast_parameters_of_different_models_is_a_mismatch():
     run_ranks(2, body)
 
 
+def test_after_a_mismatch_the_other_tensors_are_whole_and_the_next_call_works():
+    def body(rank):
+        tensors = {name: torch.full((length,), float(rank)) for name, length in lengths(rank)}
+        with pytest.raises(rc.MismatchError, match=r"broadcast_\[odd\]"):
+            hvd.broadcast_parameters(tensors)
+        assert not tensors["later"].any(), "the operation was left to itself"
+        hvd.broadcast_parameters({"odd": tensors["later"].fill_(rank)})
+        assert not tensors["later"].any()
+
+    def lengths(rank):
+        return ("first", 3), ("odd", 3 + rank), ("later", 5)
+
+    run_ranks(2, body)
+
+
+def test_more_tensors_than_go_at_once_are_all_sent():
+    def body(rank):
+        tensors = {str(i): torch.full((2,), float(i + rank)) for i in range(1500)}
+        hvd.broadcast_parameters(tensors)
+        assert all(tensor.eq(i).all() for i, tensor in enumerate(tensors.values()))
+
+    run_ranks(2, body)
+
+
 def trained(lr):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.5)

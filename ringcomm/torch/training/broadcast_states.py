@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine, rank
 from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.operations.objects import plan_allgather_object
 from ringcomm.errors import MismatchError
@@ -24,6 +26,7 @@ from ringcomm.torch.horovod.process_sets import (
 from ringcomm.torch.optim.averaging_optimizer import AveragingOptimizer, StateSharding
 from ringcomm.torch.optim.wrapping import settings_of
 
+_AT_ONCE = 1024  # a rank may have 16,384 operations under way
 _Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
 
@@ -53,8 +56,29 @@ def broadcast_parameters(
 
     names_of = engine().execute("allgather_object", "names of parameters", plan, group)
     _require_alike([pickle.loads(each) for each in names_of], group)
-    for name, tensor in tensors.items():
-        collectives.broadcast_(tensor, root, name=name, group=group)
+    _broadcast_each(tensors, root, group)
+
+
+def _broadcast_each(tensors: Mapping[str, torch.Tensor], root: int, group: Group) -> None:
+    """Overwrite tensors with those of the root, many at once. Raises the first error."""
+    named = iter(tensors.items())
+    while some := list(itertools.islice(named, _AT_ONCE)):
+        handles = [
+            collectives.broadcast_async_(tensor, root, name=name, group=group)
+            for name, tensor in some
+        ]
+        errors = [error for each in handles if (error := _error_of(each)) is not None]
+        if errors:
+            raise errors[0]
+
+
+def _error_of(handle: Handle[torch.Tensor]) -> Exception | None:
+    """Return the error of an operation, once it is over."""
+    try:
+        handle.wait()
+    except Exception as error:  # noqa: BLE001 - it is raised once the others are over
+        return error
+    return None
 
 
 def _by_name(params: Any) -> dict[str, torch.Tensor]:
@@ -186,8 +210,7 @@ def broadcast_tree(
     )
     if rank() != root_rank:
         tree = _Unpacker(io.BytesIO(data), tensors).load()
-    for index, tensor in enumerate(tensors):
-        collectives.broadcast_(tensor, root, name=f"{name}, tensor {index}", group=group)
+    _broadcast_each({f"{name}, tensor {i}": each for i, each in enumerate(tensors)}, root, group)
     return tree
 
 
