@@ -17,6 +17,7 @@ MARK = "RUN_OF_TESTS"
 LOOK_S = 0.05  # less than a process lives between the first use of such a file and its end
 # A file that nobody maps, of a job that has died, would else cost a tenth of a core.
 YOUNG_S, SELDOM_S = 1.0, 1.0
+ALL_S = 0.2  # between two looks at processes of other runs for a file that nobody maps
 
 
 class Watch:
@@ -50,35 +51,68 @@ class Watch:
 
 
 def main(run):
-    old, own, since, looked_at = set(names()), set(), {}, 0.0
+    old, own, since, looked_at, looked_at_all = set(names()), set(), {}, 0.0, 0.0
+    members = Members(run)
     while True:
         is_asked = select.select([sys.stdin], [], [], LOOK_S)[0]
         there, now = set(names()), time.monotonic()
         old, own = old & there, own & there
-        since = {name: since.get(name, now) for name in there - old - own}
+        new = there - old - own
+        has_newer, since = new > since.keys(), {name: since.get(name, now) for name in new}
         youngest = max(since.values(), default=-YOUNG_S)
         if since and (is_asked or now - youngest < YOUNG_S or now - looked_at >= SELDOM_S):
-            looked_at, new = now, {name: inode(name) for name in since}
-            users = mapped(lambda pid: is_of(run, pid))  # few; all others only if they must
-            if not users.keys() >= set(new.values()):
-                users = mapped()
-            own |= {n for n, i in new.items() if any(is_of(run, p) for p in users.get(i, ()))}
-            old |= {name for name, i in new.items() if i in users} - own
+            looked_at, inodes = now, {name: inode(name) for name in since}
+            users = mapped(members.pids(now), set(inodes.values()))
+            own |= {name for name, i in inodes.items() if i in users}
+            others = {name: i for name, i in inodes.items() if i not in users}
+            if others and (is_asked or has_newer or now - looked_at_all >= ALL_S):
+                looked_at_all, users = now, mapped(newest_first(), set(others.values()))
+                found = {name for name, i in others.items() if i in users}
+                own |= {n for n in found if any(is_of(run, pid) for pid in users[others[n]])}
+                old |= found - own
         if is_asked:
             if not sys.stdin.readline():
                 return
             print(json.dumps(sorted(own)), flush=True)
 
 
-def mapped(is_wanted=lambda pid: True):
-    """Return {number of a file: who has mapped it}; a semaphore had another name at that time."""
+class Members:
+    """The processes of a run; reads the environment of each a few times, not at each look."""
+
+    def __init__(self, run):
+        self.run = run
+        self.known = {}  # by pid: if it is of the run, and since when it is known
+        self.asked_at = 0.0
+
+    def pids(self, now):
+        if now - self.asked_at > YOUNG_S:
+            self.known = {}  # another process may have the same pid by now
+        self.asked_at = now
+        self.known = {pid: self.known.get(pid, (False, now)) for pid in newest_first()}
+        for pid, (is_member, since) in self.known.items():
+            if not is_member and now - since < YOUNG_S:  # it has the mark from its exec() on
+                self.known[pid] = (is_of(self.run, pid), since)
+        return [pid for pid, (is_member, _) in self.known.items() if is_member]
+
+
+def newest_first():
+    return sorted(pids(), key=int, reverse=True)
+
+
+def mapped(candidates=None, wanted=None):
+    """Return {number of a file: who has mapped it}; a semaphore had another name at that time.
+
+    Of these processes, or all; looks no further when all of the wanted files are found.
+    """
     users = {}
-    for pid in filter(is_wanted, pids()):
+    for pid in pids() if candidates is None else candidates:
         maps = read(pid, "maps")
         for line in maps.splitlines() if "/dev/shm/" in maps else ():
             fields = line.split()
             if len(fields) > 5 and "/dev/shm/" in fields[5]:
                 users.setdefault(int(fields[4]), set()).add(pid)
+        if wanted is not None and wanted <= users.keys():
+            break
     return users
 
 
