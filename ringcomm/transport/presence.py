@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import socket
 import threading
@@ -147,8 +146,9 @@ class Presence:
     def _settle(self, data: MPI.Comm) -> None:
         """Make the status page, exchange places, watch the ranks of this node, share memory."""
         candidates: MPI.Comm = data.Split_type(self.mpi.COMM_TYPE_SHARED)
-        host, pid, nonce = socket.gethostname(), os.getpid(), secrets.randbits(63)
-        job: str = data.bcast(secrets.token_hex(4))
+        host, pid = socket.gethostname(), os.getpid()
+        nonce = int.from_bytes(os.urandom(8), "little") >> 1
+        job: str = data.bcast(os.urandom(4).hex())
         self.page = StatusPage.create(job, host, self.number, self.size, candidates.rank, nonce)
         offer_stacks(self.page)
         self._neighbours = Neighbours()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 from pathlib import Path
 
 from ringcomm._version import __version__
@@ -65,6 +64,8 @@ def save(settings: Settings, table: Table) -> Path:
 
 def require_place(settings: Settings, layout: str, implementation: str) -> Path:
     """Return the path of a table. Raises ConfigError if a file cannot be written there."""
+    import tempfile  # takes 5 ms, which a rank saves
+
     path = table_path(settings, layout, implementation)
     advice = "Set RINGCOMM_TUNING to a folder that this user can write"
     if path is None:
@@ -83,11 +84,11 @@ def table_path(settings: Settings, layout: str, implementation: str) -> Path | N
 
     None if there is no folder for it, because the user has no home.
     """
-    import hashlib  # here, or `import ringcomm` would load OpenSSL, too (5 ms)
-
     key = f"{layout} {implementation}"
     name = re.sub(r"[^a-z0-9.]+", "-", key.lower())
     if len(name) > 100:
+        import hashlib  # here, or `import ringcomm` would load OpenSSL, too (5 ms)
+
         name = f"{name[:80]}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
     folder = tuning_folder(settings)
     return None if folder is None else folder / f"{name}.json"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import contextlib
 import os
-import secrets
 import socket
 import struct
 
@@ -26,7 +25,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self.address = f"\0ringcomm-{secrets.token_hex(16)}"
+        self.address = f"\0ringcomm-{os.urandom(16).hex()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
