@@ -32,7 +32,7 @@ def test_ctrl_c_ends_the_gate_and_not_one_part_of_it(tmp_path):
         env={"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=harness.HANG_S,
         check=False,
         start_new_session=True,
     )
@@ -85,7 +85,7 @@ def run_gate(folder, broken, *arguments, silent="-none-", pytest="stub"):
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=harness.HANG_S,
         check=False,
     )
 
@@ -288,7 +288,7 @@ def require_tools(folder, *, user, sudo):
         env={"PATH": str(folder), "HERE": str(folder)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=harness.HANG_S,
         check=False,
     )
 
@@ -337,7 +337,7 @@ def test_a_wheel_is_built_once_and_strictly_where_the_compiler_lets_it(
         env={"PATH": "/usr/bin:/bin", "HERE": str(tmp_path), "WARNS": str(warns)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=harness.HANG_S,
         check=False,
     )  # fmt: skip
     assert (done.returncode == 0) == (wanted != "ON"), done
