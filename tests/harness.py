@@ -93,7 +93,7 @@ def wait_until(is_so, what, timeout_s=DEADLINE_S):
 
 # --- jobs ---------------------------------------------------------------------------------------
 BIN = Path(sys.executable).parent
-LATE_TORCH = Path(__file__).parent / "late_torch"  # which saves seconds in each rank
+LATE_IMPORTS = Path(__file__).parent / "late_imports"  # which saves seconds in each rank
 IS_MPICH = "mpich" in subprocess.run(
     [BIN / "mpirun", "--version"], capture_output=True, text=True, check=False, timeout=120
 ).stdout.lower().replace("hydra", "mpich")
@@ -152,7 +152,7 @@ def job_environment(extra=None):
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     threads = {"OMP_NUM_THREADS": "1"}
     untuned = {"XDG_CACHE_HOME": "/nonexistent"}  # what was measured here must not matter
-    fast = {} if is_at_length() else {"PYTHONPATH": str(LATE_TORCH)}
+    fast = {} if is_at_length() else {"PYTHONPATH": str(LATE_IMPORTS)}
     return fast | inherited | root | threads | untuned | (extra or {})
 
 

@@ -1,0 +1,86 @@
+"""What tests/late_imports keeps out of ranks is there once somebody asks for it."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from harness import HANG_S, LATE_IMPORTS
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run Python with a copy of that folder, which has kept nothing yet."""
+    (tmp_path / "late").mkdir()
+    shutil.copy(LATE_IMPORTS / "sitecustomize.py", tmp_path / "late")
+
+    def run(code):
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": str(tmp_path / "late")},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=HANG_S,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+POINT = """
+from dataclasses import dataclass, field
+import sys
+@dataclass(frozen=True, order=True)
+class Point:
+    x: int
+    y: list = field(default_factory=list, compare=False)
+    DEFAULT
+try:
+    Point(1).x = 2
+except AttributeError as error:
+    print(type(error).__name__)
+print(Point(1, [2]), Point(1, [2]) == Point(1, [3]), Point(1) < Point(2), hash(Point(1)) != 0)
+print(sys.modules["dataclasses"].exec.__self__.grown)
+"""
+
+
+def test_a_kept_method_of_a_dataclass_is_the_one_that_was_compiled(run):
+    first, second = run(POINT.replace("DEFAULT", "")), run(POINT.replace("DEFAULT", ""))
+    assert "FrozenInstanceError\nPoint(x=1, y=[2]) True True True" in first
+    assert first == second.replace("set()", "{'__main__'}") != second  # it compiled none
+
+
+def test_a_dataclass_that_has_changed_is_compiled_again(run):
+    run(POINT.replace("DEFAULT", ""))
+    changed = run(POINT.replace("DEFAULT", "z: int = 4"))
+    assert "Point(x=1, y=[2], z=4)" in changed
+    assert "{'__main__'}" in changed
+
+
+def test_types_of_numpy_load_when_more_is_asked_than_annotations_use(run):
+    run(
+        "import sys, numpy\n"
+        "from numpy.typing import ArrayLike, NDArray\n"
+        "late = sys.modules['numpy._typing']\n"
+        "assert type(late).__name__ == 'Typing'\n"
+        "import numpy.typing\n"
+        "assert issubclass(numpy.typing.NBitBase, object)\n"
+        "assert numpy.typing.NDArray[int].__origin__ is numpy.ndarray\n"
+        "assert numpy._typing is late\n"
+        "assert 'numpy._typing._dtype_like' in sys.modules"
+    )
+
+
+def test_texts_for_help_load_when_they_are_asked_for(run):
+    run(
+        "import numpy, sys\n"
+        "texts = sys.modules['numpy._core._add_newdocs']\n"
+        "assert not numpy.ndarray.sum.__doc__\n"
+        "assert texts.add_newdoc\n"
+        "assert 'axis' in numpy.ndarray.sum.__doc__"
+    )
