@@ -248,7 +248,6 @@ def test_os_exit_after_a_proper_end_is_good(tmp_path):
     assert run(tmp_path, 2, body).code == 0
 
 
-@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
 def test_a_job_of_a_rank_does_not_write_into_the_records_of_this_run(tmp_path):
     body = f"""
     import subprocess
