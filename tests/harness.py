@@ -83,12 +83,16 @@ def wait_until(is_so, what, timeout_s=DEADLINE_S):
     """Return once is_so(); fail with `what` after timeout_s.
 
     For news of other processes, in files and in /proc: nothing can be waited for there, so they are
-    looked at again and again.
+    looked at again and again; half of the time at most, for the job needs the cores, too.
     """
     deadline = time.monotonic() + timeout_s
-    while not is_so():
+    while True:
+        began_at = time.thread_time()
+        if is_so():
+            return
         assert time.monotonic() < deadline, what() if callable(what) else what
-        time.sleep(0.01)  # nobody tells of a file or of another process
+        # Nobody tells of a file or of another process.
+        time.sleep(max(0.01, time.thread_time() - began_at))
 
 
 # --- jobs ---------------------------------------------------------------------------------------
