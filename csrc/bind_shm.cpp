@@ -79,7 +79,7 @@ std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::s
                                        std::uint64_t fingerprint, ConstBytes source,
                                        std::optional<Bytes> target, std::vector<std::size_t> bounds,
                                        int to, std::size_t root, int op, int code,
-                                       std::size_t divisor) {
+                                       std::size_t divisor, bool is_widened) {
   const auto dtype = from_code<DType>("dtype", code);
   const std::size_t n = team->size();
   if (bounds.empty()) bounds = equal_bounds(source.nbytes(), n);
@@ -96,12 +96,16 @@ std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::s
                           root,
                           from_code<Op>("op", op),
                           dtype,
-                          divisor};
+                          divisor,
+                          is_widened};
+  const bool is_16bit = dtype == DType::float16 || dtype == DType::bfloat16;
+  if (is_widened && (!is_16bit || reduction.to != Target::owner || divisor != 1))
+    throw std::invalid_argument("only 16-bit sums for their owners are widened, and not divided");
   const std::size_t due = reduction.due_nbytes(team->index());
   if ((target ? target->nbytes() : 0) != due)
     throw std::invalid_argument("target has another size than what is due");
   require_elements(dtype, source.data(), source.nbytes());
-  if (target) require_elements(dtype, target->data(), due);
+  if (target) require_elements(is_widened ? DType::float32 : dtype, target->data(), due);
   return std::make_shared<ReduceStep>(Meeting(team, slot, fingerprint), std::move(reduction));
 }
 
@@ -166,7 +170,8 @@ void bind_shm(nb::module_& m) {
       })
       .def("drive", &drive_step, "seconds"_a);
   m.def("start_reduce", &start_reduce, "team"_a, "slot"_a, "fingerprint"_a, "source"_a.noconvert(),
-        "target"_a.noconvert().none(), "bounds"_a, "to"_a, "root"_a, "op"_a, "dtype"_a, "divisor"_a);
+        "target"_a.noconvert().none(), "bounds"_a, "to"_a, "root"_a, "op"_a, "dtype"_a, "divisor"_a,
+        "is_widened"_a = false);
   nb::class_<KnownAllreduce>(m, "KnownAllreduce")
       .def("__init__",
            [](KnownAllreduce* self, std::shared_ptr<Team> team, std::uint64_t fingerprint,

@@ -92,6 +92,7 @@ def start_reduce(
     op: int,
     dtype: int,
     divisor: int,
+    is_widened: bool = ...,
 ) -> NodeStep: ...
 def start_copy(
     team: Team,

@@ -35,6 +35,15 @@ CPP = [
         "an average of integers wraps: 200 and 250 of uint8 give 97",
         ("unit/test_reduce_many.py", "unit/test_collectives.py"),
     ),
+    CppMutation(
+        "float32-sums-of-16-bit-floats-lie-too-close",
+        "node",
+        "shm",
+        "(begin - what_.bounds[index()]) * (what_.is_widened ? sizeof(float) / 2 : 1);",
+        "(begin - what_.bounds[index()]);",
+        "16-bit sums between hosts are wrong beyond the first piece of a rank",
+        ("unit/test_16_bit_sums_between_hosts.py",),
+    ),
     # --- the node engine ------------------------------------------------------------------------
     CppMutation(
         "who-gave-up-is-not-looked-for",

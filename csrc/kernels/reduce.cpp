@@ -6,6 +6,7 @@
 #include <string>
 
 #include "clones.hpp"
+#include "convert.hpp"
 #include "reduce_f16c.hpp"
 #include "reduce_half_loops.hpp"
 #include "reduce_loops.hpp"
@@ -198,6 +199,23 @@ void divide(DType dtype, void* data, std::size_t count, std::size_t divisor) {
     throw std::invalid_argument("divide: no kernel for this dtype code");
   const void* const source = data;
   reduce_many(Op::sum, dtype, &data, 1, &source, 1, count, divisor);
+}
+
+void reduce_to_float32(Op op, DType dtype, float* dst, const void* const* src, std::size_t n_src,
+                       std::size_t count) {
+  constexpr std::size_t kMost = kBlockBytes / sizeof(float);
+  if (!is_16bit_float(dtype))
+    throw std::invalid_argument("reduce_to_float32: from float16 or bfloat16");
+  if (n_src == 0) throw std::invalid_argument("no source");
+  float next[kMost];
+  for (std::size_t start = 0, n; start < count; start += n) {
+    n = std::min(kMost, count - start);
+    convert(dst + start, DType::float32, at<std::uint16_t>(src[0], start), dtype, n);
+    for (std::size_t k = 1; k < n_src; ++k) {
+      convert(next, DType::float32, at<std::uint16_t>(src[k], start), dtype, n);
+      combine(op, DType::float32, dst + start, next, n);
+    }
+  }
 }
 
 void combine_at_once(Op op, DType dtype, void* out, const void* const* sources,

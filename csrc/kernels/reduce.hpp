@@ -34,6 +34,11 @@ void combine(Op op, DType dtype, void* dst, const void* src, std::size_t count);
 // data[i] /= divisor; integers truncate toward zero. divisor > 0. Not for bool and 16-bit floats.
 void divide(DType dtype, void* data, std::size_t count, std::size_t divisor);
 
+// dst[i] = (src[0][i] op src[1][i]) op ..., of 16-bit floats in float32, and not rounded. dst overlaps
+// no source. Throws std::invalid_argument for other dtypes.
+void reduce_to_float32(Op op, DType dtype, float* dst, const void* const* src, std::size_t n_src,
+                       std::size_t count);
+
 // reduce_many() to one destination.
 void combine_at_once(Op op, DType dtype, void* out, const void* const* sources,
                      std::size_t n_sources, std::size_t count, std::size_t divisor);

@@ -87,7 +87,7 @@ void ReduceStep::OwnSlice::reduce_piece(std::size_t piece) {
   const std::size_t from = begin + piece * kPiece, to = std::min(from + kPiece, end);
   for (std::size_t member = 0; member < step_.size(); ++member)
     step_.sources_[member] = step_.source_of(member, from);
-  step_.targets_ = {step_.what_.target + (from - begin)};
+  step_.targets_ = {step_.own_target(from)};
   step_.reduce(to - from);
 }
 

@@ -82,7 +82,7 @@ bool ReduceStep::Staged::reduce_segment() {
                                                            : place(member, me, n_reduced_);
   step_.targets_.clear();
   if (what.to == Target::owner) {
-    step_.targets_.push_back(what.target + (begin - what.bounds[me]));
+    step_.targets_.push_back(step_.own_target(begin));
   } else {
     const bool is_due = step_.is_due(me);
     const bool is_fetched = what.to == Target::all ? step_.size() > 1 : !is_due;

@@ -17,7 +17,8 @@ constexpr std::size_t kLine = 64;
 }  // namespace
 
 std::size_t NodeReduction::due_nbytes(std::size_t member) const {
-  if (to == Target::owner) return bounds[member + 1] - bounds[member];
+  if (to == Target::owner)
+    return (bounds[member + 1] - bounds[member]) * (is_widened ? sizeof(float) / 2 : 1);
   return to == Target::all || member == root ? bounds.back() : 0;
 }
 
@@ -99,8 +100,18 @@ const std::byte* ReduceStep::source_of(std::size_t member, std::size_t begin) co
   return team().mate(member).arena + arrival(member).source + begin;
 }
 
+std::byte* ReduceStep::own_target(std::size_t begin) const {
+  return what_.target + (begin - what_.bounds[index()]) * (what_.is_widened ? sizeof(float) / 2 : 1);
+}
+
 void ReduceStep::reduce(std::size_t nbytes) const {
   if (nbytes == 0 || targets_.empty()) return;
+  if (what_.is_widened) {
+    auto* const target = static_cast<float*>(targets_[0]);
+    reduce_to_float32(what_.op, what_.dtype, target, sources_.data(), sources_.size(),
+                      nbytes / itemsize(what_.dtype));
+    return;
+  }
   reduce_many(what_.op, what_.dtype, targets_.data(), targets_.size(), sources_.data(),
               sources_.size(), nbytes / itemsize(what_.dtype), what_.divisor);
 }

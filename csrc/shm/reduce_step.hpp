@@ -18,13 +18,14 @@ constexpr Target last(Target) { return Target::root; }
 struct NodeReduction {
   const std::byte* source;          // this rank's values: bounds.back() bytes
   std::byte* target;                // due_nbytes(); may be the source, but for Target::owner. May be
-                                    // null where nothing is due.
+                                    // null where nothing is due. See is_widened.
   std::vector<std::size_t> bounds;  // member r reduces [bounds[r], bounds[r + 1])
   Target to;
   std::size_t root;
   Op op;
   DType dtype;
   std::size_t divisor;
+  bool is_widened = false;  // 16-bit floats, Target::owner, divisor 1: the target is float32
 
   // Bytes of the result that a member gets.
   std::size_t due_nbytes(std::size_t member) const;
@@ -116,6 +117,8 @@ class ReduceStep final : public NodeStep {
   const std::byte* source_of(std::size_t member, std::size_t begin) const;
   bool is_due(std::size_t member) const;  // the whole result
   bool is_inline() const;
+  // Where the result of this rank's slice lies in its target, from the byte `begin` of the source on.
+  std::byte* own_target(std::size_t begin) const;
   // Reduces sources_ to targets_.
   void reduce(std::size_t nbytes) const;
 

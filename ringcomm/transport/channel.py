@@ -13,7 +13,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from ringcomm._core import NodeStep, Schedule, WireFault, combine, combine_at_once, divide
+from ringcomm._core import (
+    NodeStep,
+    Schedule,
+    WireFault,
+    combine,
+    combine_at_once,
+    convert,
+    divide,
+)
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.transport.base import ANY_SOURCE, Request, Transport
 from ringcomm.transport.control_header import Kind
@@ -220,6 +228,11 @@ class Channel(Performer):
     def copy(self, out: Flat, x: Flat) -> None:
         with self.phase("copy"):
             out.bytes[:] = x.bytes
+
+    def cast(self, out: Flat, x: Flat) -> None:
+        """Set out to x in out's dtype, rounded once. One of them is float32, one has 16 bits."""
+        with self.phase("reduce"):
+            convert(out.bytes, x.bytes, out.dtype.kernel, x.dtype.kernel)
 
     def combine(self, total: Flat, x: Flat, op: Reduction) -> None:
         with self.phase("reduce"):

@@ -4,6 +4,7 @@ import pytest
 
 from ringcomm.arrays import DTYPES
 from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.operators import AVERAGE
 from ringcomm.collectives.ranks_by_host import describe
 from ringcomm.collectives.select_algorithm import Case, across, choose, estimate
 from ringcomm.config import ALGORITHMS, COLLECTIVES
@@ -47,11 +48,39 @@ def test_the_estimate_favours_few_rounds_when_small_and_few_bytes_when_large(wan
 @pytest.mark.parametrize(
     "how", [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"exact": True}], ids=str
 )
-@pytest.mark.parametrize("nodes", [(0, 0), THREE_HOSTS, THREE_BY_TWO])
+@pytest.mark.parametrize("nodes", [(0, 0), THREE_HOSTS])
 def test_one_rounding_and_rank_order_go_all_pairs_at_once(nodes, how, collective):
     choice = choose(case(MIB, nodes, collective, **how))
     assert (choice.algorithm, choice.why) == ("direct", "only")
     assert set(choice.unfit) == set(ALGORITHMS) - {"direct"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "algorithm"),
+    [
+        (case(MIB, THREE_BY_TWO, dtype="bfloat16"), "hierarchical"),
+        (case(MIB, THREE_BY_TWO, "reduce_scatter", dtype="bfloat16"), "direct"),
+        (case(MIB, THREE_BY_TWO, dtype="bfloat16", exact=True), "direct"),
+        (Case("allreduce", MIB, DTYPES["int32"], THREE_BY_TWO, op=AVERAGE), "direct"),
+    ],
+)
+def test_hosts_of_several_ranks_add_their_16_bit_floats_first(wanted, algorithm):
+    assert choose(wanted).algorithm == algorithm
+
+
+def test_a_sum_of_many_hosts_takes_little_longer_in_16_bits_than_in_twice_as_many_bytes():
+    nodes = tuple(rank // 8 for rank in range(128 * 8))
+    half = choose(case(25 * MIB // 2, nodes, dtype="bfloat16"))
+    whole = choose(case(25 * MIB, nodes))
+    assert half.algorithm == "hierarchical"
+    assert min(half.seconds.values()) < min(whole.seconds.values())
+    assert half.seconds["direct"] > 5 * half.seconds["hierarchical"]
+
+
+def test_what_was_measured_in_float32_counts_for_the_bytes_that_16_bits_send():
+    table = table_of(THREE_BY_TWO, {MIB: {"direct": 1.4, "hierarchical": 1.0}})
+    choice = choose(case(MIB, THREE_BY_TWO, dtype="float16"), None, table)
+    assert choice.seconds == {"direct": 1.4, "hierarchical": 1.5}
 
 
 def test_an_allgather_rounds_nothing():

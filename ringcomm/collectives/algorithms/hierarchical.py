@@ -6,16 +6,22 @@ the second ranks, and so on. Then the ranks of a host share the results. Each ho
 (hosts - 1) / hosts of the buffer in each direction, where a ring over all ranks sends
 (size - 1) / size: a fifth less for 3 hosts x 2 ranks, and in fewer steps.
 
-Not for 16-bit floats, because the sum of each host would be rounded, nor for deterministic sums,
-which are in rank order: direct.py is for these. Partial sums in float32 would be twice as long;
-for 2 ranks per host that is no less than direct.py sends.
+The sum of a host's 16-bit floats is in float32, and so it travels; the owner of each element rounds
+the complete sum once, and the results travel in 16 bits. Each host sends 3 (hosts - 1) / hosts of
+the buffer, where direct.py sends 2 (hosts - 1) / hosts for each rank of the host.
+
+Not for deterministic sums, which are in rank order, nor for averages of integers, which would wrap:
+direct.py is for these.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
+import numpy as np
+
 from ringcomm.arrays.base import Flat
+from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives import select_algorithm
 from ringcomm.collectives.algorithms import direct, node, segmented
 from ringcomm.collectives.message_patterns import chunks
@@ -43,7 +49,8 @@ async def allreduce_(
             node.py if they share memory, else direct.py.
         across: the algorithm between hosts; by default select_algorithm.across() chooses.
 
-    Cost: each host sends and receives 2 (hosts - 1) / hosts * nbytes.
+    Cost: each host sends and receives 2 (hosts - 1) / hosts * nbytes; of 16-bit floats half as much
+    again.
     """
     of_place = columns(t.nodes)
     k, n_hosts = len(of_place), len(of_place[0])
@@ -56,14 +63,30 @@ async def allreduce_(
     local = t.among(here)  # no pair is in `local` and in `column`: messages cannot mix
     if within is None:
         within = direct if local.meeting is None else node
-    share = await perform(within.reduce_scatter_, local, x, parts, op=partial)
+    share = await _reduce_within(x, parts, local, partial, within)
     if place < k:
         column = t.among(of_place[place])
         pieces = chunks(share.count, column.size)
         own = await perform(across.reduce_scatter_, column, share, pieces, op=partial)
         t.finish(own, op, t.size)
-        await perform(across.allgather_, column, share, pieces)
+        result = x[parts[place]]
+        if x.dtype.is_16bit_float:
+            t.cast(result[pieces[column.rank]], own)
+        await perform(across.allgather_, column, result, pieces)
     await perform(within.allgather_, local, x, parts)
+
+
+async def _reduce_within(
+    x: Flat, parts: list[slice], local: Channel, op: Op, within: ModuleType
+) -> Flat:
+    """Return this rank's part of the host's reduction, a view of x; of 16-bit floats, in float32."""
+    if not x.dtype.is_16bit_float:
+        return await perform(within.reduce_scatter_, local, x, parts, op=op)
+    if within is node:
+        return await node.reduce_scatter_to_float32(x, parts, local, op)
+    wide = Flat(np.empty(2 * x.bytes.nbytes, np.uint8), DTYPES["float32"])
+    local.cast(wide, x)
+    return await perform(within.reduce_scatter_, local, wide, parts, op=op)
 
 
 _ACROSS: dict[str, ModuleType] = {"direct": direct, "segmented": segmented}

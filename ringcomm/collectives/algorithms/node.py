@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringcomm.arrays.base import Bytes, Flat
+from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.operators import SUM, Op
 from ringcomm.collectives.recording import live
 from ringcomm.transport.channel import Channel
@@ -44,6 +45,19 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM)
         NodeReduction(x.bytes, own.bytes, *_kernel(x, t, op), To.OWNER, 0, bounds)
     )
     return own
+
+
+@live
+async def reduce_scatter_to_float32(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+    """Return this rank's reduced chunk of 16-bit floats in new memory: float32, not rounded."""
+    own = x[parts[t.rank]]
+    wide = Flat(np.empty(2 * own.bytes.nbytes, np.uint8), DTYPES["float32"])
+    bounds = [0, *(part.stop * x.dtype.itemsize for part in parts)]
+    what = NodeReduction(
+        x.bytes, wide.bytes, *_kernel(x, t, op), To.OWNER, 0, bounds, is_widened=True
+    )
+    await t.reduce_in_node(what)
+    return wide
 
 
 @live

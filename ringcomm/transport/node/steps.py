@@ -37,6 +37,7 @@ class NodeReduction:
     to: To = To.ALL  # the ranks that get the result
     root: int = 0  # To.ROOT: the rank that gets the result
     bounds: Sequence[int] = ()  # bytes; rank r owns [bounds[r], bounds[r + 1]). Empty: equal parts
+    is_widened: bool = False  # To.OWNER, 16-bit floats: the target is float32
 
     def begin(self, where: Meeting) -> NodeStep:
         """Start the step."""
@@ -52,6 +53,7 @@ class NodeReduction:
             self.op,
             self.dtype,
             self.divisor,
+            self.is_widened,
         )
 
 
