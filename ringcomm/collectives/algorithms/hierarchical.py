@@ -79,7 +79,7 @@ async def allreduce_(
 async def _reduce_within(
     x: Flat, parts: list[slice], local: Channel, op: Op, within: ModuleType
 ) -> Flat:
-    """Return this rank's part of the host's reduction, a view of x; of 16-bit floats, in float32."""
+    """Return this rank's part of its host's reduction: of x, or in float32 of 16-bit floats."""
     if not x.dtype.is_16bit_float:
         return await perform(within.reduce_scatter_, local, x, parts, op=op)
     if within is node:
