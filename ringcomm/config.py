@@ -42,6 +42,8 @@ class Settings:
             uses measurements or estimates.
         gpu_transport: how arrays on GPUs travel: "nccl", "ipc" or "staged"; "auto" takes the first
             of these that works.
+        nccl_16bit_sums: 1 = NCCL adds 16-bit floats in their own dtype, and rounds at every step;
+            0 = they are added in float32 and rounded once.
         nvtx: 1 = NVIDIA's profilers show the operations on GPUs by their names; 0 = they do not.
         ps_servers: number of parameter servers that ps.init() makes by default: 1 or more; 1 if it
             is not set, or as many ranks as declare to be servers.
@@ -67,6 +69,7 @@ class Settings:
     timeline: str = ""
     algorithm: str = "auto"
     gpu_transport: str = "auto"
+    nccl_16bit_sums: int = 0
     nvtx: int = 0
     tuning: str = ""
     tensorboard: str = ""
@@ -108,6 +111,7 @@ class Settings:
         return (
             f"{_PREFIX}ALGORITHM={self.algorithm}",
             f"{_PREFIX}GPU_TRANSPORT={self.gpu_transport}",
+            f"{_PREFIX}NCCL_16BIT_SUMS={self.nccl_16bit_sums:g}",
             f"{_PREFIX}FUSION_MIB={self.fusion_mib:g}",
             f"{_PREFIX}ELASTIC={self.elastic:g}",
             f"{_PREFIX}ELASTIC_LOSSES={self.elastic_losses:g}",

@@ -28,6 +28,10 @@ def reduction(dtype, op, n):
     return ReduceKernel((0,) * n, (0,) * n, 0, dtype, op)
 
 
+def between(dtype, result, n):
+    return ReduceKernel((0,) * n, (0,), 0, dtype, SUM, 1, result)
+
+
 def packing(itemsize, unpacks=False):
     return PackKernel((), 0, itemsize, unpacks, 0, 0)
 
@@ -45,6 +49,10 @@ def all_variants():
     for dtype, op, n in product(DTYPES.values(), OPERATORS_OF_BOOL, (1, 2, 4, 8, 12, 24)):
         if is_defined(op, dtype.name):
             yield reduction(dtype, op, n)
+    float32, halves = DTYPES["float32"], [DTYPES["float16"], DTYPES["bfloat16"]]
+    for half, n in product(halves, (1, 2, 4, 8, 12, 24)):
+        yield between(half, float32, n)
+        yield between(float32, half, n)
     for itemsize, unpacks in product(PACKED_ITEMSIZES, (False, True)):
         yield packing(itemsize, unpacks)
     computed = [DTYPES[name] for name in COMPUTED]
@@ -62,6 +70,8 @@ def representative_variants():
     yield reduction(f16, SUM, 2)
     yield reduction(bf16, SUM, 8)
     yield reduction(bf16, SUM, 24)
+    yield between(bf16, f32, 8)
+    yield between(f32, bf16, 8)
     yield reduction(DTYPES["int8"], MAX, 2)
     yield reduction(DTYPES["complex128"], PRODUCT, 4)
     yield packing(4)

@@ -2,6 +2,7 @@
 
 import simulated_gpu as sim
 from harness import outcomes, run_ranks
+from loopback import LoopbackHub
 from simulated_nccl import FakeNccl
 
 from ringcomm.config import Settings
@@ -11,8 +12,11 @@ from ringcomm.gpu.executor.gpus import Gpus
 TRANSPORTS = ["ipc", "nccl", "staged"]
 
 
-def on_gpus(size, body, folder, *, transport="auto", seed=0, settings=None, **options):
-    """Run body(rank) on ranks that each have a simulated GPU; return the results."""
+def on_gpus(size, body, folder, *, transport="auto", seed=0, settings=None, nodes=None, **options):
+    """Run body(rank) on ranks that each have a simulated GPU; return the results.
+
+    nodes: of each rank, as for a LoopbackHub; None: all ranks are on one.
+    """
 
     def main(rank):
         gpu = begin(rank, folder, transport, seed, **options)
@@ -23,7 +27,8 @@ def on_gpus(size, body, folder, *, transport="auto", seed=0, settings=None, **op
         finally:
             gpu.close()
 
-    return run_ranks(size, main, settings=settings)
+    hub = None if nodes is None else LoopbackHub(size, nodes)
+    return run_ranks(size, main, settings=settings, hub=hub)
 
 
 def with_fault(size, body, folder, *, timeout_s=120, settings=None, **options):

@@ -395,7 +395,10 @@ def _reduce(what):
     nbytes = what.count * what.dtype.itemsize
     sources = [bytes_at(address, nbytes).copy() for address in what.sources]
     total = sources[0]
-    if what.dtype.is_16bit_float:
+    if what.result is not None:
+        total = _reduce_to(what.result, sources, what)
+        nbytes = total.nbytes
+    elif what.dtype.is_16bit_float:
         out = np.empty_like(total)
         code = what.dtype.kernel, what.op.kernel, what.divisor
         _core.combine_at_once(out, sources, *code)
@@ -407,6 +410,27 @@ def _reduce(what):
             _core.divide(total, what.divisor, what.dtype.kernel)
     for target in what.targets:
         bytes_at(target, nbytes)[:] = total
+
+
+def _reduce_to(dtype, sources, what):
+    """Return the result of a ReduceKernel in another dtype than its sources'."""
+    float32 = DTYPES["float32"]
+    wide = []
+    for source in sources:
+        wide.append(np.empty(4 * what.count, np.uint8))
+        if dtype is float32:
+            _core.convert(wide[-1], source, float32.kernel, what.dtype.kernel)
+        else:
+            wide[-1][:] = source
+    for source in wide[1:]:
+        _core.combine(wide[0], source, float32.kernel, what.op.kernel)
+    if what.divisor != 1:
+        _core.divide(wide[0], what.divisor, float32.kernel)
+    if dtype is float32:
+        return wide[0]
+    out = np.empty(2 * what.count, np.uint8)
+    _core.convert(out, wide[0], dtype.kernel, float32.kernel)
+    return out
 
 
 # --- arrays ---------------------------------------------------------------------------------------

@@ -186,7 +186,11 @@ class FakeCommunicator:
         order = [pieces[(first + i) % self._size] for i in range(self._size)]
         total = order[0]
         for piece in order[1:]:
-            _core.combine(total, piece, _TYPES[dtype].kernel, _OPS[op].kernel)
+            if _TYPES[dtype].is_16bit_float:  # it rounds at every step
+                both = [total.copy(), piece]
+                _core.combine_at_once(total, both, _TYPES[dtype].kernel, _OPS[op].kernel, 1)
+            else:
+                _core.combine(total, piece, _TYPES[dtype].kernel, _OPS[op].kernel)
         return total
 
     def _rank_that_begins(self, count):

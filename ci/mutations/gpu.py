@@ -4,6 +4,15 @@ from mutations.mutation import Mutation
 
 GPU = [
     Mutation(
+        "gpu-an-average-of-hosts-is-one-of-ranks",
+        "gpu",
+        "gpu/transports/nccl_by_host.py",
+        "divisor = work.op.divisor(self._size)",
+        "divisor = work.op.divisor(len(self._hosts))",
+        "a 16-bit average over NCCL between hosts is too large by the ranks of a host",
+        ("gpu/test_16_bit_sums_of_hosts_by_nccl.py",),
+    ),
+    Mutation(
         "gpu-values-of-servers-are-not-awaited",
         "gpu",
         "torch/backward/gpu_staging.py",

@@ -146,6 +146,29 @@ def test_one_source_is_copied_with_its_very_bits(dtype):
     assert {bits(target) for target in targets} == {bits(rows[0])}
 
 
+@pytest.mark.parametrize("half", [F16, BF16], ids=str)
+@pytest.mark.parametrize(("count", "shifts"), [(0, (0, 0)), (4099, (0, 0)), (4099, (1, 2))])
+def test_sums_of_hosts_in_float32_are_those_of_the_cpu_rounded_once(half, count, shifts):
+    memory = Memory()
+    rows = [numbers(half, count, k) for k in range(6)]
+    wide = [np.zeros(count, np.float32) for _ in range(2)]
+    totals = [memory.place(each, 4 * shifts[1]) for each in wide]
+    for host, total in enumerate(totals):
+        sources = [memory.place(row, 2 * shifts[0]) for row in rows[3 * host : 3 * host + 3]]
+        launch(ReduceKernel(addresses(sources), addresses([total]), count, half, SUM, 1, F32))
+    out = memory.place(np.zeros_like(rows[0]), 2 * shifts[0])
+    launch(ReduceKernel(addresses(totals), addresses([out]), count, F32, AVERAGE, 6, half))
+    with np.errstate(all="ignore"):
+        x = [row.astype(np.float32) for row in rows]
+        sums = [x[0] + x[1] + x[2], x[3] + x[4] + x[5]]
+        exact = ((sums[0] + sums[1]) / np.float32(6)).astype(numpy_of(half))
+    is_nan = np.isnan(exact)
+    assert np.array_equal(np.isnan(out), is_nan)
+    assert bits(out[~is_nan]) == bits(exact[~is_nan])
+    assert len({bits(x) for x in np.array_split(out[is_nan], max(1, is_nan.sum()))}) <= 1
+    memory.check()
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("n", at_length([2, 3, 4, 8], [3]))
 @pytest.mark.parametrize("shift", [0, 1])
@@ -186,6 +209,7 @@ def test_grids_are_as_large_as_the_work_and_the_gpu():
         (lambda: ReduceKernel((), (0,), 3, F32, SUM), "0 sources"),
         (lambda: ReduceKernel((0,), (0,), 3, F32, SUM, 0), "by 0"),
         (lambda: ReduceKernel((0,), (0,), 3, DTYPES["uint8"], BAND, 2), "by 2"),
+        (lambda: ReduceKernel((0,), (0,), 3, F64, SUM, 1, F32), "cannot be float32"),
         (lambda: PackKernel((0,) * 481, 0, 4, False, 0, 1), "481"),
         (
             lambda: UpdateKernel((0,), (0,), (0,), 3, F64, F32, "Sgd", adam_numbers(1, lr=1), 1.0),

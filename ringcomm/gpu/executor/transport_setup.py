@@ -85,6 +85,7 @@ class _Setup:
     ) -> None:
         self._provider = provider
         self._node = engine.transport.node
+        self._adds_16bit = bool(engine.settings.nccl_16bit_sums)
         self._memory, self._device = memory, memory.device
         self._t = t
 
@@ -126,7 +127,12 @@ class _Setup:
             # A rank that lacks a communicator must not leave the others alone with theirs.
             attempt = await connecting.run(
                 lambda: NcclTransport(
-                    device, self._provider().connect(unique_id, t.rank, t.size), t.rank, t.size
+                    device,
+                    self._provider().connect(unique_id, t.rank, t.size),
+                    t.rank,
+                    t.size,
+                    nodes=t.nodes,
+                    adds_16bit=self._adds_16bit,
                 )
             )
             problems = await gather_bytes(attempt.problem.encode(), t)

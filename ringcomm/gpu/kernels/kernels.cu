@@ -5,7 +5,7 @@
 // Macros select one kernel, which is always named rc_entry. The Python modules beside this file
 // list the kernels and their arguments. The compiler options in base.py keep the bits: a product
 // is fused with a sum only where the source says fmaf().
-#define REDUCE 1  // RC_TYPE, RC_OP, RC_SOURCES, RC_TARGETS
+#define REDUCE 1  // RC_TYPE, RC_RESULT, RC_OP, RC_SOURCES, RC_TARGETS
 #define PACK 2    // RC_TYPE, RC_TENSORS
 #define UNPACK 3  // as PACK
 #define UPDATE 4  // RC_TYPE of gradients, RC_TARGET of weights; RC_RULE, RC_SOURCES, RC_TARGETS
@@ -29,7 +29,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// The values of RC_TYPE and RC_TARGET: a dtype's name and _t, or Averaged<> of an integer's.
+// The values of RC_TYPE, RC_RESULT and RC_TARGET: a dtype's name and _t, or Averaged<> of an integer's.
 struct float16_t {
   u16 bits;
 };
@@ -466,27 +466,31 @@ RC_INLINE void store_in_all(const Piece<T, kWidth, kIsVector>& piece,
 }
 
 // Returns the element to store. An element of a single source keeps its bits.
-template <class T, bool kIsSingle>
-RC_INLINE T rounded(Wide<T> x) {
-  if constexpr (kIsSingle && kIsSame<T, Wide<T>>) return x;
-  else return To<T>::from(x);
+template <class R, bool kIsSingle>
+RC_INLINE R rounded(Wide<R> x) {
+  if constexpr (kIsSingle && kIsSame<R, Wide<R>>) return x;
+  else return To<R>::from(x);
 }
 
-template <class T, class O, bool kIsVector, int kSources, int kTargets>
+// The number of elements that fill whole vectors of both types.
+template <class T, class R>
+constexpr int kWidthOf = 16 / (sizeof(T) < sizeof(R) ? sizeof(T) : sizeof(R));
+
+template <class T, class R, class O, bool kIsVector, int kSources, int kTargets>
 RC_INLINE void reduce_pieces(const Pointers<kSources>& sources, const Pointers<kTargets>& targets,
                              const Division<Wide<T>>& division, u64 i, u64 step, u64 end) {
-  constexpr int kWidth = kIsVector ? 16 / sizeof(T) : 1;
+  constexpr int kWidth = kIsVector ? kWidthOf<T, R> : 1;
   constexpr int kPositions = kPositionsOf<kSources>;
   Wide<T> total[kPositions][kWidth] = {};
   combine<T, O, kIsVector>(total, sources, i, step, end);
 #pragma unroll
   for (int u = 0; u < kPositions; ++u)
     if (i + u * step < end) {
-      Piece<T, kWidth, kIsVector> piece;
+      Piece<R, kWidth, kIsVector> piece;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         if constexpr (O::kIsNumber) total[u][e] = division.of(total[u][e]);
-        piece[e] = rounded<T, kSources == 1>(total[u][e]);
+        piece[e] = rounded<R, kSources == 1>(total[u][e]);
       }
       store_in_all(piece, targets, i + u * step);
     }
@@ -498,16 +502,18 @@ RC_INLINE void reduce_pieces(const Pointers<kSources>& sources, const Pointers<k
 RC_GLOBAL rc_entry(const __grid_constant__ Pointers<RC_SOURCES> sources,
                    const __grid_constant__ Pointers<RC_TARGETS> targets, u64 count, i64 divisor) {
   using T = RC_TYPE;
-  Alignment alignment;
-  alignment.add(sources);
-  alignment.add(targets);
-  constexpr int kWidth = 16 / sizeof(T);
-  const Body body =
-      body_of<kWidth>(count, [&](u64 i) { return alignment.is_aligned(i * sizeof(T)); });
+  using R = RC_RESULT;
+  Alignment from, to;
+  from.add(sources);
+  to.add(targets);
+  constexpr int kWidth = kWidthOf<T, R>;
+  const Body body = body_of<kWidth>(count, [&](u64 i) {
+    return from.is_aligned(i * sizeof(T)) && to.is_aligned(i * sizeof(R));
+  });
   const Division<Wide<T>> division(divisor);
   sweep_all<kWidth, kPositionsOf<RC_SOURCES>>(
       whole_grid(), count, body, [&](u64 i, u64 step, u64 end, auto is_vector) {
-        reduce_pieces<T, RC_OP, decltype(is_vector)::value>(sources, targets, division, i, step,
+        reduce_pieces<T, R, RC_OP, decltype(is_vector)::value>(sources, targets, division, i, step,
                                                             end);
       });
 }
@@ -678,9 +684,6 @@ struct Owned {
   float* weights;
   float* states[2];
 };
-
-template <class G, class W>
-constexpr int kWidthOf = 16 / (sizeof(G) < sizeof(W) ? sizeof(G) : sizeof(W));
 
 template <class G, class W, class Rule, bool kIsVector, int kSources, int kTargets>
 RC_INLINE void update_pieces(const Pointers<kSources>& grads, const Pointers<kTargets>& weights,

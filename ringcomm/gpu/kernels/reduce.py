@@ -47,19 +47,24 @@ class ReduceKernel(Kernel):
     dtype: DType
     op: Op  # AVERAGE means SUM, with a divisor
     divisor: int = 1  # below 2^32; 1 for bitwise operators and for bool
+    result: DType | None = None  # of the targets, if not `dtype`: float32 of 16-bit floats, or back
 
     def __post_init__(self) -> None:
         self.op.require(self.dtype)
+        if self.result is not None:
+            pair = self.dtype, self.result
+            if not any(a.is_16bit_float and b.name == "float32" for a, b in (pair, pair[::-1])):
+                raise ValueError(f"{self.op} of {self.dtype} cannot be {self.result}")
         require_counts(self.sources, self.targets)
         if not 1 <= self.divisor < 1 << 32 or (self.divisor != 1 and not self._gives_numbers):
             raise ValueError(f"{self.op} of {self.dtype} cannot be divided by {self.divisor}")
 
     def _macros(self) -> dict[str, object]:
-        name = f"{self.dtype.name}_t"
         operators = OPERATORS_OF_BOOL if self.dtype.name == "bool" else _OPERATORS
         return {
             "KERNEL": "REDUCE",
-            "TYPE": f"Averaged<{name}>" if self._is_average_of_integers else name,
+            "TYPE": self._type,
+            "RESULT": f"{self.result.name}_t" if self.result else self._type,
             "OP": operators[self.op],
             "SOURCES": len(self.sources),
             "TARGETS": len(self.targets),
@@ -71,7 +76,13 @@ class ReduceKernel(Kernel):
 
     def _n_blocks(self) -> int:
         positions = min(4, _IN_FLIGHT // min(_IN_FLIGHT, len(self.sources)))
-        return -(-self.count * self.dtype.itemsize // (BLOCK * positions * 16))
+        item = min(self.dtype.itemsize, (self.result or self.dtype).itemsize)
+        return -(-self.count * item // (BLOCK * positions * 16))
+
+    @property
+    def _type(self) -> str:
+        name = f"{self.dtype.name}_t"
+        return f"Averaged<{name}>" if self._is_average_of_integers else name
 
     @property
     def _is_average_of_integers(self) -> bool:

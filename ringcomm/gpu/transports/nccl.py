@@ -2,7 +2,9 @@
 
 NCCL rounds 16-bit sums at every hop, drops a NaN in MIN and MAX, and combines in an order of its
 own. Where this matters, the owners of the elements combine them with ringcomm's own kernel. Then
-NCCL moves the elements to the owners and the results back: as many bytes as its own ring.
+NCCL moves the elements to the owners and the results back: as many bytes as its own ring. Between
+hosts that would be as many bytes for each GPU of a host; so an allreduce of 16-bit floats adds up
+each host's values in float32 first.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.base import Move, Reduce, Update, Work
 from ringcomm.gpu.transports.nccl_base import Communicator
-from ringcomm.gpu.transports.slices import even_parts, passes, staging_nbytes
+from ringcomm.gpu.transports.nccl_by_host import SumsByHost
+from ringcomm.gpu.transports.slices import even_parts, passes, staging_nbytes, whole_grains
 from ringcomm.transport.node import To
 
 _BYTE = DTYPES["uint8"]
 _WARM_UP = 128  # bytes
-_GRAIN = 256
 # The numbers of nccl.h. A complex array is summed as twice as many reals.
 DATA_TYPES = {
     "int8": 0,
@@ -50,13 +52,25 @@ class NcclTransport:
         communicator: the team's communicator.
         rank: number of this rank in the team.
         size: number of ranks.
+        nodes: for each rank, a number that identifies its node; empty: all ranks are on one.
+        adds_16bit: 16-bit floats are added by NCCL, which rounds them at every hop.
     """
 
     meets_on_stream = True
     has_outlines = False
     late: tuple[int, ...] = ()  # NCCL does not say which ranks are late
 
-    def __init__(self, device: Device, communicator: Communicator, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        communicator: Communicator,
+        rank: int,
+        size: int,
+        *,
+        nodes: tuple[int, ...] = (),
+        adds_16bit: bool = False,
+    ) -> None:
+        self._adds_16bit = adds_16bit
         self._device = device
         self._comm = communicator
         self._rank = rank
@@ -66,6 +80,8 @@ class NcclTransport:
         self._lock = threading.Lock()
         self._is_aborted = False
         self.stream = device.new_stream()
+        nodes = nodes or (0,) * size
+        self._by_host = SumsByHost(device, self.stream, rank, nodes, self._exchange, self._take)
 
     def connect_all(self) -> None:
         """Make the connections of all kinds of operations; blocks until all ranks do so.
@@ -90,7 +106,9 @@ class NcclTransport:
         """See GpuTransport; the same kernels on all ranks."""
         if not isinstance(work, Reduce):
             return []
-        if not is_native(work):
+        if not is_native(work, adds_16bit=self._adds_16bit):
+            if self._by_host.is_fit(work):
+                return self._by_host.kernels(work)
             divisor = work.op.divisor(self._size)
             return [ReduceKernel((0,) * self._size, (0,), 0, work.dtype, work.op, divisor)]
         if work.op is not AVERAGE:
@@ -114,7 +132,11 @@ class NcclTransport:
             return self._in_one_phase(partial(self._move, work))
         if work.source.count == 0:
             return iter(())
-        return self._in_one_phase(partial(self._reduce if is_native(work) else self._combine, work))
+        if is_native(work, adds_16bit=self._adds_16bit):
+            reduce = self._reduce
+        else:
+            reduce = self._by_host.combine if self._by_host.is_fit(work) else self._combine
+        return self._in_one_phase(partial(reduce, work))
 
     def _in_one_phase(self, enqueue: Callable[[], None]) -> Iterator[None]:
         enqueue()
@@ -175,7 +197,7 @@ class NcclTransport:
             for slices in passes(parts, item, staging_nbytes(self._size))
         ]
         longest = max((own.stop - own.start) * item for own in (p[self._rank] for p in in_passes))
-        room = -(-longest // _GRAIN) * _GRAIN
+        room = whole_grains(longest)
         received = self._take("pieces", max(1, room * self._size)).address
         pieces = [received + r * room for r in range(self._size)]
         divisor = work.op.divisor(self._size)
@@ -264,9 +286,14 @@ class NcclTransport:
         return memory[:nbytes]
 
 
-def is_native(work: Reduce) -> bool:
-    """Return True if NCCL's own reduction gives the results that ringcomm promises."""
+def is_native(work: Reduce, *, adds_16bit: bool = False) -> bool:
+    """Return True if NCCL's own reduction gives the results that ringcomm promises.
+
+    Or, if `adds_16bit`, sums of 16-bit floats that it has rounded at every hop.
+    """
     dtype, op = work.dtype, work.op
+    if adds_16bit and dtype.is_16bit_float and op in (SUM, AVERAGE) and not work.is_deterministic:
+        return _is_even(work)
     if work.is_deterministic or op.is_at_once(dtype) or op not in OPERATORS:
         return False
     if dtype.is_complex:

@@ -37,7 +37,12 @@ class CupyNccl:
         return bytes(_checked("ncclGetUniqueId", nccl.get_unique_id))
 
     def connect(self, unique_id: bytes, rank: int, size: int) -> Communicator:
-        """See NcclBinding."""
+        """See NcclBinding.
+
+        The communicator blocks: cupy 14 binds ncclCommInitRank, but not ncclCommInitRankConfig, of
+        which blocking=0 would let the connecting thread poll with a deadline and abort. So nothing
+        can be aborted before this returns; see transport_setup.py::_Connecting.
+        """
         comm = _checked("ncclCommInitRank", nccl.NcclCommunicator, size, unique_id, rank)
 
         def call(function: str, *arguments: int) -> None:

@@ -26,6 +26,11 @@ class Slice:
         return self.stop - self.start
 
 
+def whole_grains(nbytes: int) -> int:
+    """Return nbytes, rounded up so that what follows is aligned like the start of memory."""
+    return -(-nbytes // _GRAIN) * _GRAIN
+
+
 def staging_nbytes(size: int) -> int:
     """Return the bytes of the staging memory of each of `size` ranks; see passes()."""
     return max(_GRAIN, STAGING_NBYTES // size // _GRAIN * _GRAIN) * size

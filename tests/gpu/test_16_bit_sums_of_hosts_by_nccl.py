@@ -1,0 +1,107 @@
+"""16-bit sums by NCCL between hosts: rounded once, or in their own dtype if the user says so."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+import simulated_gpu as sim
+from gpu_ranks import on_gpus
+from simulated_nccl import FakeCommunicator
+
+import ringcomm as rc
+from ringcomm.config import Settings
+from ringcomm.gpu.transports import nccl, slices
+
+LAYOUTS = {
+    "2 hosts x 2": (0, 0, 2, 2),
+    "3 hosts x 2": (0, 0, 2, 2, 4, 4),
+    "uneven": (0, 1, 1, 1),
+    "interleaved": (0, 1, 0, 1),
+}
+HALVES = [np.float16, ml_dtypes.bfloat16]
+
+
+def values(rank, count, dtype):
+    """Return integers whose sums are exact in float32, and have too many bits for `dtype`."""
+    top = 2048 if dtype is np.float16 else 256
+    return np.random.default_rng(rank).integers(-top // 2, top, count).astype(dtype)
+
+
+def expected(size, count, dtype, op):
+    rows = np.stack([values(r, count, dtype).astype(np.float32) for r in range(size)])
+    if op is rc.MAX:
+        return rows.max(0).astype(dtype)
+    exact = rows.sum(0)
+    return (exact / np.float32(size) if op is rc.AVERAGE else exact).astype(dtype)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Return a list of (rank, peer, bytes) of all that NCCL sends."""
+    messages = []
+    send = FakeCommunicator.send
+
+    def note(self, *arguments):
+        _, nbytes, _, peer, _ = arguments
+        messages.append((self._rank, peer, nbytes))
+        send(self, *arguments)
+
+    monkeypatch.setattr(FakeCommunicator, "send", note)
+    return messages
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_exact_sum_is_rounded_once(layout, tmp_path, monkeypatch):
+    monkeypatch.setattr(slices, "STAGING_NBYTES", 1 << 15)  # several passes
+    nodes = LAYOUTS[layout]
+    cases = list(itertools.product(HALVES, (rc.SUM, rc.AVERAGE, rc.MAX), (1, 10_007)))
+
+    def body(rank):
+        made = [(sim.array(values(rank, n, dtype)), op) for dtype, op, n in cases]
+        return [rc.allreduce_(x, op).get() for x, op in made]
+
+    for results in on_gpus(len(nodes), body, tmp_path, transport="nccl", nodes=nodes):
+        for (dtype, op, n), x in zip(cases, results, strict=True):
+            assert np.array_equal(x, expected(len(nodes), n, dtype, op)), (dtype, op, n)
+
+
+@pytest.mark.parametrize("layout", ["2 hosts x 2", "3 hosts x 2"])
+def test_a_host_sends_float32_once_and_the_result_once(layout, tmp_path, sent):
+    nodes, count = LAYOUTS[layout], 10_007
+
+    def body(rank):
+        rc.allreduce_(sim.array(np.zeros(1, ml_dtypes.bfloat16)))  # connects
+        rc.barrier()
+        if rank == 0:
+            sent.clear()
+        rc.barrier()
+        return rc.allreduce_(sim.array(values(rank, count, ml_dtypes.bfloat16))).get()
+
+    on_gpus(len(nodes), body, tmp_path, transport="nccl", nodes=nodes)
+    n_hosts = len(set(nodes))
+    over = sum(n for rank, peer, n in sent if nodes[rank] != nodes[peer])
+    assert over == (4 + 2) * count * (n_hosts - 1)
+
+
+@pytest.mark.parametrize("adds_16bit", [0, 1])
+def test_nccl_adds_16_bits_itself_only_if_it_is_told_to(adds_16bit, tmp_path, monkeypatch):
+    reduced, all_reduce = [], FakeCommunicator.all_reduce
+
+    def note(self, *arguments):
+        reduced.append(arguments[3])
+        all_reduce(self, *arguments)
+
+    monkeypatch.setattr(FakeCommunicator, "all_reduce", note)
+    settings = Settings(timeout_s=120, nccl_16bit_sums=adds_16bit)
+
+    def body(rank):
+        x = sim.array(np.full(9, rank + 1, ml_dtypes.bfloat16))
+        ordered = rc.allreduce(x, deterministic=True).get()
+        return rc.allreduce(x).get().tolist(), rc.allreduce(x, rc.AVERAGE).get(), ordered
+
+    for total, mean, ordered in on_gpus(3, body, tmp_path, transport="nccl", settings=settings):
+        assert total == ordered.tolist() == [6] * 9
+        assert mean.tolist() == [2] * 9
+    is_used = nccl.DATA_TYPES["bfloat16"] in reduced
+    assert is_used == bool(adds_16bit)
