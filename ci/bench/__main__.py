@@ -10,6 +10,7 @@ WHAT = {
     "compare": "files of --json side by side, against the goals; without mpirun",
     "python_overhead": "what a call of torch.distributed costs in Python",
     "step": "a step of training, beside DDP over gloo",
+    "gpu_call_overhead": "processor time of an allreduce on simulated GPUs; without mpirun",
     "scale": "one rank of a job of thousands, simulated; without mpirun",
     "ps": "pushes and pulls of the parameter server, beside torch.distributed.rpc",
     "pull_many": "rows of many hash tables: one pull after the other, and ps.pull_many()",

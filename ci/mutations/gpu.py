@@ -4,6 +4,15 @@ from mutations.mutation import Mutation
 
 GPU = [
     Mutation(
+        "gpu-commands-are-kept-whatever-others-bring",
+        "gpu",
+        "gpu/transports/ipc.py",
+        "work.to, work.root, parts, *outlines)",
+        "work.to, work.root, parts)",
+        "a rank that comes with another array gets the sum of its former one",
+        ("gpu/test_what_reductions_keep.py",),
+    ),
+    Mutation(
         "gpu-an-average-of-hosts-is-one-of-ranks",
         "gpu",
         "gpu/transports/nccl_by_host.py",

@@ -37,7 +37,7 @@ from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.gpus import Gpus, issue_of
 from ringcomm.gpu.executor.streams import Issue
-from ringcomm.gpu.executor.team import GpuTeam
+from ringcomm.gpu.executor.team import GpuTeam, Jobs
 from ringcomm.gpu.executor.via_host_memory import Staging, through_host
 from ringcomm.gpu.kernels.scale import can_scale
 from ringcomm.gpu.transports.base import Job, Move, Pull, Reduce, Update, UpdatePiece
@@ -79,8 +79,8 @@ class _Course:
     host_only: str = ""
     is_elementwise: bool = False
 
-    async def run(self, t: Channel, jobs: Callable[[GpuTeam], Sequence[Job]]) -> Any:
-        """Carry out the operation; `jobs` returns the jobs to enqueue."""
+    async def run(self, t: Channel, jobs: Jobs) -> Any:
+        """Carry out the operation; for `jobs` see GpuTeam.carry_out()."""
         team = Gpus.of(self.group.engine).team(self.group)
         async with team.turn(t, self.issue):
             if team.transport is not None and not self.host_only:
@@ -101,7 +101,7 @@ class _Course:
 
     def plan(self, call: Call, nbytes: int, *jobs: Job) -> Plan[Any]:
         """Return the plan of an operation whose jobs are known before it starts."""
-        return _plan(call, nbytes, lambda t: self.run(t, lambda _: jobs))
+        return _plan(call, nbytes, lambda t: self.run(t, jobs))
 
 
 @plan.register
@@ -136,15 +136,16 @@ def _reduction(o: Reduction) -> Plan[Any]:
     )
     span, target = adapter.span(source), None if out is None else adapter.span(out)
 
-    def jobs(team: GpuTeam) -> list[Job]:
-        is_copied = options.prescale != 1.0
-        here = _scratch(team, [span]) if is_copied else span
+    def work(source: Span) -> Reduce:
         is_ordered = options.deterministic
-        work = Reduce(here, target, options.op, o.to, o.root, tuple(parts), is_ordered)
-        if not is_copied:
-            return [Job(work, postscale=options.postscale)]
-        return [Job(work, [span], (), here, options.prescale, options.postscale)]
+        return Reduce(source, target, options.op, o.to, o.root, tuple(parts), is_ordered)
 
+    def jobs(team: GpuTeam) -> list[Job]:
+        here = _scratch(team, [span])
+        return [Job(work(here), [span], (), here, options.prescale, options.postscale)]
+
+    if options.prescale == 1.0:  # nothing is copied
+        return course.plan(o.call, span.nbytes, Job(work(span), postscale=options.postscale))
     return _plan(o.call, span.nbytes, lambda t: course.run(t, jobs))
 
 
@@ -198,7 +199,7 @@ def _gathering(o: Gathering) -> Plan[Any]:
         )
         job = Job(Move(span, adapter.span(out) if is_due else None, pulls))
         course = _Course(group, issue, [source], [out], lambda: out, o.on_mirrors)
-        return await course.run(t, lambda _: [job])
+        return await course.run(t, [job])
 
     return _plan(o.call, span.nbytes, run)
 
@@ -257,7 +258,7 @@ def _alltoall_into(o: AlltoallInto) -> Plan[Any]:
 
     async def run(t: Channel) -> Any:
         pulls = _exchanges(await o.require_alike(t), o.source.dtype.itemsize)
-        return await course.run(t, lambda _: [Job(Move(o.source, o.target, pulls))])
+        return await course.run(t, [Job(Move(o.source, o.target, pulls))])
 
     return _plan(o.call, o.source.nbytes, run)
 
@@ -292,7 +293,7 @@ def _alltoall(o: Alltoall) -> Plan[Any]:
         result = (out, received) if o.return_splits else out
         course = _Course(group, issue, [source], [out], lambda: result, o.on_mirrors)
         job = Job(Move(span, adapter.span(out), _exchanges(table, width)))
-        return await course.run(t, lambda _: [job])
+        return await course.run(t, [job])
 
     return _plan(o.call, span.nbytes, run)
 

@@ -64,6 +64,9 @@ class _UnderWay:
         return self.is_over()
 
 
+Jobs = Sequence[Job] | Callable[["GpuTeam"], Sequence[Job]]
+
+
 class GpuTeam:
     """The team of one group, on one rank.
 
@@ -149,7 +152,7 @@ class GpuTeam:
         self,
         t: Channel,
         issue: Issue,
-        jobs: Callable[[GpuTeam], Sequence[Job]],
+        jobs: Jobs,
         finish: Callable[[], R],
         keeps: Sequence[object],
     ) -> Launched[R]:
@@ -158,21 +161,21 @@ class GpuTeam:
         Args:
             t: the operation's channel.
             issue: the operation's Issue.
-            jobs: function that returns what to enqueue.
+            jobs: what to enqueue, or a function that returns it, and may call CUDA.
             finish: function that is called last, while the team's stream is the current stream;
                 returns the result.
             keeps: objects that live until the stream's work is done.
         """
         await self._await_room()
-        todo = await issue.memory.launcher.call(lambda: jobs(self))
+        todo, outlines = await _prepared(self, jobs, issue.memory.launcher)
         keeps = (*todo, *keeps)
         await self._load_kernels(t, todo)
         under_way = _UnderWay()
         try:
-            for job in todo[:-1]:
-                await self.put(t, job, issue, under_way)
+            for job, outline in zip(todo[:-1], outlines, strict=False):
+                await self._put(t, job, outline, issue, under_way)
             end = partial(self._end, issue, finish)
-            launched = await self.put(t, todo[-1], issue, under_way, end)
+            launched = await self._put(t, todo[-1], outlines[-1], issue, under_way, end=end)
         except BaseException:  # a death, or an error of CUDA: nothing watches the stream so far
             under_way.is_over = self._break_off(keeps)
             raise
@@ -202,17 +205,18 @@ class GpuTeam:
             await gather_alike(b"loaded", t)
             self._loaded_by_all |= new
 
-    async def put(
+    async def _put(
         self,
         t: Channel,
         job: Job,
+        outline: bytes,
         issue: Issue,
         under_way: _UnderWay,
+        *,
         end: Callable[[], R] | None = None,
     ) -> R | None:
         """Enqueue a job, then call end(), if any; return its result."""
         call, transport, device = self._gpu.launcher.call, self._own_transport, self._gpu.device
-        outline = await call(partial(transport.outline, job.work))
         steps = self._enqueue(job, await gather_alike(outline, t), issue)
         if not under_way.is_noted:  # not before: the other ranks may have to load kernels first
             under_way.is_noted = True
@@ -387,6 +391,28 @@ def _release(
             is_soon = time.monotonic() < begin + _RELEASE_OFTEN_FOR_S
             time.sleep(_RELEASE_EVERY_S if is_soon else _RELEASE_SELDOM_S)
     keeps.clear()
+
+
+async def _prepared(
+    team: GpuTeam, jobs: Jobs, launcher: Launcher
+) -> tuple[Sequence[Job], list[bytes]]:
+    """Return the jobs of an operation and this rank's outlines, without the launcher if possible.
+
+    To hand something to that thread, and to wait for it, takes longer than all else here.
+    """
+    transport = team.transport
+    assert transport is not None
+    if not callable(jobs):
+        known = [transport.known_outline(job.work) for job in jobs]
+        outlines = [each for each in known if each is not None]
+        if len(outlines) == len(jobs):
+            return jobs, outlines
+
+    def prepare() -> tuple[Sequence[Job], list[bytes]]:
+        todo = jobs(team) if callable(jobs) else jobs
+        return todo, [transport.outline(job.work) for job in todo]
+
+    return await launcher.call(prepare)
 
 
 def _kernels(job: Job, transport: GpuTransport) -> list[Kernel]:

@@ -12,6 +12,7 @@ Addresses are ints, as the GPU sees them.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib.resources import files
@@ -44,12 +45,12 @@ def source() -> str:
 class Kernel(ABC):
     """A kernel with the arguments of one launch."""
 
-    @property
+    @functools.cached_property
     def defines(self) -> tuple[str, ...]:
         """Compiler options that select the compiled function."""
         return tuple(f"-DRC_{name}={value}" for name, value in self._macros().items())
 
-    @property
+    @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arguments of the compiled function."""
         return self._arguments()

@@ -119,6 +119,9 @@ class GpuTransport(Protocol):
     def outline(self, work: Work) -> bytes:
         """Return what other ranks must know of this rank's part; equally long on all ranks."""
 
+    def known_outline(self, work: Work) -> bytes | None:
+        """Return outline(work) if it is known; None: it takes calls of CUDA, or a lock."""
+
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
         """Enqueue this rank's part of a work; all ranks enqueue their works in the same order.
 

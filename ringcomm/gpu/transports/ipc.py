@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -37,6 +38,9 @@ _SIGNATURE = 0x52430000  # plus the number of a rank
 _READ, _DONE = 1, 2  # words of this rank's line that only try_out() uses
 _TRY_S = 20
 _LOOK_EVERY_S = 2e-5
+_MOST_KEPT = 512  # reductions of which something is kept
+_Key = tuple[object, ...]
+T = TypeVar("T")
 _FAR = 1 << 30  # ahead of any value for which a stream waits
 
 
@@ -75,6 +79,8 @@ class IpcTransport:
         self._capacity = staging_nbytes(size)
         self._staging: Span | None = None
         self._scratch: Span | None = None
+        self._kept: dict[_Key, Sequence[Sequence[Command]]] = {}  # commands
+        self._outlines: dict[_Key, bytes] = {}
         self.stream = device.new_stream()
         self.meets_on_stream = device.has_stream_values
 
@@ -163,20 +169,42 @@ class IpcTransport:
             target = self._find(work.target)
             is_private = not source.region or (is_written_by_others(work) and not target.region)
             is_private = is_private and work.source.count > 0
-            return Outline(source, target, self._staging_if(is_private)).pack()
+            packed = Outline(source, target, self._staging_if(is_private)).pack()
+            if not is_private:  # what can be mapped stays where it is
+                _keep(self._outlines, _key_of(work, ()), packed)
+            return packed
         shown = work.source.nbytes if work.source is not None and not source.region else 0
         return Outline(source, NOWHERE, self._staging_if(shown > 0), shown).pack()
 
+    def known_outline(self, work: Work) -> bytes | None:
+        """See GpuTransport; those of reductions are known from the second time on."""
+        key = _key_of(work, ())
+        return self._outlines.get(key) if key else None
+
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
         """See GpuTransport."""
-        view = View(
+        return self._enqueue(self._commands(work, outlines))
+
+    def _commands(self, work: Work, outlines: Sequence[bytes]) -> Sequence[Sequence[Command]]:
+        """Return the commands of each phase; those of a reduction are kept for the next like it.
+
+        What is mapped stays where it is, so they depend on nothing but this key.
+        """
+        key = _key_of(work, outlines)
+        found = self._kept.get(key) if key else None
+        if found is None:
+            found = list(ipc_stream_commands.phases(work, self._view(outlines)))
+            _keep(self._kept, key, found)
+        return found
+
+    def _view(self, outlines: Sequence[bytes]) -> View:
+        return View(
             self._rank,
             [Outline.unpack(each) for each in outlines],
             self._capacity,
             lambda: self._own_staging().address,
             lambda rank, address: self._peers[rank].find(address),
         )
-        return self._enqueue(list(ipc_stream_commands.phases(work, view)))
 
     def _enqueue(self, by_phase: Sequence[Sequence[Command]]) -> Iterator[None]:
         for number, commands in enumerate(by_phase):
@@ -196,6 +224,8 @@ class IpcTransport:
             self._device.free_stream(self.stream)
             self._host.unregister(self._flag_memory)
             self._staging = self._scratch = self._signed = None
+            self._kept.clear()
+            self._outlines.clear()
 
     def _find(self, span: Span | None) -> Address:
         return NOWHERE if span is None or not span.count else self._regions.find(span)
@@ -207,3 +237,22 @@ class IpcTransport:
         if self._staging is None:
             self._staging = self._regions.take(self._capacity)
         return self._staging
+
+
+def _keep(kept: dict[_Key, T], key: _Key | None, value: T) -> None:
+    """Keep a value, in place of the oldest one if there are many."""
+    if key is None:
+        return
+    if len(kept) >= _MOST_KEPT:
+        del kept[next(iter(kept))]
+    kept[key] = value
+
+
+def _key_of(work: Work, outlines: Sequence[bytes]) -> _Key | None:
+    """Return all that the commands of a reduction depend on; None for other works."""
+    if not isinstance(work, Reduce):
+        return None
+    target = work.target and work.target.address
+    parts = tuple((part.start, part.stop) for part in work.parts)
+    x = work.source
+    return (x.address, x.count, x.dtype, target, work.op, work.to, work.root, parts, *outlines)

@@ -9,11 +9,14 @@ array also owns them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ringcomm.arrays.base import Span
+from ringcomm.arrays.dtypes import DType
+from ringcomm.collectives.operators import Op
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.exported_memory import NOWHERE, Address
 from ringcomm.gpu.kernels.base import Kernel
@@ -113,12 +116,16 @@ def phases(work: Work, view: View) -> Iterator[list[Command]]:
 def kernels(work: Work, size: int) -> list[Kernel]:
     """Return the kernels of a work among `size` ranks, to load them."""
     if isinstance(work, Reduce):
-        targets = (0,) * (size if work.to is To.ALL else 1)
-        return [ReduceKernel((0,) * size, targets, 0, work.dtype, work.op, work.op.divisor(size))]
+        return [_reduce_kernel(size, size if work.to is To.ALL else 1, work.dtype, work.op)]
     if isinstance(work, Move):
         return []
     sources = (0,) * (1 if work.is_reduced else size)
     return [_update_kernel(work, piece, sources, (0,) * size) for piece in work.pieces]
+
+
+@functools.lru_cache(maxsize=64)
+def _reduce_kernel(size: int, n_targets: int, dtype: DType, op: Op) -> ReduceKernel:
+    return ReduceKernel((0,) * size, (0,) * n_targets, 0, dtype, op, op.divisor(size))
 
 
 # --- reductions -----------------------------------------------------------------------------------

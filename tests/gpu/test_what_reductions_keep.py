@@ -1,0 +1,66 @@
+"""What ipc keeps of a reduction for the next one like it, and what an operation costs its rank."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import simulated_gpu as sim
+from gpu_ranks import on_gpus
+
+import ringcomm as rc
+from ringcomm.gpu.transports import ipc_stream_commands
+
+BENCH = Path(__file__).parents[2] / "ci" / "bench"
+
+
+def test_the_commands_of_a_reduction_are_made_once(tmp_path, monkeypatch):
+    made, phases = [], ipc_stream_commands.phases
+    monkeypatch.setattr(
+        ipc_stream_commands, "phases", lambda work, view: made.append(work) or phases(work, view)
+    )
+
+    def body(rank):
+        x = rc.zeros(1000, "float32", device="cuda")
+        for turn in range(5):
+            x.fill(rank + turn)
+            rc.allreduce_(x)
+            assert x.get().tolist() == [1 + 2 * turn] * 1000
+
+    on_gpus(2, body, tmp_path)
+    assert len(made) == 2  # one per rank
+
+
+def test_a_rank_may_come_with_another_array_each_time(tmp_path):
+    def body(rank):
+        mine = [rc.zeros(1000, "float32", device="cuda") for _ in range(3)]
+        mine += [sim.array(np.zeros(1000, np.float32)) for _ in range(2)]  # private
+        for turn in range(12):
+            x = mine[turn * rank % len(mine)]  # rank 0 has the same one in each turn
+            x.fill(100 * rank + turn)
+            rc.allreduce_(x, rc.AVERAGE)
+            assert x.get().tolist() == [100 + turn] * 1000, turn
+
+    on_gpus(3, body, tmp_path)
+
+
+def test_memory_that_is_used_again_holds_the_next_array(tmp_path):
+    def body(rank):
+        for turn in range(6):
+            x = rc.zeros((1 + turn % 2) * 500, "float32", device="cuda")
+            x.fill(rank + turn)
+            assert rc.allreduce(x).get().tolist() == [1 + 2 * turn] * x.count
+            del x
+
+    on_gpus(2, body, tmp_path)
+
+
+def test_the_measurement_of_an_operation_runs():
+    small = ["--operations", "3", "--repeats", "1", "--ranks", "4"]
+    command = [sys.executable, "-P", BENCH, "gpu_call_overhead", *small]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ipc, nccl = done.stdout.splitlines()
+    assert ipc.startswith("ipc   N=4: ")
+    assert ipc.endswith(" 14.0 calls of CUDA")
+    assert nccl.endswith(" 6.0 calls of CUDA")
