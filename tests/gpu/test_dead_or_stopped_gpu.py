@@ -156,12 +156,12 @@ def test_what_is_half_on_a_stream_when_a_rank_dies_ends(tmp_path, monkeypatch):
         rc.barrier()
         n_put = 0
 
-        async def put_two(team, t, *job):
+        async def put_two(team, t, *job, **end):
             nonlocal n_put
             n_put += 1
             if rank == 1 and n_put == 2:
                 raise ValueError("boom")
-            return await put(team, t, *job)
+            return await put(team, t, *job, **end)
 
         by_rank[rank] = put_two
         if rank == 1:

@@ -173,9 +173,9 @@ class GpuTeam:
         under_way = _UnderWay()
         try:
             for job, outline in zip(todo[:-1], outlines, strict=False):
-                await self._put(t, job, outline, issue, under_way)
+                await self.put(t, job, outline, issue, under_way)
             end = partial(self._end, issue, finish)
-            launched = await self._put(t, todo[-1], outlines[-1], issue, under_way, end=end)
+            launched = await self.put(t, todo[-1], outlines[-1], issue, under_way, end=end)
         except BaseException:  # a death, or an error of CUDA: nothing watches the stream so far
             under_way.is_over = self._break_off(keeps)
             raise
@@ -205,7 +205,7 @@ class GpuTeam:
             await gather_alike(b"loaded", t)
             self._loaded_by_all |= new
 
-    async def _put(
+    async def put(
         self,
         t: Channel,
         job: Job,
