@@ -177,8 +177,8 @@ def test_what_is_half_on_a_stream_when_a_rank_dies_ends(tmp_path, monkeypatch):
 
     by_rank = {}
 
-    async def put_by_rank(team, t, *job):
-        return await by_rank.get(t.rank, partial(put))(team, t, *job)
+    async def put_by_rank(team, t, *job, **end):
+        return await by_rank.get(t.rank, partial(put))(team, t, *job, **end)
 
     monkeypatch.setattr(gpu_team.GpuTeam, "put", put_by_rank)
     first, _, third = with_fault(3, body, tmp_path, settings={"fusion_mib": 0.008}, **choose("ipc"))
