@@ -119,6 +119,7 @@ class Job:
         self.before = self.own()
         self.n_live = len(self.live)
         self.n_dense = self.n_rows = 0
+        self.shown, self.n_stale = np.zeros((BLOCKS, self.n)), 0
 
     @property
     def live(self):
@@ -138,7 +139,7 @@ class Job:
         of_rows = self.rows.push([self.me], np.full((1, 2), float(self.weight)))
         self.n_rows += of_rows.wait().applied
         self.n_dense += pushed.wait().applied
-        self.table.pull().wait()
+        self.look()
         ps.complete_step()
         step = ps.step_number()
         if step % 5 == 0 and self.me == self.n - 1:
@@ -146,6 +147,16 @@ class Job:
         if step % 7 == 0 and self.me == 0:
             with ps.snapshot():
                 self.rows.pull([0]).wait()
+
+    def look(self):
+        """Pull, and count what misses own pushes, or what an earlier pull has shown."""
+        values, has_rounds = self.table.pull().wait(), self.table.mode.has_rounds
+        if self.args.replication > 1:  # else all go back to a checkpoint
+            own = values[:, self.me] - self.before[:BLOCKS]
+            is_stale = (values < self.shown - 1e-6).any()
+            is_stale |= not has_rounds and (own != self.n_dense).any()
+            self.n_stale += bool(is_stale)
+            self.shown = values
 
     def move(self, step):
         """Ask for a move, and wait for nothing."""
@@ -197,7 +208,7 @@ class Job:
         step = None if manifest is None else manifest["clock"]
         result = {
             "index": self.me, "own": own, "wanted": wanted, "n_recovered": n_recovered,
-            "step": step, "before": self.before, "n": self.n,
+            "step": step, "before": self.before, "n_stale": self.n_stale, "n": self.n,
         }  # fmt: skip
         (self.args.out / f"result.{self.me}").write_text(json.dumps(result))
 

@@ -219,8 +219,11 @@ class CopiedServerStorm(ServerStorm):
         self.n_killed = len([*out.glob("kill.*")])
         yield from super()._problems(out, code)
         for path in out.glob("result.*"):
-            if json.loads(path.read_text())["n_recovered"]:
+            result = json.loads(path.read_text())
+            if result["n_recovered"]:
                 yield f"{path.name}: it went back to a checkpoint"
+            if result["n_stale"]:
+                yield f"{path.name}: {result['n_stale']} pulls missed what was there before"
 
 
 def random_copied_server_storm(rng, launcher):

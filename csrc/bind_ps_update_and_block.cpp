@@ -198,14 +198,14 @@ std::int64_t py_read_block(ConstBytes memory, Bytes out, std::size_t offset, uns
   return ps::read_block(data, out.data(), offset, out.nbytes(), tries);
 }
 
-std::int64_t py_read_open_block(Bytes memory, Bytes out, std::size_t offset, std::int64_t clock,
-                                unsigned tries) {
+std::int64_t py_read_open_block(const NodeMemory& server, Bytes memory, Bytes out, std::size_t offset,
+                                std::int64_t clock, unsigned tries) {
   require_block(memory, offset, out.nbytes());
   auto* const data = reinterpret_cast<std::byte*>(memory.data());
   if (out.nbytes() < kWorthUnlocking)
-    return ps::read_open_block(data, out.data(), offset, out.nbytes(), clock, tries);
+    return ps::read_open_block(server, data, out.data(), offset, out.nbytes(), clock, tries);
   nb::gil_scoped_release unlocked;
-  return ps::read_open_block(data, out.data(), offset, out.nbytes(), clock, tries);
+  return ps::read_open_block(server, data, out.data(), offset, out.nbytes(), clock, tries);
 }
 
 void py_partition_of(Keys keys, std::uint32_t n,
@@ -226,8 +226,8 @@ void bind_ps(nb::module_& m) {
   m.def("block_nbytes", &ps::block_nbytes, "nbytes"_a);
   m.def("read_block", &py_read_block, "memory"_a.noconvert(), "out"_a.noconvert(), "offset"_a = 0,
         "tries"_a = 16);
-  m.def("read_open_block", &py_read_open_block, "memory"_a.noconvert(), "out"_a.noconvert(),
-        "offset"_a, "clock"_a, "tries"_a = 16);
+  m.def("read_open_block", &py_read_open_block, "server"_a, "memory"_a.noconvert(),
+        "out"_a.noconvert(), "offset"_a, "clock"_a, "tries"_a = 16);
   m.def("partition_of", &py_partition_of, "keys"_a.noconvert(), "n"_a, "out"_a.noconvert());
   nb::class_<ps::BlockUpdater>(m, "BlockUpdater");
   nb::class_<DenseBlock>(m, "DenseBlock")

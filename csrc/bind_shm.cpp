@@ -147,6 +147,8 @@ void bind_shm(nb::module_& m) {
            "x"_a.noconvert())
       .def("offset_of", &offset_of, "x"_a.noconvert())
       .def("clear_window", &NodeMemory::clear_window, "context"_a)
+      .def("withdraw", &NodeMemory::withdraw)
+      .def_prop_ro("is_withdrawn", &NodeMemory::is_withdrawn)
       .def("usage", [](NodeMemory& self) {
         const auto usage = self.allocator().usage();
         return std::tuple(usage.in_use, usage.kept, usage.highest);

@@ -2,12 +2,17 @@
 
 A rank does all that has come when it is its turn. So a server may die before it has a push, after
 it has sent it on, after it has carried it out, and before the acknowledgement is taken.
+
+Workers read blocks in place, in the memory of servers that live or not, as soon as they have been
+told where those are. All that happens is in one order, so a read must have what any read before it
+has shown.
 """
 
 import numpy as np
-from ps_homes_model import NOTHING, Net, Wire
+from ps_homes_model import BLOCK, NOTHING, Client, Net, Wire
 
 from ringcomm import _core
+from ringcomm.ps.protocol.frame_meta import KNOWN_BLOCK, PLACE
 from ringcomm.ps.protocol.frames import Header, Kind, Where, frame_of, packed
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.homes.pushes_without_python import make_pushes
@@ -51,7 +56,13 @@ class PipeWire(Wire):
         self._endpoint.send(dest, packed(header._replace(where=0), meta, body.tobytes()))
 
     def shares_memory(self, rank):
-        return rank in self.net.servers  # clients are to get values, and not where they are
+        return True
+
+    def memory(self, nbytes):
+        return _core.take(self.net.memories[self.rank], nbytes)
+
+    def place_of(self, x):
+        return self.net.memories[self.rank].offset_of(x)
 
     def view(self, rank, place, nbytes):
         return _core.view(self.net.memories[rank], place, nbytes)
@@ -91,6 +102,41 @@ class PipeWire(Wire):
 
     def forget(self, rank):
         self._endpoint.forget(rank)
+        self.net.memories[rank].withdraw()
+
+
+class PipeClient(Client):
+    """A worker that reads in place where it may, as DensePulls does.
+
+    Attributes:
+        n_in_place: reads that asked nobody.
+    """
+
+    def __init__(self, *args):
+        self.blocks, self.n_in_place = {}, 0  # by part: memory of its server, and of the block
+        super().__init__(*args)
+
+    def take(self, reply):
+        header = reply.header
+        if header.option & KNOWN_BLOCK and header.kind == Kind.REPLY:
+            memory = self.net.memories[reply.source]
+            self.blocks[header.partition] = memory, _core.view(memory, *PLACE.unpack(reply.meta))
+        super().take(reply)
+
+    def read(self, part):
+        is_idle = not any(
+            header.table and header.partition == part for _, header, *_ in self.asked.values()
+        )
+        if is_idle and part in self.blocks:
+            values = np.empty(BLOCK)
+            clock = _core.read_open_block(
+                *self.blocks[part], values.view(np.uint8), 0, self.clock_of_pull
+            )
+            if clock >= 0:
+                self.n_in_place += 1
+                self.net.require(part, values, self.net.least(part))
+                return
+        super().read(part)
 
 
 class PipeNet(Net):
@@ -115,6 +161,13 @@ class PipeNet(Net):
 
     def wire(self, rank):
         return PipeWire(self, rank)
+
+    def new_client(self, rank, n_steps):
+        return PipeClient(self, rank, n_steps)
+
+    @property
+    def n_in_place(self):
+        return sum(self.client(rank).n_in_place for rank in self.workers)
 
     @property
     def n_without_python(self):
@@ -148,7 +201,11 @@ class PipeNet(Net):
         ]
         if not news:
             return False
-        rank, dead = news[self.choices.below(len(news))]
+        self.hear(*news[self.choices.below(len(news))])
+        return True
+
+    def hear(self, rank, dead):
+        """Tell a rank of a death."""
         self.poll(rank)  # what the dead one has sent comes before
         self.heard[rank].add(dead)
         wire = self.ranks[rank].wire
@@ -156,7 +213,6 @@ class PipeNet(Net):
         wire.enter()
         self.ranks[rank].hear(dead)
         wire.leave()
-        return True
 
     def deliver_one(self):
         return sum(self.poll(rank) for _ in range(ROUNDS) for rank in sorted(self.live)) > 0

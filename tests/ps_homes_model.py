@@ -49,6 +49,9 @@ class Wire:
     def shares_memory(self, rank):
         return False
 
+    def memory(self, nbytes):
+        return memory(nbytes)
+
     def make_pushes(self, home):
         return NoPushes()
 
@@ -88,7 +91,9 @@ class ServerProcess(Process):
         index = self.layout.number_of(rank)
         self.homes = Homes(
             index, self.layout, self.wire,
-            lambda home, wire, clock: Server(home, self.layout, wire, memory, {}, clock=clock),
+            lambda home, wire, clock: Server(
+                home, self.layout, wire, self.wire.memory, {}, clock=clock
+            ),
             self.wire.make_pushes,
         )  # fmt: skip
         self.take, self.taken = self.homes.on_request, self.homes.on_taken
@@ -210,13 +215,16 @@ class Client(Process):
         self.ask_part(part, Kind.PUSH, meta, body, clock=clock, take=answered)
 
     def read(self, part):
-        acked = Counter(self.net.acked[part])
-        clock = self.n_rounds if self.net.mode.name == "sync" else 0
+        least = self.net.least(part)
 
         def require(reply):
-            self.net.require(part, reply.body.view(np.float64), acked)
+            self.net.require(part, reply.body.view(np.float64), least)
 
-        self.ask_part(part, Kind.PULL, clock=clock, take=require)
+        self.ask_part(part, Kind.PULL, clock=self.clock_of_pull, take=require)
+
+    @property
+    def clock_of_pull(self):
+        return self.n_rounds if self.net.mode.name == "sync" else 0
 
 
 class Net:
@@ -247,6 +255,7 @@ class Net:
         self.dead = []
         self.may_be_lost = False  # the last copy of a home died
         self.acked = defaultdict(Counter)
+        self.seen = defaultdict(lambda: np.zeros(BLOCK))  # the most that any worker has read
         self.ranks = {}
         for rank in self.servers:
             self.ranks[rank] = self.new_server(rank)
@@ -353,14 +362,20 @@ class Net:
         return pair is not None
 
     # --- what must hold
-    def require(self, part, values, acked):
-        """Fail unless all that was acknowledged is in the values, and nothing is in them twice."""
+    def least(self, part):
+        """Return what a read that begins now must have: what was acknowledged, or read before."""
         share = {"sync": len(self.workers), "first_of": self.mode.bound}.get(self.mode.name, 1)
+        acked = np.array([self.acked[part][at] / share for at in range(BLOCK)])
+        return np.maximum(acked, self.seen[part])
+
+    def require(self, part, values, least):
+        """Fail unless values that were read have that, and nothing twice."""
         for at, value in enumerate(values):
             most = self.issued(part, at)
             if self.mode.name == "sync":
-                most /= share
-            assert acked[at] / share - 1e-9 <= value <= most + 1e-9, (part, at, value, acked[at])
+                most /= len(self.workers)
+            assert least[at] - 1e-9 <= value <= most + 1e-9, (part, at, value, least[at])
+        self.seen[part] = np.maximum(self.seen[part], values)
 
     def issued(self, part, at):
         worker, place = divmod(at, self.room)
@@ -389,7 +404,7 @@ class Net:
             (primary,) = (home for home in copies[number] if home.is_primary)
             for part, block in primary.server.catalog.contents[1].parts.items():
                 self.n_compared += len(copies[number]) > 1
-                self.require(part, block.values, self.acked[part])
+                self.require(part, block.values, self.least(part))
                 total = sum(self.acked[part].values())
                 share = {"sync": len(self.workers), "first_of": 0}.get(self.mode.name, 1)
                 if share:

@@ -111,6 +111,15 @@ PS_CPP = [
         _OF_COPIES,
     ),
     CppMutation(
+        "a-reader-does-not-look-whether-a-successor-has-begun",
+        "ps",
+        "ps",
+        "if (!may_read() || server.is_withdrawn()) return -1;",
+        "if (!may_read()) return -1;",
+        "who has not heard of a death misses what was acknowledged since",
+        ("unit/test_ps_reads_of_two_copies.py", "unit/test_ps_block_reads.py"),
+    ),
+    CppMutation(
         "an-older-view-is-carried-out",
         "ps",
         "ps",

@@ -6,6 +6,7 @@ _TESTS = ("unit/test_ps_deaths.py",)
 _OF_SERVERS = ("unit/test_ps_lost_servers.py",)
 _OF_COPIES = ("unit/test_ps_replication_model.py",)
 _WITHOUT_PYTHON = ("unit/test_ps_pushes_to_two_copies.py",)
+_IN_PLACE = ("unit/test_ps_reads_of_two_copies.py",)
 
 PS_DEATHS = [
     Mutation(
@@ -260,5 +261,39 @@ PS_DEATHS = [
         "            if came == Came.WAITS:\n                return\n",
         "a function is called twice if its server dies",
         _OF_COPIES,
+    ),
+    Mutation(
+        "ps-a-successor-begins-before-memory-is-withdrawn",
+        "ps",
+        "ps/session.py",
+        """\
+        self.client.link.forget(rank)  # its blocks, before anything is acknowledged in its place
+        has_other_chief = layout.lose(rank, peers.left)
+""",
+        """\
+        has_other_chief = layout.lose(rank, peers.left)
+        server.on_death(rank) if server is not None else None
+        self.client.link.forget(rank)
+""",
+        "for a moment, who has not heard of a death misses what was acknowledged since",
+        ("unit/test_ps_replication.py",),
+    ),
+    Mutation(
+        "ps-the-memory-of-the-dead-is-read",
+        "ps",
+        "ps/protocol/link.py",
+        "            node.memory_of(rank).withdraw()\n",
+        "            pass\n",
+        "who has not heard of a death misses what was acknowledged since",
+        ("unit/test_ps_replication.py",),
+    ),
+    Mutation(
+        "ps-memory-is-read-that-nobody-could-withdraw",
+        "ps",
+        "ps/server/homes/home_link.py",
+        "return all(self._link.shares_memory(rank) for rank in self._layout.servers)",
+        "return True",
+        "if the copy is on another host, pulls miss what was acknowledged after a death",
+        _IN_PLACE,
     ),
 ]

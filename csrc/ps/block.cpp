@@ -97,8 +97,8 @@ std::int64_t read_block(const std::byte* memory, void* out, std::size_t offset, 
   return read_versioned(memory, out, offset, n, tries).version;
 }
 
-std::int64_t read_open_block(std::byte* memory, void* out, std::size_t offset, std::size_t n,
-                             std::int64_t clock, unsigned tries) {
+std::int64_t read_open_block(const NodeMemory& server, std::byte* memory, void* out,
+                             std::size_t offset, std::size_t n, std::int64_t clock, unsigned tries) {
   auto& header = *reinterpret_cast<BlockHeader*>(memory);
   const auto may_read = [&] { return header.may_read.load(std::memory_order_acquire) != 0; };
   if (!may_read()) return -1;
@@ -106,7 +106,9 @@ std::int64_t read_open_block(std::byte* memory, void* out, std::size_t offset, s
   if (header.clocks[newest % 2].load(std::memory_order_acquire) < clock) return -1;
   const Read read = read_versioned(memory, out, offset, n, tries);
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (!may_read()) return -1;
+  // A successor withdraws the memory before it acknowledges anything: if it has not by now, all that
+  // was acknowledged is in the copy.
+  if (!may_read() || server.is_withdrawn()) return -1;
   header.n_reads.fetch_add(1, std::memory_order_relaxed);
   return read.clock;
 }

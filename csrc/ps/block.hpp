@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../shm/memory.hpp"
 #include "update.hpp"
 
 namespace ringcomm::ps {
@@ -68,9 +69,10 @@ class Block {
 std::int64_t read_block(const std::byte* memory, void* out, std::size_t offset, std::size_t n,
                         unsigned tries);
 
-// The same of a block that is open, and whose clock is at least `clock`. Returns the clock of what was
-// copied; -1 if it is not open, not so far, or was overtaken: then what is in `out` is of no version.
-std::int64_t read_open_block(std::byte* memory, void* out, std::size_t offset, std::size_t n,
-                             std::int64_t clock, unsigned tries);
+// The same of a block in the memory of `server` that is open, and whose clock is at least `clock`.
+// Returns the clock of what was copied; -1 if it is not open, not so far, or was overtaken, or if
+// another server goes on in the place of a dead one: then what is in `out` is not to be used.
+std::int64_t read_open_block(const NodeMemory& server, std::byte* memory, void* out,
+                             std::size_t offset, std::size_t n, std::int64_t clock, unsigned tries);
 
 }  // namespace ringcomm::ps

@@ -82,6 +82,8 @@ struct BoardHead {
   std::uint64_t magic;
   std::uint64_t nonce;  // tells this board from that of a recycled pid
   alignas(64) Bell bell;
+  // 1: its rank died, and another one answers for what is in its arena. Any rank of the node sets it.
+  alignas(64) std::atomic<std::uint32_t> is_withdrawn;
 };
 
 // What is mapped by itself begins with a page. Those of Arm and POWER are of 64 KiB where the system

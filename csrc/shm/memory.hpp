@@ -111,6 +111,10 @@ class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
   // Sets it to 0 and frees its memory. No rank uses it any more.
   void clear_window(std::size_t context) const;
 
+  // Its rank died: values in its arena are not to be taken for the present ones any more. For good.
+  void withdraw() const { head_->is_withdrawn.store(1, std::memory_order_seq_cst); }
+  bool is_withdrawn() const { return head_->is_withdrawn.load(std::memory_order_acquire) != 0; }
+
   // True if the whole range is in the arena.
   bool holds(const void* data, std::size_t nbytes) const;
 

@@ -168,7 +168,7 @@ class Session:
         layout, peers, server = self.layout, self.engine.watch.peers, self.dispatcher.server
         is_server = rank in layout.servers
         is_new_loss = is_server and layout.number_of(rank) not in layout.lost
-        self.client.link.forget(rank)
+        self.client.link.forget(rank)  # its blocks, before anything is acknowledged in its place
         has_other_chief = layout.lose(rank, peers.left)
         peers.survivable = layout.survivable if rank in layout.servers else peers.survivable
         if is_server and layout.replication > 1:

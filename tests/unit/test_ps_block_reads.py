@@ -1,6 +1,7 @@
 """A dense block is read while it is written, and never torn."""
 
 import mmap
+import os
 import threading
 
 import numpy as np
@@ -104,6 +105,38 @@ def test_another_mapping_sees_what_the_first_wrote():
 def test_memory_is_checked(make, error):
     with pytest.raises(ValueError, match=error):
         make()
+
+
+@pytest.fixture
+def shared():
+    """Return memory of a rank with an open block of ten ones in it, and another mapping of both."""
+    server = _core.NodeMemory.create(7, 1 << 20)
+    memory = _core.take(server, _core.block_nbytes(40))
+    block = _core.DenseBlock(memory, 10, FLOAT32)
+    block.write(np.ones(10, np.float32))
+    block.may_read = True
+    other = _core.NodeMemory.open(os.getpid(), server.board_fd, server.arena_fd, 7)
+    return server, block, other, _core.view(other, server.offset_of(memory), memory.nbytes)
+
+
+def test_an_open_block_is_read_until_it_is_closed(shared):
+    _, block, *other = shared
+    out = np.zeros(10, np.float32)
+    assert _core.read_open_block(*other, out.view(np.uint8), 0, 0) == 0
+    assert out.tolist() == [1] * 10
+    assert _core.read_open_block(*other, out.view(np.uint8), 0, 1) == -1
+    block.may_read = False
+    assert _core.read_open_block(*other, out.view(np.uint8), 0, 0) == -1
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_no_block_of_a_rank_is_read_once_its_memory_is_withdrawn(shared, who):
+    _, block, *other = shared
+    out = np.zeros(10, np.float32)
+    shared[who].withdraw()
+    assert _core.read_open_block(*other, out.view(np.uint8), 0, 0) == -1
+    block.may_read = True  # a process that was taken for dead opens none again
+    assert _core.read_open_block(*other, out.view(np.uint8), 0, 0) == -1
 
 
 def begun(memory, version):

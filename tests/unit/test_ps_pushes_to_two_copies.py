@@ -123,12 +123,6 @@ def test_a_pull_has_the_push_before_it():
     assert values[0].view(np.float64).sum() == 1
 
 
-def test_pulls_read_no_memory_of_a_primary():
-    net = begun()
-    for part in net.ranks[PRIMARY].homes._homes[0].server.catalog.contents[1].parts.values():
-        assert (part.may_ack, part.may_read) == (True, False)
-
-
 def test_a_read_goes_behind_pushes_of_which_python_knows_nothing():
     numbers = NoPushes()
     numbers.next()
@@ -139,7 +133,7 @@ def test_a_read_goes_behind_pushes_of_which_python_knows_nothing():
     assert [*log.done(1)] == ["read"]
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp"])
+@pytest.mark.parametrize("mode", ["async", "ssp", "sync"])
 @ANY_ORDER
 @given(
     numbers=st.binary(min_size=300, max_size=1500), n_servers=st.integers(2, 4),

@@ -1,7 +1,9 @@
 """With replication=2 a server may die: what was acknowledged is there, once, and all goes on."""
 
 import time
+from collections import Counter
 
+import harness
 import numpy as np
 import pytest
 from harness import DEADLINE_S, at_length
@@ -10,7 +12,11 @@ from ps_jobs import Boom, ended, kill_server, run_all
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.ps.checkpoint import files
+from ringcomm.ps.client.dense.pulls import DensePulls
+from ringcomm.ps.server.homes.homes import Homes
+from ringcomm.ps.session import session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 MODES = ["sync", "async", ps.SSP(1), ps.FirstOf(2)]
@@ -60,6 +66,60 @@ def test_a_server_that_dies_loses_nothing_and_doubles_nothing(mode, victim):
     for dense, sparse in run(body):
         np.testing.assert_array_equal(dense, n * sum(1.0 + s for s in range(30)))
         np.testing.assert_array_equal(sparse, np.repeat(expected, 2).reshape(60, 2))
+
+
+def test_pulls_ask_no_server_unless_one_has_died(monkeypatch):
+    monkeypatch.setattr(harness, "wire", "node")
+    asked = Counter()
+
+    def count(pulls, *args, request=DensePulls._request):
+        asked[pulls] += 1
+        return request(pulls, *args)
+
+    monkeypatch.setattr(DensePulls, "_request", count)
+
+    def body(rank):
+        table, _ = tables()
+        n_asked = []
+        for step in range(4):
+            if step == 2:
+                kill_at(0, 0, 0)
+                while not session().layout.hosts:
+                    table.pull().wait()
+            table.push(np.ones(N)).wait()
+            before = asked[table._pulls]
+            table.pull().wait()
+            n_asked.append(asked[table._pulls] - before)
+        rc.barrier()
+        found = table.pull().wait()
+        rc.barrier()
+        return n_asked, found, asked[table._pulls]
+
+    for n_asked, values, n in run(body):
+        assert (values == 8).all()
+        assert n_asked[1] == n_asked[3] == 0
+        assert n_asked[0] < n < 2 * n_asked[0]  # once, and again those of the server that died
+
+
+def test_nobody_reads_the_memory_of_a_dead_server_once_another_goes_on(monkeypatch):
+    monkeypatch.setattr(harness, "wire", "node")
+    seen = []
+
+    def note(homes, rank, go_on=Homes.on_death):
+        seen.append(engine().transport.node.memory_of(rank).is_withdrawn)
+        go_on(homes, rank)
+
+    monkeypatch.setattr(Homes, "on_death", note)
+
+    def body(rank):
+        kill_at(0, 0, 0)
+        while not session().layout.hosts:
+            ps.stats()
+        rc.barrier()
+
+    run(body)
+    assert len(seen) >= 2
+    assert all(seen)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

@@ -114,8 +114,14 @@ class Link:
         self._dead: set[int] = set()
 
     def forget(self, rank: int) -> None:
-        """Drop what a dead rank has sent, and what is for it; in the thread that drives."""
+        """Drop what a dead rank has sent, and what is for it; in the thread that drives.
+
+        From now on no rank of this node reads its blocks, which another server may go on with.
+        """
         self._dead.add(rank)
+        node = self._transport.node
+        if node is not None and self.shares_memory(rank):
+            node.memory_of(rank).withdraw()
         if self._endpoint is not None:
             self._endpoint.forget(rank)
         self._outgoing[rank].clear()

@@ -21,6 +21,7 @@ from ringcomm.ps.protocol.frame_meta import (
 from ringcomm.ps.protocol.frames import Kind
 
 if TYPE_CHECKING:
+    from ringcomm._core import NodeMemory
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.client.dense.blocks import Blocks
     from ringcomm.ps.client.future import Future
@@ -33,13 +34,13 @@ class DensePulls:
     """Fetches the values of one table.
 
     Attributes:
-        known: blocks in memory that this node maps: epoch, and the memory.
+        known: blocks in memory that this node maps: epoch, memory of the server, and the block.
     """
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks, self._client, self._spec = blocks, blocks.client, blocks.spec
         self._has_values = self._spec.initial != "chief"
-        self.known: dict[int, tuple[int, Bytes]] = {}
+        self.known: dict[int, tuple[int, NodeMemory, Bytes]] = {}
 
     def pull(self, out: Array, start: int, stop: int, *, exact: bool) -> Future[Array]:
         """Fill `out` with the elements [start, stop) of the table; see Table.pull()."""
@@ -74,12 +75,12 @@ class DensePulls:
         blocks, client = self._blocks, self._client
         if known is None or blocks.session.snapshot:
             return False
-        (epoch, memory), partition = known, (blocks.number, part)
+        (epoch, server, memory), partition = known, (blocks.number, part)
         if client.idle_epoch(partition) != epoch:
             return False
         offset = (first - blocks.bounds[part]) * blocks.dtype.itemsize
         clock = _core.read_open_block(
-            memory, target.view(np.uint8), offset, blocks.clock_of_pull(part)
+            server, memory, target.view(np.uint8), offset, blocks.clock_of_pull(part)
         )
         # It may have moved meanwhile, and its memory may be used for something else.
         if clock < 0 or client.idle_epoch(partition) != epoch:
@@ -129,8 +130,11 @@ class DensePulls:
         """Keep where a block is."""
         if self._spec.mode.name == "ssp":
             return  # only the server knows which steps others have completed
+        link = self._client.link
         if reply.header.option & READ_BLOCK:
             memory = reply.body
         else:
-            memory = self._client.link.view(reply.source, *PLACE.unpack(reply.meta))
-        self.known[part] = reply.header.view, memory
+            memory = link.view(reply.source, *PLACE.unpack(reply.meta))
+        node = self._blocks.session.engine.transport.node
+        assert node is not None
+        self.known[part] = reply.header.view, node.memory_of(reply.source), memory

@@ -45,8 +45,6 @@ class HomeLink:
         letters: to and from other homes.
     """
 
-    may_read = False  # who has not heard of a death would read the memory of a dead primary
-
     def __init__(
         self, home: int, layout: Layout, link: Link, pushes: HomePushes, *, is_primary: bool
     ) -> None:
@@ -92,6 +90,11 @@ class HomeLink:
             self._link.send(self._layout.rank_of(home), header)
 
     # --- the wire of this rank ------------------------------------------------------------------
+    @property
+    def may_read(self) -> bool:
+        """Ranks may read blocks: whichever server follows can withdraw them; see Link.forget()."""
+        return all(self._link.shares_memory(rank) for rank in self._layout.servers)
+
     def shares_memory(self, rank: int) -> bool:
         """See Link."""
         if rank in self._layout.servers:

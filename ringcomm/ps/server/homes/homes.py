@@ -117,7 +117,7 @@ class Homes:
                 self._drop(home)
 
     def on_death(self, rank: int) -> None:
-        """Go on without a client, or a server, that died."""
+        """Go on without a client, or a server, that died; the link has forgotten it already."""
         layout, homes = self._layout, self._homes.values()
         self._dead.add(rank)
         if rank not in layout.servers:
