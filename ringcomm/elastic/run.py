@@ -59,7 +59,8 @@ def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]
     always; a warning says so.
 
     Raises:
-        PeerFailedError: a parameter server is lost, or a handle of an earlier view was waited for.
+        ConfigError: the job has parameter servers, whose workers go on without this.
+        PeerFailedError: a handle of an earlier view was waited for.
         CommTimeoutError: a rank that is not lost has not come within RINGCOMM_TIMEOUT_S.
         RingcommError: more ranks are lost than RINGCOMM_ELASTIC_LOSSES, or all but spares.
         SystemExit: this process has no place, and the job is over; or, with code 75, fewer than
@@ -92,11 +93,15 @@ def warn_unless_elastic(what: str) -> bool:
     """Return True if this job is elastic; else warn on rank 0, once, and return False.
 
     What an elastic job does not survive, init() has said.
+
+    Raises:
+        ConfigError: a layer of the job, such as parameter servers, can go on in no other view.
     """
     global _has_warned  # noqa: PLW0603 - once per process
     world = current()
     assert world is not None
     if world.membership is not None:
+        world.engine.extensions.require_view(what)
         return True
     if world.engine.job_rank == 0 and not _has_warned and (text := world.gap_text(what)):
         _has_warned = True
@@ -228,6 +233,7 @@ def request_scale(n: int) -> None:
     Raises:
         ValueError: n is more than the processes of the job, or less than RINGCOMM_ELASTIC_MIN.
         ConfigError: the job has had as many changes as init() has prepared for.
+        ConfigError: or it has parameter servers.
         RingcommError: the job is not elastic.
     """
     request_size(n)

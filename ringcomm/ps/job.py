@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn
 
 from ringcomm.config import read_settings
 from ringcomm.data.work_queue import keep_queues
+from ringcomm.elastic.run import is_running
 from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
@@ -95,6 +96,7 @@ def init(
     if (begun := engine.extensions.get(SESSION)) is not None:
         _require_alike(begun.layout, servers, evaluators, replication, colocated=colocated)
         return
+    _refuse_other_views(engine)
     if servers is None and role != "server":
         servers = read_settings().ps_servers or None
     if evaluators is None:
@@ -117,6 +119,7 @@ def init(
     engine.extensions.keep(SESSION, current)
     engine.groups.default = current.group
     engine.extensions.check_joins(current.refuse_join)
+    engine.extensions.check_views(current.refuse_view)
     if recover is not None and layout.role_of(engine.job_rank) == "worker":
         _let_recover(current, Path(recover), save_every_s)
     if current.dispatcher.server is None:
@@ -162,6 +165,21 @@ def _require_alike(
                 f"ps.init: {name}={wanted}, but this job has begun with {name}={is_so}. The first "
                 "call decides for the whole job; call rc.shutdown() before another one"
             )
+
+
+def _refuse_other_views(engine: Engine) -> None:
+    """Raise ConfigError where ranks are to come, or others to go on in a new view."""
+    settings = engine.settings
+    what = ""
+    if settings.elastic and is_running():
+        what = "elastic.run"
+    elif settings.spares or settings.reserves:
+        what = f"RINGCOMM_SPARES={settings.spares} and RINGCOMM_RESERVES={settings.reserves}"
+    if what:
+        raise ConfigError(
+            f"ps.init: it does not go with {what}: in a job with parameter servers nobody takes "
+            "the place of a rank that died, and the others go on without a new view. Leave it out"
+        )
 
 
 def _refuse_what_copies_cannot(layout: Layout, engine: Engine, recover: object) -> None:

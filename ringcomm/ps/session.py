@@ -59,6 +59,10 @@ class Recovering(Protocol):
 class Session:
     """Everything that ps.init() has set up in this process.
 
+    It lives as long as the engine, from ps.init() to rc.shutdown(): a job with servers goes on
+    after deaths in the view in which it began. What would begin another view, with another engine,
+    is refused; see refuse_view().
+
     Attributes:
         engine: of this rank.
         layout: the role of each rank.
@@ -150,6 +154,14 @@ class Session:
             "and takes no part in rounds of tables. A worker with fewer batches takes part by "
             "optimizer.set_samples(0) before backward(), or by table.push(None). Workers wait for "
             "each other in rc.barrier(); one that has finished for good calls rc.shutdown()"
+        )
+
+    def refuse_view(self, what: str) -> None:
+        """Raise ConfigError: servers take part in no agreement on another view."""
+        raise ConfigError(
+            f"{what}: this job has parameter servers, and goes on after deaths without a new view: "
+            'see "Failure" in docs/parameter_server.md. Leave it out; the loop calls '
+            "ps.DistributedOptimizer.step(), or tables, and no collectives"
         )
 
     def rest(self) -> None:

@@ -1,8 +1,11 @@
 """Parameter-server jobs whose ranks are killed; see ci/ps_storms.py."""
 
+from collections import Counter
+
 import pytest
-from harness import IS_MPICH, at_length
+from harness import IS_MPICH, at_length, run_script
 from ps_storms import ServerStorm, Storm
+from storms import LAUNCHERS
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
 
@@ -60,3 +63,65 @@ def test_4_servers_and_8_workers_go_on_without_one_of_each():
     for role in ("worker 5", "server 1"):
         assert f", {role}, died" in outcome.output, outcome.output
     assert "all tables are as in the checkpoint of step" in outcome.output, outcome.output
+
+
+ONE_VIEW = """
+import os, signal, sys, time
+import numpy as np
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.engine.api.init_rank_size import engine
+
+def refused(call):
+    try:
+        call()
+    except rc.ConfigError as error:
+        return str(error)
+    sys.exit("it was not refused")
+
+@rc.elastic.run
+def train(state):
+    ps.init(servers=1)
+
+def begin():
+    train(rc.elastic.ObjectState())
+
+rc.init()
+print("refused:", refused(begin), flush=True)  # on the server, too
+ps.init(servers=1)
+for call in (begin, lambda: rc.elastic.request_scale(2)):
+    print("refused:", refused(call), flush=True)
+table, begun = ps.table("t", 4, updater=ps.optim.Add()), engine()
+rc.barrier()
+if rc.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+until = time.monotonic() + 30
+while not begun.watch.peers.dead:  # pulls drive the loop, which hears of the death
+    assert time.monotonic() < until
+    table.pull().wait()
+for _ in range(3):
+    table.push(np.ones(4, np.float32)).wait()
+assert table.pull().wait().tolist() == [3] * 4
+assert engine() is begun
+assert rc.elastic.view().number == 0
+print("in the same view", flush=True)
+"""
+
+
+def test_a_job_with_servers_goes_on_in_one_view_and_refuses_what_would_begin_another(tmp_path):
+    options = (*LAUNCHERS["ulfm"], "--runtime-options", "error-nonzero-status=0")
+    elastic = {"RINGCOMM_ELASTIC": "1", "RINGCOMM_TIMEOUT_S": "30"}
+    job = run_script(3, ONE_VIEW, cwd=tmp_path, env=elastic, options=options)
+    assert job.code == 0, job.output
+    assert job.output.count("in the same view") == 1, job.output
+    lines = [line for line in job.output.splitlines() if line.startswith("refused:")]
+    whose = [" ".join(line.split()[1:3]) for line in lines]
+    inside = "ps.init: it"  # does not go with elastic.run
+    assert Counter(whose) == {inside: 3, "elastic.run: this": 2, "elastic.request_scale: this": 2}
+
+
+def test_a_job_with_servers_has_no_spares(tmp_path):
+    elastic = {"RINGCOMM_ELASTIC": "1", "RINGCOMM_SPARES": "1"}
+    body = "from ringcomm import ps\nps.init(servers=1)"
+    job = run_script(2, body, cwd=tmp_path, env=elastic, options=LAUNCHERS["continuous"])
+    assert "ConfigError: ps.init: it does not go with RINGCOMM_SPARES=1" in job.output, job.output

@@ -46,9 +46,10 @@ def heal(error: RingcommError) -> bool:
     Raises:
         CommTimeoutError: a rank has not come within RINGCOMM_TIMEOUT_S. The others go on without
             this rank, which must end; see is_given_up().
-        RingcommError: more ranks are lost than init() has prepared for.
+        RingcommError: more ranks are lost than init() has prepared for, or a layer cannot go along.
     """
     world, membership = elastic_world()
+    world.engine.extensions.require_view("another view")
     while True:
         run = membership.state.run
         end_view(world.engine, error)

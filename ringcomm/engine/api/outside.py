@@ -105,6 +105,7 @@ def request_size(n: int) -> None:
             "elastic.request_scale: the number of ranks cannot change. Set RINGCOMM_ELASTIC=1, "
             "and call this after init()"
         )
+    world.engine.extensions.require_view("elastic.request_scale")
     state, presence = world.membership.state, world.presence
     n_live = presence.size - len(state.changes.lost)
     least = world.engine.settings.elastic_min

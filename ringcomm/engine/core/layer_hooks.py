@@ -43,6 +43,7 @@ class Extensions:
         self._kept: dict[Extension[Any], Any] = {}
         self._waits: list[Callable[[], str]] = []
         self._join_checks: list[Callable[[], None]] = []
+        self._view_checks: list[Callable[[str], None]] = []
 
     def get(self, key: Extension[T]) -> T | None:
         """Return the object under this key, or None."""
@@ -69,6 +70,18 @@ class Extensions:
         """Raise the error of a layer to whose operations join() does not extend."""
         for check in self._join_checks:
             check()
+
+    def check_views(self, check: Callable[[str], None]) -> None:
+        """Call check(what) before `what` would begin another view, which has an engine of its own.
+
+        It raises an error, which names `what`, where a layer cannot leave this engine.
+        """
+        self._view_checks.append(check)
+
+    def require_view(self, what: str) -> None:
+        """Raise the error of a layer that cannot leave this engine for that of another view."""
+        for check in self._view_checks:
+            check(what)
 
     def add_service(self, service: Service) -> None:
         """Poll a service as long as the engine lives."""
@@ -149,4 +162,5 @@ class Extensions:
             self._closers.pop()(is_clean=is_clean)
         self._entered.clear()
         self._waits.clear()
+        self._view_checks.clear()
         self._with_groups.clear()

@@ -34,6 +34,7 @@ def go_on_with(handles: Collection[str], timeout_s: float) -> None:
     """
     wanted = [_process_of(handle) for handle in handles]
     deadline = time.monotonic() + timeout_s
+    _world().engine.extensions.require_view("reconfigure")
     while True:
         world = _world()
         members = world.transport.view.members
