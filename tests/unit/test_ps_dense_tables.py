@@ -372,6 +372,20 @@ def test_a_table_of_async_pushes_counts_what_they_missed():
 
 
 # --- mistakes -----------------------------------------------------------------------------------
+def test_what_is_assigned_may_begin_as_nan_and_what_does_not_count_may_be():
+    def body(rank):
+        first = np.array([np.nan, np.inf])
+        assigned = ps.table("a", 2, updater=ps.optim.Assign(), init=first)
+        added = ps.table(
+            "b", 2, updater=ps.optim.Add(), init=first * rank if rank else first[1:].repeat(2)
+        )
+        return assigned.pull().wait().tolist(), added.pull().wait().tolist()
+
+    for assigned, added in run_workers(2, body):
+        assert str(assigned) == "[nan, inf]"
+        assert added == [np.inf] * 2
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -404,6 +418,12 @@ def test_a_table_of_async_pushes_counts_what_they_missed():
         (lambda _: ps.table("x", 4, "int32"), ValueError, "dtype is int32; it must be float32"),
         (lambda _: ps.table("x", 4, mode="fast"), ValueError, "mode is 'fast'; it must be 'sync'"),
         (lambda _: ps.table("x", 4, init=np.ones(3)), ValueError, "init has shape .3,., the table"),
+        (lambda _: ps.table("x", 4, init=np.nan), ValueError, "init is NaN in 1 of 1 elements"),
+        (
+            lambda _: ps.table("x", (2, 2), init=[[0, np.inf], [np.nan, np.nan]]),
+            ValueError,
+            "init is NaN in 2 of 4 elements, first in element 2, and no update",
+        ),
     ],
 )
 def test_a_mistake_is_told_to_who_made_it_and_changes_nothing(call, error, message):

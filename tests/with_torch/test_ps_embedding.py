@@ -194,6 +194,16 @@ def test_ids_may_be_hashes_of_64_bits(padding_idx):
     assert run_workers(1, body) == [(3 - is_padded, [[of_5, -2.0], [-2.0, of_5]])]
 
 
+def test_a_table_says_how_signed_hashes_in_a_tensor_are_passed():
+    def body(_):
+        table, keys = ps.hashtable("t", DIM), torch.tensor([-5, 7])
+        with pytest.raises(ValueError, match=r"key -5 .* as keys.numpy\(\).view\(np.uint64\)"):
+            table.pull(keys)
+        return table.pull(keys.numpy().view(np.uint64)).wait().shape
+
+    assert run_workers(1, body) == [(2, DIM)]
+
+
 def test_a_table_that_admits_late_refuses_to_be_loaded():
     def body(_):
         emb = Embedding(ROWS, DIM, name="e", admit=ps.Admit(min_count=2))

@@ -65,6 +65,18 @@ def initial_of(
     return values
 
 
+def require_numbers(label: str, values: NDArray[Any] | float) -> None:
+    """Raise ValueError if first values are NaN, which no update changes into a number."""
+    flat = np.ravel(values)
+    if flat.size and math.isnan(flat.min()):  # one pass, without an array as large
+        places = np.flatnonzero(np.isnan(flat))
+        raise ValueError(
+            f"{label}: init is NaN in {len(places)} of {flat.size} elements, first in element "
+            f"{places[0]}, and no update makes a number of that. Was it read from a file, or not "
+            "written yet, as np.empty()? Only a table with ps.optim.Assign() may begin so"
+        )
+
+
 def updater_of(label: str, updater: Updater | None) -> Updater:
     """Return a table's updater; SGD(0.01) if not given. Raises TypeError."""
     if updater is not None and not isinstance(updater, Updater):

@@ -19,6 +19,7 @@ from ringcomm.ps.client.check_arguments import (
     flat_of,
     initial_of,
     label_of,
+    require_numbers,
     require_out,
     require_segments,
     require_weight,
@@ -72,7 +73,8 @@ def table(
         mode: when pushes become updates: "async": each at arrival; "sync": the mean over all
             workers once they are there; ps.SSP(s); ps.FirstOf(k): the mean over the first k that
             have pushed, the same k for all blocks.
-        init: the first value of all elements, or an array, of which the chief's counts.
+        init: the first value of all elements, or an array, of which the chief's counts. NaN is an
+            error, unless the updater is Assign().
         block_nbytes: the most bytes of a block, the unit that is read and written as a whole.
         compression: of gradients: "fp16", "bf16", "int8", or one of ringcomm's codecs;
             codec.TopK(0.01) sends the largest hundredth of each block. Values that are assigned
@@ -101,6 +103,8 @@ def table(
     updater = updater_of(label, updater)
     initial = initial_of(label, init, kind, shape)
     values = initial if isinstance(initial, np.ndarray) else None
+    if not isinstance(updater, Assign) and (values is None or is_chief()):
+        require_numbers(label, initial)
     require_segments(label, segments, count)
     spec = Spec(
         name=name,

@@ -102,7 +102,7 @@ def keys_of(label: str, keys: ArrayLike) -> tuple[Keys, tuple[int, ...]]:
             raise TypeError(f"{label}: keys are {given.dtype}; they must be integers in [0, 2^64)")
         given = _of_python(label, keys)
     if given.dtype.kind == "i" and given.size and (least := given.min()) < 0:
-        raise ValueError(_out_of_range(label, least))
+        raise ValueError(_out_of_range(label, least, keys))
     flat = np.ascontiguousarray(given).reshape(-1)
     flat = flat.view(np.uint64) if flat.dtype == np.int64 else flat.astype(np.uint64, copy=False)
     return flat, given.shape
@@ -118,14 +118,17 @@ def _of_python(label: str, keys: Any) -> Keys:
                 f"{label}: key {each!r} is a {type(each).__name__}, not an integer in [0, 2^64)"
             )
         if not 0 <= each < 1 << 64:
-            raise ValueError(_out_of_range(label, each))
+            raise ValueError(_out_of_range(label, each, keys))
     return given.astype(np.uint64)
 
 
-def _out_of_range(label: str, key: object) -> str:
+def _out_of_range(label: str, key: object, keys: Any) -> str:
+    array = "keys"
+    if not isinstance(keys, np.ndarray):
+        array = "keys.numpy()" if hasattr(keys, "numpy") else "np.array(keys, np.int64)"
     return (
         f"{label}: key {key} is not in [0, 2^64). Pass hashes of 64 bits that are signed as "
-        "keys.view(np.uint64)"
+        f"{array}.view(np.uint64)"
     )
 
 
