@@ -172,13 +172,7 @@ class PipeNet(Net):
     @property
     def n_without_python(self):
         """Pushes that C++ has carried out, on each copy."""
-        homes = [
-            h
-            for r in self.servers
-            if r not in self.dead
-            for h in self.ranks[r].homes._homes.values()
-        ]
-        return sum(home._pushes.carried_out[0] for home in homes)
+        return sum(home._pushes.carried_out[0] for home in self.homes)
 
     def poll(self, rank):
         process = self.ranks[rank]
@@ -195,24 +189,15 @@ class PipeNet(Net):
         else:
             super().act(what)
 
-    def tell(self):
-        news = [
-            (rank, dead) for dead in self.dead for rank in self.live if dead not in self.heard[rank]
-        ]
-        if not news:
-            return False
-        self.hear(*news[self.choices.below(len(news))])
-        return True
-
-    def hear(self, rank, dead):
-        """Tell a rank of a death."""
-        self.poll(rank)  # what the dead one has sent comes before
-        self.heard[rank].add(dead)
+    def note_death(self, rank, dead):
         wire = self.ranks[rank].wire
         wire.forget(dead)
         wire.enter()
-        self.ranks[rank].hear(dead)
+        super().note_death(rank, dead)
         wire.leave()
+
+    def deliver_all(self, source, dest):
+        self.poll(dest)
 
     def deliver_one(self):
         return sum(self.poll(rank) for _ in range(ROUNDS) for rank in sorted(self.live)) > 0

@@ -275,15 +275,15 @@ class Net:
     def live(self):
         return {rank: each for rank, each in self.ranks.items() if rank not in self.dead}
 
+    @property
+    def homes(self):
+        """Those of all servers that live."""
+        live = [rank for rank in self.servers if rank not in self.dead]
+        return [home for rank in live for home in self.ranks[rank].homes._homes.values()]
+
     def copies(self):
         """Of each home, how many copies there are in ranks that live, with all it has."""
-        homes = [
-            home
-            for rank in self.servers
-            if rank not in self.dead
-            for home in self.ranks[rank].homes._homes.values()
-        ]
-        return Counter(home.number for home in homes if home.is_whole)
+        return Counter(home.number for home in self.homes if home.is_whole)
 
     def settle(self):
         """Let all arrive that is under way, and all hear of the dead."""
@@ -335,18 +335,26 @@ class Net:
                     channel.pop()
 
     def tell(self):
-        """Tell a rank of a death, behind what the dead one has sent it."""
         news = [
             (rank, dead) for dead in self.dead for rank in self.live if dead not in self.heard[rank]
         ]
         if not news:
             return False
-        rank, dead = news[self.choices.below(len(news))]
-        while self.channels[dead, rank]:
-            self.deliver((dead, rank))
-        self.heard[rank].add(dead)
-        self.ranks[rank].hear(dead)
+        self.hear(*news[self.choices.below(len(news))])
         return True
+
+    def hear(self, rank, dead):
+        """Tell a rank of a death, behind what the dead one has sent it."""
+        self.deliver_all(dead, rank)
+        self.heard[rank].add(dead)
+        self.note_death(rank, dead)
+
+    def note_death(self, rank, dead):
+        self.ranks[rank].hear(dead)
+
+    def deliver_all(self, source, dest):
+        while self.channels[source, dest]:
+            self.deliver((source, dest))
 
     def deliver(self, pair):
         frame = self.channels[pair].popleft()
@@ -395,11 +403,9 @@ class Net:
             assert self.client(rank).has_left, f"worker {rank} waits for {self.client(rank).asked}"
             assert not self.client(rank).asked
         copies, self.n_compared = defaultdict(list), 0
-        for rank in self.servers:
-            if rank not in self.dead:
-                assert self.ranks[rank].homes.is_over
-                for home in self.ranks[rank].homes._homes.values():
-                    copies[home.number].append(home)
+        assert all(self.ranks[r].homes.is_over for r in self.servers if r not in self.dead)
+        for home in self.homes:
+            copies[home.number].append(home)
         for number in range(len(self.servers)):
             (primary,) = (home for home in copies[number] if home.is_primary)
             for part, block in primary.server.catalog.contents[1].parts.items():
