@@ -28,7 +28,7 @@ from ringcomm.ps.server.core.actions import Close, Moved
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import Applied, AppliedHere, Unit
 from ringcomm.ps.server.dense.partition import DensePartition
-from ringcomm.ps.server.replies import as_body
+from ringcomm.ps.server.replies import NOTHING, as_body
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.server.table_contents import Contents
 from ringcomm.ps.table_spec import Spec
@@ -41,14 +41,15 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.core.core import Core
     from ringcomm.ps.server.replies import Replies
 
-ADOPT, ADOPTED, DROP, RESTART, RESTARTED = range(5)  # options of Kind.VIEW
+ADOPT, ADOPT_ALL, ADOPTED, DROP = range(4)  # options of Kind.VIEW
 
 
 @dataclass
 class _Opening:
-    """A table, or the first of all, that the leader is about to make known to all servers."""
+    """A table that the leader is about to make known to all servers; or all tables, anew."""
 
-    number: int
+    number: int  # of the first
+    is_all: bool
     awaited: set[int]
     asked: list[Delivery]
     problems: list[str] = field(default_factory=list)
@@ -93,14 +94,13 @@ class Catalog:
         self._time_of_rows, self.is_copy, self.last = time_of_rows, False, 0
         self.contents: dict[int, Contents] = {}
         self._by_name: dict[str, int] = {}
-        self._opening: dict[str, _Opening] = {}
-        self._reopening: _Opening | None = None
+        self._opening: dict[int, _Opening] = {}
         self._loads: Counter[int] = Counter()  # bytes of dense tables, by server
 
     def known(self) -> dict[int, Spec]:
         """Return the tables that all servers know; for the leader."""
-        specs = {number: contents.spec for number, contents in self.contents.items()}
-        return {number: spec for number, spec in specs.items() if spec.name not in self._opening}
+        new = {each.number for each in self._opening.values() if not each.is_all}
+        return {n: contents.spec for n, contents in self.contents.items() if n not in new}
 
     # --- the leader -----------------------------------------------------------------------------
     def create(self, request: Delivery) -> None:
@@ -110,21 +110,15 @@ class Catalog:
         if number is not None:
             self.contents[number].spec.require_same(spec, request.source)
             self._core.tables[number].openers.add(request.source)
-            opening = self._opening.get(spec.name)
-            if opening is None:
+            if number in self.known():
                 self._replies.json(request, self.described(number))
             else:
-                opening.asked.append(request)
+                self._opening[number].asked.append(request)
             return
         number = self.last + 1
         self.install(number, spec, self._place(spec))
         self._core.tables[number].openers.add(request.source)
-        others = {*self._layout.server_numbers} - {self._index}
-        opening = self._opening[spec.name] = _Opening(number, others, [request])
-        body = as_body(self.described(number))
-        for other in sorted(others):
-            self._send(other, Header(Kind.VIEW, sequence=number, option=ADOPT), body=body)
-        self._open_if_known(opening)
+        self._open(number, ADOPT, [self.described(number)], [request])
 
     def _place(self, spec: Spec) -> list[int]:
         servers = self._layout.server_numbers
@@ -145,37 +139,54 @@ class Catalog:
             self._loads[source] -= nbytes
             self._loads[dest] += nbytes
 
+    def _open(
+        self, number: int, option: int, tables: list[dict[str, Any]], asked: list[Delivery]
+    ) -> None:
+        """Make tables known to all other servers, then answer those who have asked for them."""
+        others = self._tell_others(number, option, as_body(tables))
+        opening = _Opening(number, option == ADOPT_ALL, others, asked)
+        self._opening[number] = opening
+        self._end_if_known(opening)
+
+    def _tell_others(self, number: int, option: int, body: Bytes = NOTHING) -> set[int]:
+        others = {*self._layout.server_numbers} - {self._index}
+        header = Header(Kind.VIEW, sequence=number, option=option)
+        for other in sorted(others):
+            self._replies.send(self._layout.address_of(other), header, body=body)
+        return others
+
     def _adopted(self, delivery: Delivery) -> None:
-        """Note that another server knows a table now, or why not. For the leader."""
+        """Note that another server knows what is opened, or why not. For the leader."""
         content = json.loads(delivery.meta)
-        opening = self._opening.get(content["name"])
-        if opening is None or opening.number != delivery.header.sequence:
+        opening = self._opening.get(delivery.header.sequence)
+        if opening is None:
             return  # a server has died since
         if content["why"]:
             opening.problems.append(f"server {content['server']}: {content['why']}")
         opening.awaited.discard(content["server"])
-        self._open_if_known(opening)
+        self._end_if_known(opening)
 
-    def _open_if_known(self, opening: _Opening) -> None:
+    def _end_if_known(self, opening: _Opening) -> None:
         if opening.awaited:
             return
-        number = opening.number
-        name = self.contents[number].spec.name
-        del self._opening[name]
-        if not opening.problems:
+        number, problems = opening.number, "; ".join(opening.problems)
+        del self._opening[number]
+        if not problems:
+            answer = self._all_described() if opening.is_all else self.described(number)
             for request in opening.asked:
-                self._replies.json(request, self.described(number))
+                self._replies.json(request, answer)
             return
-        self.discard(number)
-        error = RingcommError(f"table[{name}]: cannot be made: {'; '.join(opening.problems)}")
+        text = f"ps.recover: tables cannot be made anew: {problems}"
+        if not opening.is_all:
+            text = f"table[{self.contents[number].spec.name}]: cannot be made: {problems}"
+            self.discard(number)
         for request in opening.asked:
-            self._replies.fail(request, error)
+            self._replies.fail(request, RingcommError(text))
 
     def discard(self, number: int) -> None:
         """Drop a table on all servers."""
         self._forget(number)
-        for other in sorted({*self._layout.server_numbers} - {self._index}):
-            self._send(other, Header(Kind.VIEW, sequence=number, option=DROP))
+        self._tell_others(number, DROP)
 
     def reopen(self, requests: Sequence[Delivery], users: Sequence[Iterable[str]]) -> None:
         """Open all tables anew on the servers that live, and answer clients.
@@ -185,19 +196,15 @@ class Catalog:
             users: the names of the tables that each of them uses.
         """
         specs = [spec for _, spec in sorted(self.known().items())]
-        first = self.last + 1
+        first = self.last = self.last + 1
         self.on_restart()
         for number, spec in enumerate(specs, first):
             self.install(number, spec, self._place(spec))
             for request, names in zip(requests, users, strict=True):
                 if spec.name in names:
                     self._core.tables[number].openers.add(request.source)
-        others = {*self._layout.server_numbers} - {self._index}
-        self._reopening = _Opening(first, others, [*requests])
-        body = as_body(self._all_described())
-        for other in sorted(others):
-            self._send(other, Header(Kind.VIEW, sequence=first, option=RESTART), body=body)
-        self._reopened_if_known()
+        tables = [self.described(number) for number in self.known()]
+        self._open(first, ADOPT_ALL, tables, [*requests])
 
     def _all_described(self) -> dict[str, Any]:
         tables = [*map(self.described, self.known())]
@@ -210,29 +217,6 @@ class Catalog:
                 self._core.tables[number].openers.add(request.source)
         self._replies.json(request, {**self._all_described(), "said": said})
 
-    def _restarted(self, delivery: Delivery) -> None:
-        """Note that another server has opened all tables anew, or why not. For the leader."""
-        reopening, content = self._reopening, json.loads(delivery.meta)
-        if reopening is None or reopening.number != delivery.header.sequence:
-            return  # another one has died since
-        if content["why"]:
-            reopening.problems.append(f"server {content['server']}: {content['why']}")
-        reopening.awaited.discard(content["server"])
-        self._reopened_if_known()
-
-    def _reopened_if_known(self) -> None:
-        reopening = self._reopening
-        if reopening is None or reopening.awaited:
-            return
-        self._reopening = None
-        problems = "; ".join(reopening.problems)
-        for request in reopening.asked:
-            if problems:
-                error = RingcommError(f"ps.recover: tables cannot be made anew: {problems}")
-                self._replies.fail(request, error)
-            else:
-                self._replies.json(request, self._all_described())
-
     def described(self, number: int) -> dict[str, Any]:
         """Return the number, spec and owners of a table, for other ranks."""
         table, spec = self._core.tables[number], self.contents[number].spec
@@ -243,38 +227,24 @@ class Catalog:
     def on_view(self, delivery: Delivery) -> None:
         """Carry out a frame of Kind.VIEW."""
         option = delivery.header.option
-        if option == ADOPT:
-            self._adopt(delivery)
-        elif option == ADOPTED:
+        if option == ADOPTED:
             self._adopted(delivery)
-        elif option == RESTART:
-            self._restart(delivery)
-        elif option == RESTARTED:
-            self._restarted(delivery)
-        else:
+        elif option == DROP:
             self._forget(delivery.header.sequence)
+        else:
+            self._adopt(delivery)
 
     def _adopt(self, request: Delivery) -> None:
-        """Note a table that the leader has placed; or reply why that is impossible."""
-        placed, why = json.loads(request.body.tobytes()), ""
+        """Note tables that the leader has placed, and maybe no other; or reply why that fails."""
+        why = ""
+        if request.header.option == ADOPT_ALL:
+            self.on_restart()
         try:
-            self.install(placed["number"], Spec.of_json(placed["spec"]), placed["owners"])
-        except Exception as error:  # noqa: BLE001 - the client that opens the table gets it
-            why = f"{type(error).__name__}: {error}"
-        content = {"name": placed["spec"]["name"], "server": self._index, "why": why[:2000]}
-        header = Header(Kind.VIEW, sequence=placed["number"], option=ADOPTED)
-        self._replies.send(request.source, header, packed_json(content))
-
-    def _restart(self, request: Delivery) -> None:
-        """Open the tables that the leader has opened anew, and no other; or reply why not."""
-        content, why = json.loads(request.body.tobytes()), ""
-        self.on_restart()
-        try:
-            for each in content["tables"]:
+            for each in json.loads(request.body.tobytes()):
                 self.install(each["number"], Spec.of_json(each["spec"]), each["owners"])
-        except Exception as error:  # noqa: BLE001 - the clients that recover get it
+        except Exception as error:  # noqa: BLE001 - the clients that have asked get it
             why = f"{type(error).__name__}: {error}"
-        header = Header(Kind.VIEW, sequence=request.header.sequence, option=RESTARTED)
+        header = Header(Kind.VIEW, sequence=request.header.sequence, option=ADOPTED)
         meta = packed_json({"server": self._index, "why": why[:2000]})
         self._replies.send(request.source, header, meta)
 
@@ -284,7 +254,6 @@ class Catalog:
             self._forget(number)
         self._opening.clear()
         self._loads.clear()
-        self._reopening = None
 
     def install(self, number: int, spec: Spec, owners: list[int]) -> None:
         """Add a table to this server."""
@@ -350,10 +319,6 @@ class Catalog:
     def _count(self, spec: Spec, owners: list[int], sign: int) -> None:
         for server, n in Counter(owners).items():
             self._loads[server] += n * sign * _part_nbytes(spec)
-
-    def _send(self, server: int, header: Header, meta: bytes = b"", body: Any = None) -> None:
-        rank = self._layout.address_of(server)
-        self._replies.send(rank, header, meta, *(() if body is None else (body,)))
 
 
 def _part_nbytes(spec: Spec) -> int:
