@@ -264,14 +264,16 @@ def _start(
         if frame.header.view >= len(layout.lost):  # else it is older than ps.recover()
             training.on_frame(frame.source, frame.header.option, frame.header.clock)
 
-    dispatcher.on_stop = on_stop
+    dispatcher.takes[Kind.STOP] = on_stop
     tables: dict[str, Any] = {}
     replaced = Replacements(
         me,
         lambda to, option: link.send(to, Header(Kind.REPLACED, origin=me, option=option)),
         lambda: [table.note_replaced() for table in [*tables.values()]],
     )
-    dispatcher.on_replaced = lambda frame: replaced.on_frame(frame.source, frame.header.option)
+    dispatcher.takes[Kind.REPLACED] = lambda frame: replaced.on_frame(
+        frame.source, frame.header.option
+    )
     dispatcher.link, dispatcher.client = link, client.outstanding
     if me in layout.servers:
         memory = partial(memory_of, engine)
@@ -295,7 +297,7 @@ def _start(
         engine, layout, group, dispatcher, client, training, replaced, names, tables=tables
     )
     dispatcher.deaths.listeners.append(current.on_death)
-    dispatcher.on_homes = current.on_homes
+    dispatcher.takes[Kind.HOMES] = current.on_homes
     keep_queues(engine, layout.rank_of(layout.leader))
     engine.extensions.add_service(dispatcher)
     engine.extensions.add_waits(lambda: client.waits.label)

@@ -25,23 +25,19 @@ class FrameDispatcher:
         client: of this rank; None: it asks nothing.
         server: likewise; or the homes that run in this process.
         reports: of evaluators; for the chief.
-        on_stop: takes frames of Kind.STOP; set before the first poll.
-        on_replaced: takes frames of Kind.REPLACED; likewise.
-        on_homes: takes frames of Kind.HOMES; likewise.
-        link: the wire; set before the first poll.
+        takes: takes frames of a kind that is for neither; set before the first poll.
+        link: the wire; likewise.
         deaths: looked for at each poll; likewise.
     """
 
     link: Link
     deaths: Deaths
-    on_stop: Callable[[Delivery], None]
-    on_replaced: Callable[[Delivery], None]
-    on_homes: Callable[[Delivery], None]
 
     def __init__(self) -> None:
         self.client: Outstanding | None = None
         self.server: Server | Homes | None = None
         self.reports: deque[Delivery] = deque(maxlen=10_000)
+        self.takes: dict[int, Callable[[Delivery], None]] = {Kind.REPORT: self.reports.append}
 
     @property
     def has_news(self) -> bool:
@@ -84,14 +80,8 @@ class FrameDispatcher:
             elif delivery.header.kind == Kind.MOVE and delivery.header.option == Step.NOTICE:
                 assert self.client is not None
                 self.client.on_notice(delivery)
-            elif delivery.header.kind == Kind.STOP:
-                self.on_stop(delivery)
-            elif delivery.header.kind == Kind.REPLACED:
-                self.on_replaced(delivery)
-            elif delivery.header.kind == Kind.HOMES:
-                self.on_homes(delivery)
-            elif delivery.header.kind == Kind.REPORT:
-                self.reports.append(delivery)
+            elif (take := self.takes.get(delivery.header.kind)) is not None:
+                take(delivery)
             else:
                 assert self.server is not None
                 self.server.on_request(delivery)
