@@ -343,4 +343,13 @@ self.steps = int(state.meta["steps"])
         "servers believe clocks of workers whose pushes are still on their way back from a move",
         ("unit/test_ps_row_calls_during_moves.py",),
     ),
+    Mutation(
+        "ps-first-values-may-be-nan",
+        "ps",
+        "ps/client/check_arguments.py",
+        "    if flat.size and math.isnan(flat.min()):",
+        "    if flat.size and math.isnan(flat[0]):",
+        "a table begins with NaN, which no update changes into a number",
+        ("unit/test_ps_dense_tables.py",),
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Faults where clients of a parameter server die, and in the leases of a WorkQueue."""
+"""Faults where ranks of a parameter-server job die, and in the leases of a WorkQueue."""
 
 from mutations.mutation import Mutation
 
@@ -295,5 +295,17 @@ PS_DEATHS = [
         "return True",
         "if the copy is on another host, pulls miss what was acknowledged after a death",
         _IN_PLACE,
+    ),
+    Mutation(
+        "ps-a-job-with-servers-begins-another-view",
+        "ps",
+        "ps/job.py",
+        "    engine.extensions.check_views(current.refuse_view)\n",
+        "",
+        "elastic.run in a job with servers waits for them until the deadline, and then fails",
+        (
+            "fault/test_ps_deaths.py::"
+            "test_a_job_with_servers_goes_on_in_one_view_and_refuses_what_would_begin_another",
+        ),
     ),
 ]
