@@ -5,9 +5,9 @@
 | which requests are carried out, kept, or sent to another server | Core, core.migration |
 | pushes, reads and what waits, of one unit | core.unit |
 | rounds | core.rounds |
-| steps of workers, places in rounds | core.progress |
-| snapshots | core.moments |
-| moves and pauses | core.migration |
+| steps of workers, places in rounds | core.worker_progress |
+| snapshots | core.snapshot_moments |
+| moves and pauses | core.migration, core.migration_leader, core.migration_participant |
 | when a table that was closed goes | core.closed_tables |
 | what follows when a rank leaves, or dies | core.departures |
 | when a job whose server died begins anew | core.recovery |
