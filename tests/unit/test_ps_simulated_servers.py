@@ -275,3 +275,21 @@ def test_the_memory_of_what_moved_is_free_at_once_if_nobody_is_left():
     for rank in (1, 2, 9):
         leave(core, rank)
     assert commit(core)[-1] == "Free"
+
+
+def test_a_leave_confirms_what_has_moved():
+    core = core_of(Mode("async"))
+    core.handle(on.MovesAsked(push(1, 1), [Move(KEY, 0, 1)]), 0.0)
+    freeze(core)
+    assert "Free" not in commit(core)
+    leave(core, 9)
+    core.handle(on.Noted(1, KEY, 1), 0.0)
+    assert leave(core, 2) == ["Free"]
+
+
+def test_rounds_go_on_once_who_has_stopped_them_has_left():
+    core = core_of(Mode("sync"))
+    core.handle(on.Stopped(push(9, 1), 9 << 32), 0.0)
+    for worker in (1, 2):
+        assert arrive(core, push(worker, 5)) == []
+    assert leave(core, 9) == ["Drop", "End"]
