@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ def plan_kills(args):
     on_request, counts, of_copies = Server.on_request, itertools.count(1), itertools.count(1)
 
     def die(server):
-        (args.out / f"kill.{session().engine.job_rank}").touch()
+        (args.out / f"kill.{session().engine.job_rank}").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
     def may_die(number):
@@ -100,6 +101,7 @@ class Job:
     def __init__(self, args):
         self.args = args
         self.dies_at = [int(n) for n in args.kill_worker.split("@")]
+        self.times = []  # when steps began and ended
 
     def open(self):
         n, mode = len(session().layout.workers), MODES[self.args.mode]
@@ -160,8 +162,6 @@ class Job:
 
     def move(self, step):
         """Ask for a move, and wait for nothing."""
-        if self.args.replication > 1:
-            return
         client = session().client
         servers = client.servers
         body = as_body([(self.table.number, step % BLOCKS, 0, servers[step // 5 % len(servers)])])
@@ -195,7 +195,9 @@ class Job:
                     self.begin()
                     has_begun = True
                 while ps.step_number() < self.args.steps:
+                    began = time.monotonic()
                     self.step()
+                    self.times.append((began, time.monotonic()))
                 self.await_others()
                 own = self.own()
                 break
@@ -209,6 +211,7 @@ class Job:
         result = {
             "index": self.me, "own": own, "wanted": wanted, "n_recovered": n_recovered,
             "step": step, "before": self.before, "n_stale": self.n_stale, "n": self.n,
+            "times": self.times,
         }  # fmt: skip
         (self.args.out / f"result.{self.me}").write_text(json.dumps(result))
 

@@ -5,18 +5,21 @@ same run. Each push adds 1 to an element of its own, so values show how often it
 """
 
 import json
+import time
 from collections import Counter, defaultdict, deque
 
 import numpy as np
 
 from ringcomm.ps import optim
+from ringcomm.ps.client.partition_owners import PartitionOwners
 from ringcomm.ps.protocol.frame_meta import PushMeta, packed_json
-from ringcomm.ps.protocol.frames import Entry, Header, Kind, Status
+from ringcomm.ps.protocol.frames import Entry, Header, Kind, Status, Step
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.homes.homes import Homes
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.takeovers import Takeovers
+from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.table_spec import Spec
 from ringcomm.ps.update_modes import SSP, FirstOf, Mode
@@ -30,6 +33,19 @@ def memory(nbytes):
     raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + nbytes]
+
+
+class ModelTime:
+    """In the place of the module time: each look at it takes 10 ms."""
+
+    def __init__(self):
+        self.now = time.monotonic() + 1e6  # later than any look at the real one
+
+    def monotonic(self):
+        self.now += 0.01
+        return self.now
+
+    time = monotonic  # a name of the module
 
 
 class Wire:
@@ -119,7 +135,13 @@ class Client(Process):
         self.ask(0, Kind.CREATE, meta=packed_json(net.spec.to_json()), take=self.created)
 
     def created(self, reply):
-        self.owners = json.loads(reply.body.tobytes() or reply.meta)["owners"]
+        self.know(json.loads(reply.body.tobytes() or reply.meta))
+
+    def know(self, created):
+        self.table, self.owners = created["number"], PartitionOwners()
+        self.owners.add_table(self.table, created["owners"], {})
+        for part, epoch in created["epochs"].items():
+            self.owners.orders[self.table, int(part)].epoch = epoch
 
     def ask(self, home, kind, meta=b"", body=NOTHING, *, take=None, **more):
         self.sequence += 1
@@ -129,22 +151,89 @@ class Client(Process):
 
     def send(self, sequence):
         home, header, meta, body, _ = self.asked[sequence]
+        self.send_frame(home, header, meta, body)
+
+    def send_frame(self, home, header, meta=b"", body=NOTHING):
         if home in self.layout.hosts:
             header = header._replace(status=home + 1)
         self.wire.send(self.layout.rank_of(home), header, meta, body)
 
     def taken(self, home):
         for sequence in sorted(self.asked):
-            if self.asked[sequence][0] == home:
+            if self.asked[sequence][0] == home:  # None: it waits until others have come back
                 self.send(sequence)
+        for partition, epoch in self.owners.confirmed.items() if self.owners else ():
+            self.say_noted(home, partition, epoch)
 
     def take(self, reply):
-        asked = self.asked.pop(reply.header.sequence, None)
+        if reply.header.kind == Kind.MOVE:
+            self.noticed(reply.header, reply.meta)
+            return
+        sequence, asked = reply.header.sequence, self.asked.get(reply.header.sequence)
         if asked is None:
             return  # it was asked again
+        header = asked[1]
+        partition = header.table, header.partition
+        order = None if self.owners is None else self.owners.orders.get(partition)
+        if reply.header.status == Status.WRONG_VIEW:
+            if reply.header.view == header.view and asked[0] is not None:  # else it came twice
+                self.again(partition, self.owners.returned(partition, sequence, reply.meta))
+            return
         assert reply.header.status in (Status.OK, Status.LATE), reply.meta
+        del self.asked[sequence]
+        if header.table and order is not None and order.sent_in(sequence) is not None:
+            self.again(partition, order.answered(sequence))
         if asked[4] is not None:
             asked[4](reply)
+
+    # --- partitions that move
+    def noticed(self, header, meta):
+        partition = header.table, header.partition
+        self.again(partition, self.owners.note_move(partition, meta, header.clock))
+
+    def again(self, partition, sequences):
+        order = self.owners.orders[partition]
+        for sequence, (_, header, *more) in self.asked.items():
+            asks_leader = header.kind == Kind.ENTER and header.option == Entry.ASK
+            is_of_it = (header.table, header.partition) == partition and not asks_leader
+            if is_of_it and order.sent_in(sequence) is None:
+                self.asked[sequence] = None, header, *more
+        for sequence in sequences:
+            self.net.n_resent += 1
+            self.send_part(sequence)
+        for each, epoch in self.owners.take_confirmed():
+            self.owners.confirmed[each] = epoch
+            for home in self.layout.server_numbers:
+                self.say_noted(home, each, epoch)
+
+    def say_noted(self, home, partition, epoch):
+        header = Header(
+            Kind.MOVE, origin=self.rank, table=partition[0], partition=partition[1], clock=epoch,
+            option=Step.NOTED,
+        )  # fmt: skip
+        self.send_frame(home, header)
+
+    def send_part(self, sequence):
+        """Send a request to the present owner of its partition."""
+        _, header, *more = self.asked[sequence]
+        partition = header.table, header.partition
+        header = header._replace(view=self.owners.orders[partition].epoch)
+        self.asked[sequence] = self.owners.view.owner(partition), header, *more
+        self.send(sequence)
+
+    def move(self):
+        part, dest = self.net.choices.below(N_PARTS), self.net.choices.below(len(self.net.servers))
+
+        def moved(reply):
+            answer = json.loads(reply.body.tobytes() or reply.meta)
+            self.net.n_moved += answer["moved"]
+
+        body = as_body([[self.table, part, -1, dest]])
+        self.ask(0, Kind.MOVE, body=body, option=Step.ASK, take=moved)
+
+    def part_at(self, home):
+        """Return a partition that a home has."""
+        return next(p for p in range(N_PARTS) if self.owners.view.owner((self.table, p)) == home)
 
     # --- what it does
     def act(self):
@@ -158,6 +247,8 @@ class Client(Process):
                 self.ask(home, Kind.LEAVE)
             return True
         self.step += 1
+        if self.net.moves and self.net.choices.below(3) == 1:
+            self.move()
         choice = self.net.choices.below(8)
         if self.net.mode.has_rounds or choice < 4:
             self.push()
@@ -195,8 +286,14 @@ class Client(Process):
 
         self.ask(0, Kind.ENTER, table=1, clock=clock, option=Entry.ASK, take=decided)
 
-    def ask_part(self, part, kind, *args, **more):
-        self.ask(self.owners[part], kind, *args, table=self.table, partition=part, **more)
+    def ask_part(self, part, kind, meta=b"", body=NOTHING, *, take=None, **more):
+        self.sequence += 1
+        header = Header(
+            kind, origin=self.rank, sequence=self.sequence, table=self.table, partition=part, **more
+        )
+        self.asked[self.sequence] = None, header, meta, body, take
+        if self.owners.orders[self.table, part].add(self.sequence):
+            self.send_part(self.sequence)
 
     def push_part(self, part, clock):
         workers = self.net.workers
@@ -234,13 +331,18 @@ class Net:
         mode: of the table.
         choices: see ps_simulation.
         is_patient: a server dies only while there are two copies of each.
+        moves: clients let partitions move.
         n_servers, n_workers, n_steps, n_deaths: how many there are.
     """
 
     replication = 2
 
-    def __init__(self, mode, choices, *, n_servers, n_workers, n_steps, n_deaths, is_patient=False):
-        self.is_patient = is_patient
+    def __init__(
+        self, mode, choices, *, n_servers, n_workers, n_steps, n_deaths, is_patient=False,
+        moves=False,
+    ):  # fmt: skip
+        self.is_patient, self.moves = is_patient, moves
+        self.n_moved = self.n_resent = 0
         self.mode, self.choices, self.n_deaths = mode, choices, n_deaths
         self.workers = tuple(range(n_workers))
         self.servers = tuple(range(n_workers, n_workers + n_servers))
@@ -406,8 +508,10 @@ class Net:
         assert all(self.ranks[r].homes.is_over for r in self.servers if r not in self.dead)
         for home in self.homes:
             copies[home.number].append(home)
+        found = Counter()
         for number in range(len(self.servers)):
             (primary,) = (home for home in copies[number] if home.is_primary)
+            found.update([*primary.server.catalog.contents[1].parts])
             for part, block in primary.server.catalog.contents[1].parts.items():
                 self.n_compared += len(copies[number]) > 1
                 self.require(part, block.values, self.least(part))
@@ -418,6 +522,7 @@ class Net:
                 for other in copies[number]:
                     values = other.server.catalog.contents[1].parts[part]
                     assert values.values.tobytes() == block.values.tobytes()
+        assert found == Counter(range(N_PARTS))
 
 
 MODES = {"async": Mode("async"), "sync": Mode("sync"), "ssp": SSP(1), "first_of": FirstOf(2)}

@@ -168,7 +168,7 @@ class RecoveringClient(Client):
         answer = json.loads(reply.body.tobytes() or reply.meta)
         self.layout.lost.update({*range(len(self.layout.servers))} - {*answer["servers"]})
         (table,) = answer["tables"]
-        self.table, self.owners = table["number"], table["owners"]
+        self.know(table)
         self.n_rounds, self.n_pushed = 0, Counter()
         self.n_meetings = 0
         self.restore(self.layout.chief)

@@ -9,10 +9,11 @@ from harness import at_length, is_fast
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ps_home_pipes_model import PipeNet
-from ps_homes_model import MODES
+from ps_homes_model import MODES, ModelTime
 from ps_simulation import Choices
 
 from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.server.homes import home
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import Log
 
@@ -20,6 +21,13 @@ ANY_ORDER = settings(
     max_examples=at_length(5_000, 20 if is_fast() else 50), derandomize=True, database=None,
     deadline=None, suppress_health_check=[*HealthCheck],
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def model_time(monkeypatch):
+    monkeypatch.setattr(home, "time", ModelTime())
+
+
 PRIMARY, FOLLOWER = 2, 3  # ranks of a job of two workers, as to the blocks of server 0
 
 
@@ -35,7 +43,7 @@ def begun(**sizes):
 def push(net, worker):
     """Let a worker push to a block of server 0."""
     client = net.client(worker)
-    client.push_part(client.owners.index(0), 0)
+    client.push_part(client.part_at(0), 0)
 
 
 def test_no_push_needs_python():
@@ -100,7 +108,7 @@ def test_a_report_acknowledges_no_push_after_it():
 
 def test_a_block_has_a_push_only_once_its_follower_has():
     net = begun()
-    part = net.client(0).owners.index(0)
+    part = net.client(0).part_at(0)
     blocks = [
         net.ranks[rank].homes._homes[0].server.catalog.contents[1].parts[part]
         for rank in (PRIMARY, FOLLOWER)
@@ -112,9 +120,20 @@ def test_a_block_has_a_push_only_once_its_follower_has():
         assert [block.version for block in blocks] == expected
 
 
+@ANY_ORDER
+@given(
+    numbers=st.binary(min_size=200, max_size=1500), n_servers=st.integers(2, 4),
+    n_workers=st.integers(1, 3), n_steps=st.integers(4, 14), n_deaths=st.integers(0, 3),
+)  # fmt: skip
+def test_partitions_move_whoever_dies(numbers, **sizes):
+    net = PipeNet(MODES["async"], Choices(numbers), moves=True, is_patient=True, **sizes)
+    net.run()
+    net.require_all()
+
+
 def test_a_pull_has_the_push_before_it():
     net = begun()
-    part, values = net.client(0).owners.index(0), []
+    part, values = net.client(0).part_at(0), []
     push(net, 0)
     net.client(0).ask(
         0, Kind.PULL, table=1, partition=part, take=lambda reply: values.append(reply.body.copy())

@@ -7,7 +7,7 @@ import harness
 import numpy as np
 import pytest
 from harness import DEADLINE_S, at_length
-from ps_jobs import Boom, ended, kill_server, run_all
+from ps_jobs import Boom, ended, kill_server, moving_beside, run_all
 
 import ringcomm as rc
 from ringcomm import ps
@@ -15,6 +15,8 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.client.dense.pulls import DensePulls
+from ringcomm.ps.placement.rebalance import move_all
+from ringcomm.ps.placement.view import Move
 from ringcomm.ps.server.homes.homes import Homes
 from ringcomm.ps.session import session
 
@@ -120,6 +122,65 @@ def test_nobody_reads_the_memory_of_a_dead_server_once_another_goes_on(monkeypat
     run(body)
     assert len(seen) >= 2
     assert all(seen)
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("victim", at_length([0, 1], [0]))
+@pytest.mark.parametrize("mode", at_length(MODES, [MODES[0], MODES[2]]), ids=str)
+def test_partitions_move_while_a_server_dies(mode, victim):
+    """They move to and fro between all servers all the time, and go on to do so."""
+    n_steps = at_length(60, 14)  # a move of rows takes tens of ms
+
+    def body(rank):
+        table, rows = tables(mode)
+        current = session()
+
+        def next_move(rng):
+            dest = rng.randrange(3)
+            if rng.random() < 0.5:
+                moves = [Move((table.number, rng.randrange(3)), -1, dest)]
+            else:
+                moves = [Move((rows.number, 7 * part), -1, dest) for part in range(64)]
+            return move_all(current, moves)
+
+        end = moving_beside(next_move) if rank == 0 else None
+        for step in range(n_steps):
+            kill_at(step, 4, victim)
+            pushed = table.push(np.full(N, 1.0 + step))
+            rows.push(KEYS, np.full((60, 2), 1.0 + step)).wait()
+            pushed.wait()
+            table.pull().wait()
+            rows.pull(KEYS).wait()
+            ps.complete_step()
+        n_moved = end() if end is not None else 99
+        rc.barrier()
+        found = n_moved, table.pull().wait(), rows.pull(KEYS).wait()
+        rc.barrier()
+        return found
+
+    n_in_round = 1 if str(mode) in ("sync", "FirstOf(2)") else 2
+    total = n_in_round * sum(1.0 + step for step in range(n_steps))
+    for n_moved, dense, sparse in run(body):
+        assert n_moved > n_steps / 4
+        assert (dense == total).all()
+        assert (sparse == total).all()
+
+
+def test_servers_that_run_in_one_process_share_a_part_of_the_load():
+    def body(rank):
+        table = ps.table("w", 1200, "float64", updater=ps.optim.Add(), block_nbytes=800)
+        kill_at(0, 0, 1)
+        for _ in range(20):
+            table.push(np.ones(1200)).wait()
+        found = ps.rebalance().wait()
+        again = table.pull().wait()
+        return found, again
+
+    ((moved, load, after), values), *_ = run(body, n_workers=1)
+    assert moved >= 1
+    assert load[0] < 0.4
+    assert 0.42 < after[0] < 0.58  # of two processes, of which the other one runs two servers
+    assert (values == 20).all()
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -404,8 +465,7 @@ def test_what_copies_do_not_go_with_is_refused_with_the_reason(why):
 
 def test_what_copies_cannot_yet_is_refused_by_name(tmp_path):
     def body(rank):
-        for refused in (ps.rebalance, lambda: ps.recover(tmp_path)):
-            with pytest.raises(rc.RingcommError, match=r"ps.init\(replication=2\) yet"):
-                refused()
+        with pytest.raises(rc.RingcommError, match=r"ps.init\(replication=2\) yet"):
+            ps.recover(tmp_path)
 
     run(body, n_dead=0, n_servers=2)

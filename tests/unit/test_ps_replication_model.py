@@ -6,15 +6,22 @@ answered, and both copies have the same bits.
 
 import pytest
 from any_order import any_order
+from harness import at_length
 from hypothesis import given
 from hypothesis import strategies as st
-from ps_homes_model import MODES, Net
+from ps_homes_model import MODES, ModelTime, Net
 from ps_simulation import Choices
 
+from ringcomm.ps.server.homes import home
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log
 
 ANY_ORDER = any_order(5_000, 25, fast=10)
+
+
+@pytest.fixture(autouse=True)
+def model_time(monkeypatch):
+    monkeypatch.setattr(home, "time", ModelTime())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -63,6 +70,48 @@ def test_all_servers_but_one_die_one_after_the_other(mode):
     net.run()
     assert all(net.acked.values())
     net.require_all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@ANY_ORDER
+@given(
+    numbers=st.binary(min_size=200, max_size=1500), n_servers=st.integers(3, 5),
+    n_workers=st.integers(2, 3), n_steps=st.integers(4, 14), is_patient=st.booleans(),
+)  # fmt: skip
+def test_partitions_move_whoever_dies(mode, numbers, n_servers, **sizes):
+    """A move that has begun ends, and its partitions are on one server, with all that was there."""
+    net = Net(
+        MODES[mode], Choices(numbers), n_servers=n_servers, n_deaths=n_servers - 1, moves=True,
+        **sizes,
+    )  # fmt: skip
+    net.run()
+    net.require_all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_move_commits_whichever_server_dies_in_it(mode, victim):
+    """A server dies after each number of messages of one move."""
+    for n_messages in range(0, 60, at_length(1, 6)):  # in the gate: every sixth
+        net = Net(MODES[mode], Choices([0]), n_servers=3, n_workers=2, n_steps=4, n_deaths=0)
+        net.settle()
+        for rank in net.workers:
+            net.client(rank).act()
+        net.settle()
+        client = net.client(0)
+        source = client.owners.view.owner((1, 1))
+        net.choices = Choices([1, (source + 1) % 3, 0])
+        client.move()
+        for rank in net.workers:
+            net.client(rank).act()
+        for _ in range(n_messages):
+            net.deliver_one()
+        net.kill(victim)
+        net.settle()
+        assert net.n_moved == 1
+        assert client.owners.view.owner((1, 1)) == (source + 1) % 3
+        net.run()
+        net.require_all()
 
 
 # --- its parts ----------------------------------------------------------------------------------

@@ -231,11 +231,14 @@ class Outstanding:
         rank = self._layout.rank_of(home)
         with self.lock:
             for sequence, request in sorted(self.requests.items()):
-                if request.server == home:
-                    order = self.owners.orders.get(request.partition or (-1, -1))
+                order = self.owners.orders.get(request.partition or (-1, -1))
+                epoch = request.epoch if order is None else order.sent_in(sequence)
+                if request.server == home and epoch is not None:  # else its partition moves
                     request.body = reachable(request.body, rank, self._engine, self._link)
-                    self._send(request, sequence, request.epoch if order is None else order.epoch)
+                    self._send(request, sequence, epoch)
                     self.n_resent += 1
+            for move in [*self.owners.confirmed.items()]:  # behind what came back from these
+                self.confirm_move(*move, (home,))
 
     # --- replies --------------------------------------------------------------------------------
     def place_for(self, header: Header) -> Bytes | None:
@@ -321,14 +324,19 @@ class Outstanding:
             self._send_again(partition, due)
             self._confirm_moves()
 
-    def confirm_move(self, partition: Partition, epoch: int) -> None:
-        """Report to all servers that no request is under way that was made in an older view."""
+    def confirm_move(
+        self, partition: Partition, epoch: int, servers: Collection[int] | None = None
+    ) -> None:
+        """Report to servers that no request is under way that was made in an older view."""
         header = Header(
             Kind.MOVE, origin=self._me, table=partition[0], partition=partition[1], clock=epoch,
             option=Step.NOTED,
         )  # fmt: skip
-        for rank in self._layout.servers:
-            self._link.send(rank, header)
+        self.owners.confirmed[partition] = epoch
+        layout = self._layout
+        for home in layout.server_numbers if servers is None else servers:
+            header = header._replace(status=home + 1 if home in layout.hosts else 0)
+            self._link.send(layout.rank_of(home), header)
 
     def _confirm_moves(self) -> None:
         for partition, epoch in self.owners.take_confirmed():

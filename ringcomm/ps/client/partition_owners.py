@@ -19,12 +19,14 @@ class PartitionOwners:
         view: the owners of partitions.
         orders: of this rank's requests, by partition.
         notices: moves that servers have announced, by partition and epoch, to be confirmed.
+        confirmed: the last move that was, by partition; of a hash table by 0.
     """
 
     def __init__(self) -> None:
         self.view = View()
         self.orders: dict[Partition, RequestOrder] = {}
         self.notices: list[tuple[Partition, int]] = []
+        self.confirmed: dict[Partition, int] = {}
 
     def add_table(self, number: int, owners: list[int], epochs: Mapping[int, int]) -> None:
         """Learn the owners of a table's partitions.
@@ -51,6 +53,8 @@ class PartitionOwners:
         """Know a table no more, to which no request is under way."""
         for partition in [each for each in self.orders if each[0] == number]:
             del self.orders[partition]
+        for partition in [each for each in self.confirmed if each[0] == number]:
+            del self.confirmed[partition]
         chains = {part: chain for part, chain in self.view.chains.items() if part[0] != number}
         self.view = View(self.view.number + 1, chains)
 
@@ -86,6 +90,7 @@ class PartitionOwners:
     def lose(self) -> None:
         """Know of no request: all have failed, for a server died."""
         self.notices.clear()
+        self.confirmed.clear()
         for partition, order in self.orders.items():
             self.orders[partition] = RequestOrder(order.epoch)
 

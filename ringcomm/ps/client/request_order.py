@@ -46,6 +46,10 @@ class RequestOrder:
         self._sent[sequence] = self.epoch
         return True
 
+    def sent_in(self, sequence: int) -> int | None:
+        """Return the epoch in which a request under way was sent; None: it waits."""
+        return self._sent.get(sequence)
+
     def answered(self, sequence: int) -> list[int]:
         """Remove a request that was carried out or refused; return those to send now."""
         self._n_old -= self._sent.pop(sequence) != self.epoch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -45,7 +45,8 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
     Any worker may call it, while all go on: a partition that moves answers a little later, and no
     push is lost or doubled. Partitions move one by one; those of a hash table 64 at a time, and the
     table stands still meanwhile. Rounds go on where they were. Nothing moves while a rank is within
-    ps.snapshot(). A hash table with ps.Evict(max_rows=) that is small stays where it is.
+    ps.snapshot(). A hash table with ps.Evict(max_rows=) that is small stays where it is. Servers
+    that run in one process, since another one died, count as one.
 
     Args:
         slack: a server may have this share more than the mean.
@@ -60,8 +61,6 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
     current = session()
     if current.snapshot:
         raise RingcommError("ps.rebalance: not within ps.snapshot(), while which nothing moves")
-    if current.layout.replication > 1:
-        raise RingcommError("ps.rebalance: it does not go with ps.init(replication=2) yet")
     if slack < 0:
         raise ValueError(f"ps.rebalance: slack is {slack}; it must be 0 or more")
     answers = ask_json(current.client, Kind.STATS, {"keys": True}).wait()
@@ -70,10 +69,20 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
     _before[current] = heat
     recent = {partition: x - before.get(partition, 0.0) for partition, x in heat.items()}
     servers = current.client.servers
-    moves = plan_moves(view, recent, servers, slack, pinned_in(answers))
+    heads = heads_of(servers, current.layout.rank_of)
+    busy = view.with_({part: (heads[chain[0]],) for part, chain in view.chains.items()})
+    moves = plan_moves(busy, recent, sorted({*heads.values()}), slack, pinned_in(answers))
     after = view.with_({move.partition: (move.dest,) for move in moves})
     load, load_after = shares(view, recent, servers), shares(after, recent, servers)
     return move_all(current, moves, load, load_after)
+
+
+def heads_of(servers: Sequence[int], rank_of: Callable[[int], int]) -> dict[int, int]:
+    """Return, for each server, the lowest that runs in the same process: they share its time."""
+    heads: dict[int, int] = {}
+    for server in sorted(servers):
+        heads.setdefault(rank_of(server), server)
+    return {server: heads[rank_of(server)] for server in servers}
 
 
 def move_all(

@@ -185,6 +185,10 @@ class Server:
         self.store.give_up(rank)
         self._handle(on.Died(rank))
 
+    def notify_again(self) -> None:
+        """Tell clients of moves of which another copy of this server may not have told them."""
+        self._performer.perform(self.core.migration.notices())
+
     # --- clocks, snapshots, checkpoints ---------------------------------------------------------
     def _tick(self, request: Delivery) -> None:
         """Note a worker's clock; option 1: reply when the slowest has reached one."""

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.actions import Action, Close, Key, Open, Reply, Request
+from ringcomm.ps.server.core.actions import Action, Close, Key, Notify, Open, Reply, Request
 from ringcomm.ps.server.core.migration_leader import Leader
 from ringcomm.ps.server.core.migration_participant import Participant
 from ringcomm.ps.server.core.table import Table
@@ -85,7 +85,7 @@ class Migration:
         tables: Mapping[int, Table],
         units: Units,
     ) -> None:
-        self._tables, self._units = tables, units
+        self._index, self._members, self._tables, self._units = index, members, tables, units
         self._settling: list[Request] = []
         self._leader = Leader(lambda: members().server_numbers, units.clients, tables)
         self._participant = Participant(index, lambda: members().leader, tables)
@@ -108,10 +108,35 @@ class Migration:
         """True while a unit stands still here."""
         return self._participant.is_busy
 
+    def notices(self) -> list[Action]:
+        """Return what tells clients of the moves that they have not noted; for the leader."""
+        if self._members().leader != self._index:
+            return []
+        keys = {key for key, _, _ in self._participant.state()}
+        return [
+            Notify(self._units.clients(), key)
+            for key in sorted(keys)
+            if not self._leader.is_moving(key)  # it tells them once it is over
+        ]
+
     @property
     def is_quiet(self) -> bool:
         """True if nothing moves, and nobody has a pause; for the leader."""
         return self._leader.is_quiet
+
+    @property
+    def is_under_way(self) -> bool:
+        """True while something moves, or stands still, as far as this server knows."""
+        return self.is_busy or self._participant.awaits_time or not self._leader.is_quiet
+
+    def state(self) -> dict[str, Any]:
+        """Return what is known of moves that are over, as load() takes it."""
+        return {"epoch": self._leader.epoch, "unnoted": self._participant.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Know what another server knew."""
+        self._leader.epoch = state["epoch"]
+        self._participant.load(state["unnoted"])
 
     def forget(self, number: int) -> None:
         """Know a table no more; nothing of it moves."""

@@ -67,6 +67,9 @@ class Leader:
         servers: returns the servers that there are.
         clients: returns the ranks that may still ask.
         tables: by number.
+
+    Attributes:
+        epoch: of the migration that began last.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Leader:
         self._servers, self._clients, self._tables = servers, clients, tables
         self._batches: deque[_Batch] = deque()
         self._current: _Migration | None = None
-        self._epoch = 0
+        self.epoch = 0
         self._pauses: set[int] = set()
         self._asked: list[_Pause] = []
 
@@ -97,6 +100,10 @@ class Leader:
     def is_quiet(self) -> bool:
         """True if nothing moves, and nobody has a pause."""
         return self._current is None and not self._pauses
+
+    def is_moving(self, key: Key) -> bool:
+        """Return True if a migration of a unit is under way."""
+        return self._current is not None and self._current.key == key
 
     def forget(self, number: int) -> None:
         """Give up the moves of a table that is gone."""
@@ -162,9 +169,9 @@ class Leader:
             return []
         key = table.key_of(due[0].partition[1])
         ends = {table.owners[due[0].partition[1]], due[0].dest} if table.is_dense else None
-        self._epoch = 1 + max(self._epoch, 0, *table.epochs.values())
+        self.epoch = 1 + max(self.epoch, 0, *table.epochs.values())
         participants = tuple(sorted(ends or self._servers()))
-        self._current = _Migration(batch, table, key, due, self._epoch, participants)
+        self._current = _Migration(batch, table, key, due, self.epoch, participants)
         return self._send("freeze")
 
     def _send(self, what: str, **more: Any) -> list[Action]:

@@ -111,7 +111,17 @@ class Participant:
         unit = None if table is None else table.units.get(key[1])
         if table is not None and unit is not None and table.epochs.get(key[1]) == epoch:
             unit.fence.pop(rank, None)
-        return self._strike_off(key, epoch, rank)
+        epochs = [each for of, each in self._unnoted if of == key and each <= epoch]
+        return [action for each in epochs for action in self._strike_off(key, each, rank)]
+
+    def state(self) -> list[tuple[Key, int, list[int]]]:
+        """Return the clients that have not noted moves: key, epoch, clients."""
+        return [(key, epoch, sorted(ranks)) for (key, epoch), ranks in self._unnoted.items()]
+
+    def load(self, state: Iterable[tuple[Iterable[int], int, list[int]]]) -> None:
+        """Know what another server knew, see state()."""
+        for (table, unit), epoch, ranks in state:
+            self._unnoted[(table, unit), epoch] = {*ranks}
 
     def add(self, unit: Unit) -> None:
         """Add a unit; it stands still if its key does."""

@@ -81,7 +81,7 @@ class Home:
         self.is_whole, self.why_not = is_whole, ""
         self._early: list[Delivery] = []  # records that wait until it is whole
         self._pieces: Iterator[Piece] | None = None  # that the follower has not got yet
-        self._in_transit: Bytes | None = None  # the last of them, which may be read where it is
+        self._in_transit: Bytes | None = None  # the last of them, which may be read in place
         self._refused: set[int] = set()  # ranks that cannot be the follower
         self.number, self._layout, self._link = number, layout, link
         self.follower = follower
@@ -132,10 +132,8 @@ class Home:
     def _take(self, delivery: Delivery) -> None:
         header = delivery.header
         if is_letter(header):
-            sender = self._layout.number_of(header.origin)
             delivery = Delivery(header.origin, header, delivery.meta, delivery.body)
-            if not self._home_link.letters.is_new(sender, header.letter):
-                self._home_link.confirm(sender, header.letter)
+            if not self._home_link.is_new(header):
                 return
         elif is_read(header):
             entry = self._entry(delivery)
@@ -261,8 +259,8 @@ class Home:
         """Take a piece of what the primary has."""
         if self.why_not:
             return
-        header = delivery.header
         _, self._clock.monotonic_s, self._clock.time_s = _AT.unpack(delivery.meta)
+        header = delivery.header
         try:
             load(self.server, self._home_link, State.unpacked(delivery.body))
         except Exception as error:  # noqa: BLE001 - the primary gives this copy up, and says why
@@ -316,6 +314,7 @@ class Home:
         self._pushes.lead(None)
         self._behind_s = time.monotonic() - self._clock.monotonic_s
         self.server.is_copy = False
+        self.server.notify_again()
 
     def drop(self) -> None:
         """Be no copy any more."""
@@ -336,7 +335,7 @@ class Home:
         if header.kind != Kind.RECORD:
             self.server.on_request(delivery)
             if is_letter(header):
-                link.confirm(self._layout.number_of(delivery.source), header.letter)
+                link.carried_out_letter(self._layout.number_of(delivery.source), header.letter)
         elif header.option == Copy.DIED:
             link.answers.forget(header.clock)
             self.server.on_death(header.clock)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step
+from ringcomm.ps.protocol.frames import Copy, Header, Kind, Status, Step
 from ringcomm.ps.server.homes.replication import Answers, Letters
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class HomeLink:
             if self.is_primary:
                 self._post(home, number, sent)
             return
-        if header.kind == Kind.REPLY:
+        if header.kind == Kind.REPLY and header.status == Status.WRONG_VIEW:
+            self.answers.give_back(dest, header.sequence)
+        elif header.kind == Kind.REPLY:
             self.answers.note(dest, header.sequence, sent)
         if self.is_primary:
             self._link.send(dest, *sent)
@@ -80,8 +82,21 @@ class HomeLink:
         header = sent.header._replace(status=home + 1, letter=number)
         self._link.send(self._layout.rank_of(home), header, sent.meta, sent.body)
 
-    def confirm(self, home: int, number: int) -> None:
-        """Tell a home that its message was carried out."""
+    def is_new(self, header: Header) -> bool:
+        """Take note of a message of a home that comes to the primary; return False if it came."""
+        home = self._layout.number_of(header.origin)
+        if self.letters.is_new(home, header.letter):
+            return True
+        if self.letters.is_done(home, header.letter):  # else it is confirmed once it is
+            self._confirm(home, header.letter)
+        return False
+
+    def carried_out_letter(self, home: int, number: int) -> None:
+        """Take note that a message of a home was carried out, and tell it so."""
+        self.letters.carried_out(home, number)
+        self._confirm(home, number)
+
+    def _confirm(self, home: int, number: int) -> None:
         if self.is_primary:
             header = Header(
                 Kind.RECORD, status=home + 1, option=Copy.CONFIRM, clock=number,

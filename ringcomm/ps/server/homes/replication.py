@@ -146,6 +146,10 @@ class Answers(Generic[R]):
         if len(replies) > KEPT:
             del replies[next(iter(replies))]
 
+    def give_back(self, client: int, sequence: int) -> None:
+        """Forget a request that was sent back: it may come again, and is not carried out yet."""
+        self._waiting.get(client, set()).discard(sequence)
+
     def waiting(self) -> set[tuple[int, int]]:
         """Return the requests that have no reply yet: client, number."""
         return {(client, each) for client, waiting in self._waiting.items() for each in waiting}
@@ -170,7 +174,7 @@ class LettersState(NamedTuple, Generic[T]):
 
     Attributes:
         written: by receiver: how many.
-        heard: by sender: the last one.
+        heard: by sender: the last one; all of them are carried out.
         unconfirmed: receiver and number, with the message.
     """
 
@@ -186,6 +190,7 @@ class Letters(Generic[T]):
         self._written: dict[int, int] = {}  # by receiver: how many
         self._unconfirmed: dict[int, deque[tuple[int, T]]] = {}
         self._heard: dict[int, int] = {}  # by sender: the last one
+        self._done: dict[int, int] = {}  # likewise: the last one that was carried out
 
     def write(self, home: int, letter: T) -> int:
         """Keep a message until it is confirmed; return its number."""
@@ -214,7 +219,7 @@ class Letters(Generic[T]):
 
     def load(self, state: LettersState[T]) -> None:
         """Know what others knew."""
-        self._written, self._heard = state.written, state.heard
+        self._written, self._heard, self._done = state.written, state.heard, {**state.heard}
         for (home, number), letter in state.unconfirmed:
             self._unconfirmed.setdefault(home, deque()).append((number, letter))
 
@@ -224,3 +229,11 @@ class Letters(Generic[T]):
             return False
         self._heard[home] = number
         return True
+
+    def carried_out(self, home: int, number: int) -> None:
+        """Take note that a message was carried out here."""
+        self._done[home] = number
+
+    def is_done(self, home: int, number: int) -> bool:
+        """Return True if a message was carried out: only then may its sender forget it."""
+        return number <= self._done.get(home, 0)

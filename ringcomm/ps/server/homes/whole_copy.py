@@ -51,8 +51,7 @@ def is_read(header: Header) -> bool:
 def may_be_copied(server: Server, link: HomeLink) -> bool:
     """Return True if all that is under way on a server are requests that its core keeps."""
     core = server.core
-    moves = core.migration.is_busy or not core.migration.is_quiet
-    if moves or not (core.moments.is_quiet and server.store.is_quiet):
+    if core.migration.is_under_way or not (core.moments.is_quiet and server.store.is_quiet):
         return False
     left = server.core.left
     known = {(each.source, each.header.sequence) for each in _waiting(server)}
@@ -87,6 +86,7 @@ def pieces(server: Server, link: HomeLink) -> Iterator[Piece]:
     ]  # fmt: skip
     more = {
         "tables": tables, "last": catalog.last, "progress": core.progress.state(),
+        "moves": core.migration.state(),
         "job": server.job, "n_requests": server.n_requests,
     }  # fmt: skip
     shards = {n: _of_shard(server, n) for n, c in catalog.contents.items() if c.shard is not None}
@@ -117,7 +117,9 @@ def pieces(server: Server, link: HomeLink) -> Iterator[Piece]:
 def _of_partition(server: Server, number: int, part: int) -> Piece:
     key = server.core.tables[number].key_of(part)
     state = server.transfer.state_of(key, part)
-    return Piece(State({**state.meta, "partition": [number, part]}, state.arrays))
+    unit = server.core.unit_of(key)
+    more = {"partition": [number, part], "fence": [*unit.fence.items()]}
+    return Piece(State({**state.meta, **more}, state.arrays))
 
 
 def _of_shard(server: Server, number: int) -> tuple[dict[str, Any], Any]:
@@ -171,9 +173,11 @@ def load(server: Server, link: HomeLink, piece: State) -> None:
             number = each["number"]
             server.catalog.install(number, Spec.of_json(each["spec"]), each["owners"])
             table = server.core.tables[number]
+            table.epochs.update((int(part), epoch) for part, epoch in each["epochs"].items())
             table.openers.update(each["openers"])
             table.without.update((n, {*workers}) for n, workers in each["without"])
         server.catalog.last = meta["last"]
+        server.core.migration.load(meta["moves"])
         server.core.progress.load(meta["progress"])
         server.job, server.n_requests = meta["job"], meta["n_requests"]
         for number, of_shard in meta["shards"]:
@@ -187,6 +191,8 @@ def load(server: Server, link: HomeLink, piece: State) -> None:
     elif "partition" in meta:
         number, part = meta["partition"]
         server.transfer.put(number, part, piece)
+        key = server.core.tables[number].key_of(part)
+        server.core.unit_of(key).fence = dict(map(tuple, meta["fence"]))
     else:
         _load_rest(server, link, piece)
 
