@@ -107,8 +107,8 @@ class ServerProcess(Process):
         index = self.layout.number_of(rank)
         self.homes = Homes(
             index, self.layout, self.wire,
-            lambda home, wire, clock: Server(
-                home, self.layout, wire, self.wire.memory, {}, clock=clock
+            lambda home, seen, wire, clock: Server(
+                home, seen, wire, self.wire.memory, {}, clock=clock
             ),
             self.wire.make_pushes,
         )  # fmt: skip

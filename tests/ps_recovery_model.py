@@ -11,7 +11,16 @@ from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
-from ps_homes_model import BLOCK, N_PARTS, Client, Net, Process, Wire, memory
+from ps_homes_model import (
+    BLOCK,
+    N_PARTS,
+    Client,
+    Net,
+    Process,
+    ServerProcess,
+    Wire,
+    memory,
+)
 
 from ringcomm.ps import optim
 from ringcomm.ps.protocol.frame_meta import COMMIT, PushMeta, packed_json
@@ -53,10 +62,6 @@ class LoneServer(Process):
     def hear(self, rank):
         self.layout.lose(rank, ())
         self.server.on_death(rank)
-
-    @property
-    def store(self):
-        return self.server._performer.store
 
 
 class RecoveringClient(Client):
@@ -145,8 +150,11 @@ class RecoveringClient(Client):
 
     # --- a recovery
     def hear(self, rank):
-        lost = self.layout.number_of(rank)
         self.layout.lose(rank, ())
+        self.lose(self.layout.number_of(rank))
+
+    def lose(self, lost):
+        """A server is lost."""
         for sequence, (home, header, *_) in [*self.asked.items()]:
             if home == lost or header.kind not in GO_ON:
                 del self.asked[sequence]  # it raises ServerLostError
@@ -245,7 +253,12 @@ class LossyNet(Net):
         return RecoveringClient(self, rank, n_steps)
 
     def server(self, number):
-        return self.ranks[self.servers[number]]
+        """Return the server that answers for a number."""
+        return self.ranks[self.servers[number]].server
+
+    def servers_of(self, numbers):
+        """Return all copies of servers."""
+        return [self.server(number) for number in numbers]
 
     def act(self, what):
         if what >= 13 and self.checkpoint is not None and self.n_deaths:  # more often than there
@@ -274,7 +287,7 @@ class LossyNet(Net):
         """Keep what the servers have copied as the newest checkpoint."""
         states = {}
         for home in client.layout.server_numbers:
-            for item in self.server(home).store._taken[number]:
+            for item in self.server(home).store._taken.get(number, ()):
                 table, part = item.partition
                 assert table == client.table
                 assert part not in states
@@ -286,10 +299,9 @@ class LossyNet(Net):
 
     def prepare(self, client):
         """Let the servers have read the newest checkpoint."""
-        for home in client.layout.server_numbers:
-            process = self.server(home)
-            parts = process.server.catalog.contents[client.table].parts
-            process.store._prepared[1] = [
+        for server in self.servers_of(client.layout.server_numbers):
+            parts = server.catalog.contents[client.table].parts
+            server.store._prepared[1] = [
                 (((client.table, part), values), self.checkpoint.states[part])
                 for part, values in parts.items()
             ]
@@ -310,16 +322,18 @@ class LossyNet(Net):
             client = self.ranks[rank]
             assert client.has_left, f"worker {rank} waits for {client.asked}"
             assert not client.asked
-        live = [self.ranks[rank] for rank in self.servers if rank not in self.dead]
-        for process in live:
-            assert process.server.is_over
+        live = [self.server(number) for number in self.live_numbers()]
+        assert all(server.is_over for server in live)
         self.require_values(live)
+
+    def live_numbers(self):
+        return [n for n, rank in enumerate(self.servers) if rank not in self.dead]
 
     def require_values(self, live):
         """Fail unless each partition is there once, with all that was pushed to it."""
         found = {}
-        for process in live:
-            for number, contents in process.server.catalog.contents.items():
+        for server in live:
+            for number, contents in server.catalog.contents.items():
                 for part, block in contents.parts.items():
                     assert (number, part) not in found
                     found[number, part] = block.values
@@ -331,3 +345,68 @@ class LossyNet(Net):
                 assert round((values - base).sum(), 6) == n
             else:
                 assert (values - base).tolist() == [acked[at] for at in range(BLOCK)]
+
+
+# --- with copies: a server is lost if both are gone -----------------------------------------------
+class Losing(Process):
+    """A rank that looks for what is lost, after all that it hears."""
+
+    def hear(self, rank):
+        Process.hear(self, rank)
+        self.lose_what_is_lost()
+
+    def receive(self, frame):
+        super().receive(frame)
+        self.lose_what_is_lost()
+
+    def lose_what_is_lost(self):
+        for home in self.takeovers.lost():
+            if home not in self.layout.lost:
+                self.layout.lost.add(home)
+                self.lose(home)
+
+
+class CopiedClient(Losing, RecoveringClient):
+    pass
+
+
+class CopiedServer(Losing, ServerProcess):
+    def hear(self, rank):
+        super().hear(rank)
+        self.homes.on_death(rank)
+
+    def lose(self, home):
+        self.homes.on_loss(home)
+
+
+class LossyCopiesNet(LossyNet):
+    """A run: servers with copies, of which some die once there is a checkpoint."""
+
+    replication = 2
+    copies = Net.copies
+
+    def new_server(self, rank):
+        return CopiedServer(self, rank)
+
+    def new_client(self, rank, n_steps):
+        return CopiedClient(self, rank, n_steps)
+
+    def kill(self, number):
+        """Every second time the server with the copy dies at once, too."""
+        super().kill(number)
+        if self.checkpoint is not None and self.choices.below(2):
+            super().kill((number + 1) % len(self.servers))
+
+    def homes(self):
+        live = [self.ranks[rank] for rank in self.servers if rank not in self.dead]
+        return [home for process in live for home in process.homes._homes.values()]
+
+    def server(self, number):
+        (primary,) = (h.server for h in self.homes() if h.number == number and h.is_primary)
+        return primary
+
+    def servers_of(self, numbers):
+        return [home.server for home in self.homes() if home.number in numbers and home.is_whole]
+
+    def live_numbers(self):
+        return sorted({home.number for home in self.homes()})

@@ -111,7 +111,7 @@ def init(
     if engine.page is not None:
         engine.page.set_role(_role_text(layout, engine.job_rank))
     _refuse_what_is_not_there(placement)
-    _refuse_what_copies_cannot(layout, engine, recover)
+    _refuse_what_copies_cannot(layout, engine)
     names = {rank: all_options[rank].functions for rank in layout.servers}
     if deadline_s is None:
         deadline_s = engine.settings.timeout_or_inf
@@ -182,7 +182,7 @@ def _refuse_other_views(engine: Engine) -> None:
         )
 
 
-def _refuse_what_copies_cannot(layout: Layout, engine: Engine, recover: object) -> None:
+def _refuse_what_copies_cannot(layout: Layout, engine: Engine) -> None:
     """Raise ConfigError for what does not go together with replication=."""
     n = layout.replication
     why = ""
@@ -194,8 +194,6 @@ def _refuse_what_copies_cannot(layout: Layout, engine: Engine, recover: object) 
         why = "it does not go with colocated=True yet"
     elif n == 2 and not engine.settings.elastic:
         why = "without RINGCOMM_ELASTIC=1 any death ends the job, whatever is copied"
-    elif n == 2 and recover is not None:
-        why = "it does not go with recover= yet"
     if why:
         raise ConfigError(f"ps.init: replication={n}: {why}")
 
@@ -284,8 +282,8 @@ def _start(
         else:
             dispatcher.server = Homes(
                 number, layout, link,
-                lambda home, wire, clock: Server(
-                    home, layout, wire, memory, functions, clock=clock
+                lambda home, seen, wire, clock: Server(
+                    home, seen, wire, memory, functions, clock=clock
                 ),
                 partial(make_pushes, pipes.endpoint),
             )  # fmt: skip

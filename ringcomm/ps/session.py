@@ -220,10 +220,15 @@ class Session:
 
     def _lose_homes(self) -> None:
         """End all calls for tables with an error if no copy of a home is left."""
+        server = self.dispatcher.server
         for home in self.takeovers.lost():
+            if home in self.layout.lost:
+                continue
             rank = self.layout.rank_of(home)
             self.layout.lost.add(home)
             self._lose_server(home, rank, self._how[rank])
+            if isinstance(server, Homes):
+                server.on_loss(home)
 
     def _lose_server(self, number: int, rank: int, how: str) -> None:
         """End all calls for tables with an error: a part of their values is gone."""

@@ -8,11 +8,18 @@ import pytest
 from any_order import any_order
 from hypothesis import given
 from hypothesis import strategies as st
-from ps_homes_model import MODES
-from ps_recovery_model import LossyNet
+from ps_homes_model import MODES, ModelTime
+from ps_recovery_model import LossyCopiesNet, LossyNet
 from ps_simulation import Choices
 
+from ringcomm.ps.server.homes import home
+
 ANY_ORDER = any_order(5_000, 25, fast=10)
+
+
+@pytest.fixture(autouse=True)
+def model_time(monkeypatch):
+    monkeypatch.setattr(home, "time", ModelTime())
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "ssp"])
@@ -23,5 +30,17 @@ ANY_ORDER = any_order(5_000, 25, fast=10)
 )  # fmt: skip
 def test_all_go_back_to_one_checkpoint_and_go_on_whoever_dies(mode, numbers, **sizes):
     net = LossyNet(MODES[mode], Choices(numbers), **sizes)
+    net.run()
+    net.require_all()
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", "ssp"])
+@ANY_ORDER
+@given(
+    numbers=st.binary(min_size=100, max_size=900), n_servers=st.integers(3, 5),
+    n_workers=st.integers(2, 3), n_steps=st.integers(3, 12), n_deaths=st.integers(2, 4),
+)  # fmt: skip
+def test_so_it_is_if_both_copies_of_a_server_are_lost(mode, numbers, **sizes):
+    net = LossyCopiesNet(MODES[mode], Choices(numbers), **sizes)
     net.run()
     net.require_all()

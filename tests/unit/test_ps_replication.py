@@ -348,17 +348,56 @@ def test_a_worker_and_a_server_die_at_once(mode):
         assert (values <= 70).all()
 
 
-def test_calls_fail_by_name_if_both_copies_are_lost_at_once():
-    def body(rank):
-        table, _ = tables()
-        for step in range(200):
-            kill_at(step, 10, 0, 1)
-            table.push(np.ones(N)).wait()
+@pytest.mark.parametrize(
+    ("mode", "victims"),
+    at_length(
+        [(mode, victims) for mode in MODES for victims in ((0, 1), (1, 2))],
+        [("sync", (1, 2)), ("async", (0, 1))],  # of these the leader is one
+    ),
+    ids=str,
+)
+def test_all_go_back_to_a_checkpoint_if_both_copies_are_lost(mode, victims, tmp_path):
+    """And there are copies again, so that another server may die without that."""
+    told = []
 
-    results = run_all(1, body, 3, settings=ELASTIC, replication=2)
-    assert isinstance(results[0], rc.ServerLostError)
-    assert "is lost, with its copy" in str(results[0])
-    assert "ps.restore(path)" in str(results[0])
+    def body(rank):
+        table, rows = tables(mode)
+        if ps.is_chief():
+            ps.save(tmp_path, background=False)
+        rc.barrier()
+        n_recovered = 0
+        while ps.step_number() < 24:
+            try:
+                step = ps.step_number()
+                if step == 6 and not n_recovered:
+                    kill_at(0, 0, *victims)
+                pushed = table.push(np.full(N, 1.0 + step))
+                rows.push(KEYS, np.full((60, 2), 1.0 + step)).wait()
+                pushed.wait()
+                table.pull().wait()
+                if step == 16:
+                    await_copies()
+                    rc.barrier()
+                    kill_at(0, 0, 3)
+                ps.complete_step()
+            except rc.ServerLostError as error:
+                told.append(str(error))
+                n_recovered += 1
+                assert ps.recover(tmp_path).manifest["clock"] == 0
+        rc.barrier()
+        found = n_recovered, table.pull().wait(), rows.pull(KEYS).wait()
+        rc.barrier()
+        return found
+
+    total = (1 if str(mode) in ("sync", "FirstOf(2)") else 2) * sum(1.0 + s for s in range(24))
+    for n_recovered, dense, sparse in run(body, n_dead=3, n_servers=4):
+        assert n_recovered == 1
+        assert (dense == total).all()
+        assert (sparse == total).all()
+    assert len(told) == 2
+    for each in told:
+        assert "is lost, with its copy" in each
+        assert "call ps.recover(path)" in each
 
 
 def await_copies():
@@ -450,7 +489,6 @@ REFUSED = {
     "servers=1": {"servers": 1},
     "colocated=True": {"colocated": True},
     "RINGCOMM_ELASTIC=1": {"settings": Settings(timeout_s=DEADLINE_S)},
-    "recover=": {"recover": "there"},
 }
 
 
@@ -461,11 +499,3 @@ def test_what_copies_do_not_go_with_is_refused_with_the_reason(why):
     errors = [str(each) for each in results if isinstance(each, rc.ConfigError)]
     assert errors  # who is told later hears of these
     assert all(why in each for each in errors)
-
-
-def test_what_copies_cannot_yet_is_refused_by_name(tmp_path):
-    def body(rank):
-        with pytest.raises(rc.RingcommError, match=r"ps.init\(replication=2\) yet"):
-            ps.recover(tmp_path)
-
-    run(body, n_dead=0, n_servers=2)

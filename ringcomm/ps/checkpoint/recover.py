@@ -56,18 +56,13 @@ def recover(path: str | Path, *, timeout_s: float | None = None) -> Recovered:
 
     Raises:
         FileNotFoundError: there is no checkpoint; nothing was changed.
-        RingcommError: no server has died; or this is within ps.snapshot(); or a table was opened
+        RingcommError: no server was lost; or this is within ps.snapshot(); or a table was opened
             since the checkpoint, whose first values are the chief's.
         ValueError, BrokenFileError: see ps.restore().
         CommTimeoutError: other workers have not called it, or a disk takes longer.
         PeerFailedError: the last server died.
     """
     current, root = session(), Path(path).resolve()
-    if current.layout.replication > 1:
-        raise RingcommError(
-            f"{_LABEL}: it does not go with ps.init(replication=2) yet. If all copies of a server "
-            "are lost, start the job again, and call ps.restore(path)"
-        )
     if current.snapshot:
         raise RingcommError(f"{_LABEL}: not within ps.snapshot(), which holds what is gone")
     limit_s = limit_of(current, timeout_s)
@@ -111,8 +106,8 @@ def _await_loss(current: Session) -> None:
     client = current.client
     if not client.drive_until(lambda: client.outstanding.loss is not None, _LABEL, None):
         raise RingcommError(
-            f"{_LABEL}: no server has died within {client.deadline_s:g} s. ps.restore() goes back "
-            "to a checkpoint without that"
+            f"{_LABEL}: no server was lost within {client.deadline_s:g} s: of each, a copy lives. "
+            "ps.restore() goes back to a checkpoint without that"
         )
 
 

@@ -76,16 +76,11 @@ class Loss:
         """Return the error of a call that cannot go on."""
         shown = ", ".join(self.tables[:_SHOWN]) + ", ..." * (len(self.tables) > _SHOWN)
         what = f"its part of {shown}" if self.tables else "what it had of the tables"
-        lost, then = (
-            "is lost",
-            (
-                "call ps.recover(path) on every worker, which goes back to the newest checkpoint, "
-                "or end this job"
-            ),
+        lost = "is lost, with its copy" if self.copies > 1 else "is lost"
+        then = (
+            "call ps.recover(path) on every worker, which goes back to the newest checkpoint, or "
+            "end this job"
         )
-        if self.copies > 1:
-            lost = "is lost, with its copy"
-            then = "start the job again, and go on from a checkpoint with ps.restore(path)"
         return ServerLostError(
             f"{label}: server {self.server} ({self.name}) {self.how}, and {what} {lost}. The "
             f"other servers go on, but calls for tables do not: {then}",

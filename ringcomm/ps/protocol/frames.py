@@ -88,6 +88,7 @@ class Copy(IntEnum):
     PIECE = 6  # to a server that is to be the follower: a piece of what the primary has
     LOADED = 7  # to the primary: the follower has the piece; with meta: it cannot, and why
     PUSH = 8  # to the follower, without Python: carry out the push that is within
+    LOST = 9  # within: a home has no copy any more
 
 
 class Entry(IntEnum):

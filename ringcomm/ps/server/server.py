@@ -50,7 +50,7 @@ class Server:
         clock: the time by which it decides; None: that of this process.
 
     Attributes:
-        index: see above.
+        index, layout: see above.
         core: decides.
         catalog: the tables.
         transfer: takes out and puts in partitions.
@@ -72,7 +72,7 @@ class Server:
         clock: Clock | None = None,
     ) -> None:
         self.index = index
-        self._layout, self._link = layout, link
+        self.layout, self._link = layout, link
         self._performer = performer = Performer(
             index, layout, link, memory, functions, clock=clock or OwnClock()
         )
@@ -185,6 +185,11 @@ class Server:
         self.store.give_up(rank)
         self._handle(on.Died(rank))
 
+    def on_loss(self, number: int) -> None:
+        """Go on without a server of which no copy is left."""
+        self.layout.lost.add(number)
+        self.on_death(self.layout.address_of(number))
+
     def notify_again(self) -> None:
         """Tell clients of moves of which another copy of this server may not have told them."""
         self._performer.perform(self.core.migration.notices())
@@ -254,7 +259,7 @@ class Server:
             why = self.transfer.install(message, request.body)
             if why:
                 why = f"server {self.index} {why}"
-            server = self._layout.number_of(request.source)
+            server = self.layout.number_of(request.source)
             self._performer.send_to_server(server, {**message, "do": "taken", "why": why})
         elif message["do"] == "taken":
             self.transfer.taken(message["table"], message["part"])
@@ -262,11 +267,11 @@ class Server:
                 on.Taken((message["table"], message["unit"]), message["part"], message["why"])
             )
         else:
-            self._handle(on.ServerMessage(self._layout.number_of(request.source), message))
+            self._handle(on.ServerMessage(self.layout.number_of(request.source), message))
 
     # --- what it has done, and what it waits for ------------------------------------------------
     def _missing(self, request: Delivery) -> None:
-        missing = self.core.progress.missing(request.source, self._layout.chief)
+        missing = self.core.progress.missing(request.source, self.layout.chief)
         missing += self.core.recovery.missing(request.source)
         self._replies.json(request, missing[:_MISSING_MAX])
 
@@ -297,7 +302,7 @@ class Server:
                 number: {
                     "owned": shard.partitions,
                     "nbytes": shard.heat(),
-                    "stays": shard.is_capped_on_few(len(self._layout.server_numbers)),
+                    "stays": shard.is_capped_on_few(len(self.layout.server_numbers)),
                 }
                 for number, shard in shards.items()
             }

@@ -14,7 +14,7 @@ about to hear of a death, and meet again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from ringcomm.ps.protocol.frames import RECOVERING, Meeting
@@ -52,6 +52,14 @@ class Recovery:
     def go_on(self, left: Collection[int]) -> None:
         """Look at another set of ranks that ask nothing more, from now on."""
         self._left = left
+
+    def state(self) -> tuple[tuple[int, ...], Any]:
+        """Return what the last recovery was, as load() takes it; no request waits."""
+        return self._recovered, self._said
+
+    def load(self, state: tuple[Sequence[int], Any]) -> None:
+        """Know what another server knew."""
+        self._recovered, self._said = tuple(state[0]), state[1]
 
     def on_met(self, event: on.Met, _: float) -> list[Action]:
         """A rank has come; due() follows. A request that comes again replaces the one before."""

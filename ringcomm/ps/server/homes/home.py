@@ -9,6 +9,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ringcomm.ps.partition_state import State
@@ -54,7 +55,7 @@ class Home:
         number: of the home.
         layout: who is who.
         link: the wire of this rank.
-        make_server: makes the server, with its wire and its clock.
+        make_server: makes the server, with its wire and its clock; it sees who is lost by frames.
         pushes: those that C++ carries out.
         is_primary: this copy answers.
         follower: rank of the other copy, if this is the primary and there is one.
@@ -71,7 +72,7 @@ class Home:
         number: int,
         layout: Layout,
         link: Link,
-        make_server: Callable[[HomeLink, CopiedClock], Server],
+        make_server: Callable[[Layout, HomeLink, CopiedClock], Server],
         pushes: HomePushes,
         *,
         is_primary: bool,
@@ -88,7 +89,7 @@ class Home:
         self._clock, self._behind_s = CopiedClock(), 0.0
         self._pushes = pushes
         self._home_link = HomeLink(number, layout, link, self._pushes, is_primary=is_primary)
-        self.server = make_server(self._home_link, self._clock)
+        self.server = make_server(replace(layout, lost=set()), self._home_link, self._clock)
         self.server.is_copy = not is_primary
         self.server.n_copies = 1 if follower is None else 2
         self._log: Log[_Entry] = Log(self._pushes, has_follower=follower is not None)
@@ -153,9 +154,9 @@ class Home:
         entry = self._entry(delivery)
         if not self._log.has_follower:
             self._do(entry)
-            return
-        self._record(self._log.add(entry), entry)
-        self._settle()
+        else:
+            self._record(self._log.add(entry), entry)
+            self._settle()
 
     def say(self, option: Copy, clock: int = 0, meta: bytes = b"") -> None:
         """Tell both copies something that no frame says."""
@@ -231,8 +232,8 @@ class Home:
         header = Header(
             Kind.RECORD, status=self.number + 1, option=Copy.PIECE, sequence=number, clock=is_last,
         )  # fmt: skip
-        at = _AT.pack(self.follower, self._clock.monotonic_s, self._clock.time_s)
-        self._link.send(self.follower, header, at, body)
+        times = self._clock.monotonic_s, self._clock.time_s
+        self._link.send(self.follower, header, _AT.pack(self.follower, *times), body)
 
     def _on_loaded(self, delivery: Delivery) -> None:
         if self._pieces is None or delivery.source != self.follower:
@@ -328,8 +329,7 @@ class Home:
     # --- both -----------------------------------------------------------------------------------
     def _do(self, entry: _Entry) -> None:
         """Carry out a frame."""
-        delivery, link = entry.delivery, self._home_link
-        header = delivery.header
+        delivery, header, link = entry.delivery, entry.delivery.header, self._home_link
         self._clock.monotonic_s = max(self._clock.monotonic_s, entry.at_s)
         self._clock.time_s = entry.time_s
         if header.kind != Kind.RECORD:
@@ -339,6 +339,9 @@ class Home:
         elif header.option == Copy.DIED:
             link.answers.forget(header.clock)
             self.server.on_death(header.clock)
+        elif header.option == Copy.LOST:
+            link.letters.forget(header.clock)
+            self.server.on_loss(header.clock)
         elif header.option == Copy.TIME:
             self.server.let_time_pass()
         elif header.option == Copy.NAME:

@@ -32,7 +32,7 @@ class Homes:
         index: number of the home that begins here.
         layout: who is who.
         link: the wire of this rank.
-        make_server: makes the server of a home.
+        make_server: makes the server of a home, which sees who is lost as both its copies do.
         make_pushes: likewise, what carries out pushes of a home without Python.
 
     Attributes:
@@ -45,7 +45,7 @@ class Homes:
         index: int,
         layout: Layout,
         link: Link,
-        make_server: Callable[[int, HomeLink, CopiedClock], Server],
+        make_server: Callable[[int, Layout, HomeLink, CopiedClock], Server],
         make_pushes: Callable[[int], HomePushes],
     ) -> None:
         self.index, self._layout, self._link = index, layout, link
@@ -136,9 +136,17 @@ class Homes:
                 home.promote()
                 for client in self._dead - {*layout.servers}:
                     home.say(Copy.DIED, client)
+                for lost in layout.lost:
+                    home.say(Copy.LOST, lost)
         run = [home.number for home in homes if home.is_primary]
         for each in {*layout.workers, *layout.evaluators, *layout.servers} - self._dead:
             self._link.send(each, Header(Kind.HOMES, clock=rank), packed_json(run))
+
+    def on_loss(self, number: int) -> None:
+        """Go on without a home of which no copy is left, until all recover."""
+        for home in self._homes.values():
+            if home.is_primary:
+                home.say(Copy.LOST, number)
 
     def _drop(self, home: Home) -> None:
         del self._homes[home.number]

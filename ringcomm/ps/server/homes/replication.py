@@ -208,6 +208,10 @@ class Letters(Generic[T]):
         """Return the messages to a home, with their numbers, that may not have come."""
         return [*self._unconfirmed.get(home, ())]
 
+    def forget(self, home: int) -> None:
+        """Keep nothing for a home that is lost."""
+        self._unconfirmed.pop(home, None)
+
     def state(self) -> LettersState[T]:
         """Return all there is to it."""
         unconfirmed = [

@@ -86,7 +86,8 @@ def pieces(server: Server, link: HomeLink) -> Iterator[Piece]:
     ]  # fmt: skip
     more = {
         "tables": tables, "last": catalog.last, "progress": core.progress.state(),
-        "moves": core.migration.state(),
+        "moves": core.migration.state(), "recovered": core.recovery.state(),
+        "lost": sorted(server.layout.lost),
         "job": server.job, "n_requests": server.n_requests,
     }  # fmt: skip
     shards = {n: _of_shard(server, n) for n, c in catalog.contents.items() if c.shard is not None}
@@ -168,7 +169,9 @@ def load(server: Server, link: HomeLink, piece: State) -> None:
     """Put a piece into a new server; in their order."""
     meta = piece.meta
     if "gone" in meta:
+        server.layout.lost.update(meta["lost"])
         server.core.departures.lose(*meta["gone"])
+        server.core.recovery.load(meta["recovered"])
         for each in meta["tables"]:
             number = each["number"]
             server.catalog.install(number, Spec.of_json(each["spec"]), each["owners"])
