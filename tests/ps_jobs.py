@@ -71,8 +71,9 @@ def run_workers(n_workers, body, n_servers=1, **options):
 
 
 def run_all(
-    n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None, settings=None, **options
-):
+    n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None, settings=None, hub=None,
+    **options,
+):  # fmt: skip
     """Return what each rank returned or raised."""
 
     def main(rank):
@@ -89,7 +90,7 @@ def run_all(
     if not options.get("colocated"):
         size += n_servers
     try:
-        return outcomes(size, main, faults=faults, settings=settings)
+        return outcomes(size, main, hub=hub, faults=faults, settings=settings)
     finally:
         _killed.clear()
         release_memory()

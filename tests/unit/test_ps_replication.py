@@ -7,6 +7,7 @@ import harness
 import numpy as np
 import pytest
 from harness import DEADLINE_S, at_length
+from loopback import LoopbackHub
 from ps_jobs import Boom, ended, kill_server, moving_beside, run_all
 
 import ringcomm as rc
@@ -164,6 +165,31 @@ def test_partitions_move_while_a_server_dies(mode, victim):
         assert n_moved > n_steps / 4
         assert (dense == total).all()
         assert (sparse == total).all()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_rows_of_servers_on_several_hosts_survive(victim):
+    """Those that are near may write in a worker's memory, and their copies on another host not."""
+    hosts = (0, 0, 2, 2, 2)  # server 0 is on the first, and worker 1 on the second
+
+    def body(rank):
+        many = np.arange(900, dtype=np.uint64)
+        emb = ps.hashtable("emb", 64, updater=ps.optim.Add(), mode="sync", dtype="float64")
+        more = ps.hashtable("more", 64, updater=ps.optim.Add(), mode="sync", dtype="float64")
+        found, pushed = np.empty((900, 64)), np.random.default_rng(rank).integers(9, size=(900, 64))
+        for step in range(12):
+            both = [each.push(many, pushed.astype(float)) for each in (emb, more)]
+            for each in both:
+                each.wait()
+            kill_at(step, 4, victim)  # the pull may be on its way to it
+            assert emb.pull(many, out=found).wait() is found
+            for each in ps.pull_many([(emb, many), (more, many)]).wait():
+                np.testing.assert_array_equal(each, found)
+        rc.barrier()
+        return pushed, found
+
+    (one, found), (other, _) = run(body, hub=LoopbackHub(5, hosts))
+    np.testing.assert_array_equal(found, 12 * (one + other) / 2)
 
 
 def test_servers_that_run_in_one_process_share_a_part_of_the_load():

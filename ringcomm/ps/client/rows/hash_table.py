@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ringcomm.codec import Codec
-from ringcomm.errors import MismatchError, RingcommError
+from ringcomm.errors import MismatchError
 from ringcomm.ps.client.check_arguments import (
     dtype_of,
     factor_of,
@@ -81,12 +81,6 @@ def hashtable(
     """
     current = session()
     label = label_of("hashtable", name)
-    near = {current.client.shares_memory(server) for server in current.client.servers}
-    if current.layout.replication > 1 and len(near) > 1:  # servers write where others cannot
-        raise RingcommError(
-            f"{label}: with ps.init(replication=2) hash tables do not go with ranks on several "
-            "hosts yet. Start all ranks on one host, or leave replication= out"
-        )
     kind = dtype_of(label, dtype)
     if isinstance(dim, bool) or int(dim) != dim or not 1 <= dim <= _COLUMNS_MAX:
         raise ValueError(f"{label}: dim is {dim!r}; a row has 1 to {_COLUMNS_MAX} columns")

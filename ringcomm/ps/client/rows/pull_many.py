@@ -19,6 +19,7 @@ from ringcomm.ps.client.future import Future, FutureOfAll
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.client.rows.hash_table import HashTable
 from ringcomm.ps.client.rows.keys import Portion, Share, shares
+from ringcomm.ps.client.rows.requests import may_place
 from ringcomm.ps.client.rows.split_calls_over_servers import Joined, RowCalls
 from ringcomm.ps.protocol.frame_meta import Answered, KeyedPull, packed_numbers
 from ringcomm.ps.protocol.frames import Kind, Status
@@ -160,7 +161,7 @@ class _Batch:
         parts = self._parts
         keys, owners = zip(*((each.pull.keys, each.joined.owners) for each in parts), strict=True)
         split = shares(keys, owners, max(self._client.servers))
-        near = {share.server for share in split if self._client.shares_memory(share.server)}
+        near = {share.server for share in split if may_place(self._session, share.server)}
         self._memory = memory = self._session.memory(self._nbytes) if near else None
         for part in parts:
             end = part.at + part.pull.nbytes

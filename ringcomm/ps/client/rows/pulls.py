@@ -13,7 +13,7 @@ from ringcomm import codec
 from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.client.rows.keys import Keys, Portion
 from ringcomm.ps.client.rows.pushes import RowPushes
-from ringcomm.ps.client.rows.requests import regrouped, staged
+from ringcomm.ps.client.rows.requests import may_place, regrouped, staged
 from ringcomm.ps.client.rows.split_calls_over_servers import KeyedRequest, RowCalls
 from ringcomm.ps.protocol.frame_meta import ENCODED_BODY, WANT_EXACT, Owners, PullMeta
 from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
@@ -122,7 +122,7 @@ class RowPull:
 
     def _is_large(self, portion: Portion) -> bool:
         is_large = len(portion.keys) * self._width > INLINE_MAX and not self.is_encoded
-        return is_large and self._client.shares_memory(portion.server)
+        return is_large and may_place(self._session, portion.server)
 
     def request(self, portion: Portion) -> KeyedRequest:
         """Return the request for some of the rows."""

@@ -16,7 +16,13 @@ from ringcomm.ps.client.push_outcome import PushReplies
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.client.rounds_of_first_k_workers import request_entry
 from ringcomm.ps.client.rows.keys import Keys, Portion, portions
-from ringcomm.ps.client.rows.requests import keys_and_rows, regrouped, staged, without_keys
+from ringcomm.ps.client.rows.requests import (
+    keys_and_rows,
+    may_place,
+    regrouped,
+    staged,
+    without_keys,
+)
 from ringcomm.ps.client.rows.split_calls_over_servers import KeyedRequest, RowCalls
 from ringcomm.ps.protocol.compress_rows import WireRows, not_finite
 from ringcomm.ps.protocol.frame_meta import (
@@ -159,7 +165,7 @@ class RowPushes:
 
     def _part(self, portion: Portion, rows: WireRows, push: RowContribution) -> _Part:
         n, order = len(portion.keys), portion.order
-        is_near = push.is_shared and self._client.shares_memory(portion.server)
+        is_near = push.is_shared and may_place(self._session, portion.server)
         if is_near and rows.nbytes(n) > INLINE_MAX and (memory := rows.plain) is not None:
             own, body, rest = staged(self._session, portion, 0 if order is None else 4 * n)
             if order is not None:

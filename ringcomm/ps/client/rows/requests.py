@@ -33,6 +33,16 @@ def staged(session: Session, portion: Portion, nbytes: int = 0) -> tuple[Portion
     return portion._replace(keys=keys), body, body[n:]
 
 
+def may_place(session: Session, server: int) -> bool:
+    """Return True if a request may say where its rows are in this rank's memory, or shall be.
+
+    Else they are in the request, or the reply: it may be asked again, of a copy on another host.
+    """
+    client, layout = session.client, session.layout
+    copies = layout.servers if layout.replication > 1 else ()
+    return client.shares_memory(server) and all(map(client.link.shares_memory, copies))
+
+
 def without_keys(request: Request) -> KeyedRequest:
     """Return a request to a server as such."""
     return KeyedRequest(Portion(request.server, _NO_KEYS, None), request)
