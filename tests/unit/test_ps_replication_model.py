@@ -9,9 +9,12 @@ from any_order import any_order
 from harness import at_length
 from hypothesis import given
 from hypothesis import strategies as st
-from ps_homes_model import MODES, ModelTime, Net
+from ps_homes_model import MODES, NOTHING, ModelTime, Net
 from ps_simulation import Choices
 
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step
+from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.homes import home
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log
@@ -114,6 +117,29 @@ def test_a_move_commits_whichever_server_dies_in_it(mode, victim):
         net.require_all()
 
 
+def test_clients_hear_of_a_move_of_which_a_dead_leader_was_about_to_tell():
+    """Else the servers wait for them at the next move, and bounded reads for ever."""
+    net = Net(MODES["ssp"], Choices([0]), n_servers=3, n_workers=2, n_steps=4, n_deaths=0)
+    net.settle()
+    net.choices = Choices([1, 0])  # partition 1, to server 0
+    net.client(0).move()
+    from_leader = [net.channels[net.servers[0], rank] for rank in net.workers]
+
+    def notices(channel):
+        return [f for f in channel if (f.header.kind, f.header.option) == (Kind.MOVE, Step.NOTICE)]
+
+    while not all(map(notices, from_leader)):
+        assert net.deliver_one()
+    for channel in from_leader:
+        for notice in notices(channel):
+            channel.remove(notice)
+    net.kill(0)
+    net.settle()
+    live = [net.ranks[rank].homes for rank in net.servers[1:]]
+    for home_of_it in (each for homes in live for each in homes._homes.values()):
+        assert not home_of_it.server.core.migration.state()["unnoted"]
+
+
 # --- its parts ----------------------------------------------------------------------------------
 def test_a_read_goes_behind_the_changes_before_it():
     log = Log(NoPushes(), has_follower=True)
@@ -146,6 +172,27 @@ def test_a_request_that_comes_again_gets_the_reply_of_the_first_time():
     assert answers.came(2, 5) == Came.FIRST
     answers.forget(1)
     assert answers.came(1, 5) == Came.FIRST
+
+
+def test_a_message_that_comes_twice_is_confirmed_once_it_is_carried_out():
+    """Its sender forgets it then: before, the death of this process would lose it."""
+    net = Net(MODES["async"], Choices([0]), n_servers=3, n_workers=2, n_steps=1, n_deaths=0)
+    net.settle()
+    primary, (sender, *_) = net.servers[1], net.servers
+    message = {"do": "without", "table": 1, "worker": 0, "rounds": []}
+    header = Header(
+        Kind.MOVE, origin=sender, option=Step.SERVERS, status=2, letter=2
+    )  # 1: the table
+    for _ in range(2):
+        frame = Delivery(sender, header, packed_json(message), NOTHING)
+        net.ranks[primary].homes.on_request(frame)
+
+    def is_confirmed():
+        return any(f.header.option == Copy.CONFIRM for f in net.channels[primary, sender])
+
+    assert not is_confirmed()
+    while not is_confirmed():
+        assert net.deliver_one()
 
 
 def test_the_oldest_replies_go_which_every_client_has():
