@@ -146,8 +146,7 @@ class Presence:
     def _settle(self, data: MPI.Comm) -> None:
         """Make the status page, exchange places, watch the ranks of this node, share memory."""
         candidates: MPI.Comm = data.Split_type(self.mpi.COMM_TYPE_SHARED)
-        host, pid = socket.gethostname(), os.getpid()
-        nonce = int.from_bytes(os.urandom(8), "little") >> 1
+        host, pid, nonce = socket.gethostname(), os.getpid(), int.from_bytes(os.urandom(7))
         job: str = data.bcast(os.urandom(4).hex())
         self.page = StatusPage.create(job, host, self.number, self.size, candidates.rank, nonce)
         offer_stacks(self.page)
