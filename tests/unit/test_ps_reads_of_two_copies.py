@@ -21,7 +21,7 @@ class Run:
             MODES[mode], Choices([0]), n_servers=n_servers, n_workers=2, n_steps=0, n_deaths=0
         )
         self.settle()
-        self.part = self.net.client(0).owners.index(0)
+        self.part = self.net.client(0).part_at(0)
         for worker in (0, OTHER):
             assert not self.read(worker)
         self.settle()
