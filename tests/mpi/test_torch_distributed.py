@@ -170,7 +170,7 @@ def test_another_launcher_is_an_error_that_says_what_to_do(launcher, variables, 
         env=job_environment(ranks | variables),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode != 0

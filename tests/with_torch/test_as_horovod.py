@@ -121,7 +121,7 @@ def test_a_horovod_that_is_loaded_already_is_not_replaced(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert done.returncode == 1
     assert "before that" in done.stderr
@@ -135,7 +135,7 @@ def test_usage(arguments, code):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert done.returncode == code
     assert "usage: python -m ringcomm.torch.as_horovod" in done.stdout + done.stderr

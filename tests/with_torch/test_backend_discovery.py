@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch.distributed as dist
-from harness import job_environment
+from harness import HANG_S, job_environment
 
 import ringcomm.torch  # noqa: F401 - torch.distributed knows the backend from here on
 from ringcomm import discovery
@@ -47,7 +47,7 @@ def run(text, cwd, env=None):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from harness import at_length, outcomes, run_job, run_ranks
+from harness import HANG_S, at_length, outcomes, run_job, run_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import SMALL, copies, network, weights, wrap
@@ -265,7 +265,7 @@ files.write(files.main_path(folder, int(sys.argv[3])), {"x": torch.zeros(1000)})
 def test_a_kill_within_a_save_leaves_the_one_before(moment, step, tmp_path):
     done = subprocess.run(
         [sys.executable, "-P", "-c", KILLED, tmp_path, moment, str(step)],
-        timeout=60,
+        timeout=HANG_S,
         check=False,
         capture_output=True,
     )
