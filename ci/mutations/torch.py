@@ -372,7 +372,7 @@ REFUSALS = [
         "torch/optim/wrapping.py",
         "    untrace_methods(part, Optimizer)\n",
         "",
-        "torch.compile of a whole training step crashes in the code that waits for other ranks",
+        "torch.compile traces the code that waits for other ranks, and compiles it for a long time",
         ("with_torch/test_uses_of_an_optimizer.py",),
     ),
     Mutation(
