@@ -397,16 +397,12 @@ class LossyCopiesNet(LossyNet):
         if self.checkpoint is not None and self.choices.below(2):
             super().kill((number + 1) % len(self.servers))
 
-    def homes(self):
-        live = [self.ranks[rank] for rank in self.servers if rank not in self.dead]
-        return [home for process in live for home in process.homes._homes.values()]
-
     def server(self, number):
-        (primary,) = (h.server for h in self.homes() if h.number == number and h.is_primary)
+        (primary,) = (h.server for h in self.homes if h.number == number and h.is_primary)
         return primary
 
     def servers_of(self, numbers):
-        return [home.server for home in self.homes() if home.number in numbers and home.is_whole]
+        return [home.server for home in self.homes if home.number in numbers and home.is_whole]
 
     def live_numbers(self):
-        return sorted({home.number for home in self.homes()})
+        return sorted({home.number for home in self.homes})
