@@ -41,7 +41,7 @@ main() {
   cd "$WORK" # where no ringcomm/ of the sources can be imported
   local code=0
   export PYTHONPATH="$ROOT/ci:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}"
-  python3 -P -m gpu_suite.raise_loopback || printf 'gpu_suite: "lo" cannot be put up\n' >&2
+  python3 -P -m gpu_suite.start_network_lo || printf 'gpu_suite: "lo" cannot be put up\n' >&2
   python3 -P -m gpu_suite --out "$OUT" --work "$WORK" --wheels "$WHEELS" "${OPTIONS[@]}" || code=$?
   exit "$code"
 }

@@ -8,7 +8,7 @@ void bind_codec(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_pipe_endpoint(nanobind::module_& m);
 void bind_ps(nanobind::module_& m);
-void bind_rows(nanobind::module_& m);
+void bind_hash_partition(nanobind::module_& m);
 void bind_shard(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
 void bind_shm(nanobind::module_& m);
@@ -37,7 +37,7 @@ NB_MODULE(_core, m) {
   ringcomm::bind_codec(m);
   ringcomm::bind_kernels(m);
   ringcomm::bind_ps(m);
-  ringcomm::bind_rows(m);
+  ringcomm::bind_hash_partition(m);
   ringcomm::bind_shard(m);
   ringcomm::bind_schedule(m);
   ringcomm::bind_shm(m);

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import ConfigError
 from ringcomm.launched.launcher import is_on, launched_rank
-from ringcomm.launched.marks import RANK_PROCESS, RUN_FOLDER
+from ringcomm.launched.marks_of_children import RANK_PROCESS, RUN_FOLDER
 
 if TYPE_CHECKING:
     from pathlib import Path

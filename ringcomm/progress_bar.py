@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from ringcomm.config import environment
 from ringcomm.launched.launcher import launcher_terminal
-from ringcomm.launched.marks import run_file
+from ringcomm.launched.marks_of_children import run_file
 
 _REDRAW_S: Final = 0.1
 _ERASE: Final = "\r\x1b[2K"

@@ -6,10 +6,10 @@ import random
 import time
 from collections import defaultdict
 
-import failures_at_once
 import harness
-import leftovers
+import leftovers_plugin
 import pytest
+import show_failures_plugin
 from guarded_ranks import Rank
 from shm_leftovers import names, pids, read
 
@@ -60,7 +60,7 @@ def start_rank():
 @pytest.fixture
 def watch(pytestconfig):
     """Return what knows the files in /dev/shm of this run; None inside a job of test_spmd.py."""
-    plugin = pytestconfig.pluginmanager.get_plugin(leftovers.NAME)
+    plugin = pytestconfig.pluginmanager.get_plugin(leftovers_plugin.NAME)
     return plugin and plugin.watch
 
 
@@ -73,7 +73,7 @@ def nothing_is_left(watch, request):
     before, others, failed = set(names()), set(pids()), request.session.testsfailed
     yield
     if request.session.testsfailed > failed:
-        leftovers.end_what_runs(others)
+        leftovers_plugin.end_what_runs(others)
     deadline = time.monotonic() + 60
     while left := new_orphans(watch, before) | orphaned_guardians(others):
         assert time.monotonic() < deadline, left
@@ -101,9 +101,9 @@ def is_alive(pid):
 
 
 def pytest_configure(config):
-    for plugin in (failures_at_once, leftovers):
+    for plugin in (show_failures_plugin, leftovers_plugin):
         config.pluginmanager.register(plugin, plugin.__name__)
-    if not leftovers.is_in_a_job() and not harness.is_at_length():
+    if not leftovers_plugin.is_in_a_job() and not harness.is_at_length():
         loop._SPINS = SPINS_OF_THREADS
 
 

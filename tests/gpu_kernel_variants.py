@@ -15,7 +15,7 @@ from ringcomm.gpu.kernels.reduce_and_optimizer_step import (
     sgd_numbers,
 )
 from ringcomm.gpu.kernels.scale import ScaleKernel, can_scale
-from ringcomm.gpu.kernels.write import WriteKernel
+from ringcomm.gpu.kernels.write_number import WriteKernel
 
 NUMBERS = {
     "Sgd": sgd_numbers(1, lr=0.1),

@@ -18,7 +18,7 @@ from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.homes.homes import Homes
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
-from ringcomm.ps.server.homes.takeovers import Takeovers
+from ringcomm.ps.server.homes.who_runs_each_home import Takeovers
 from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.table_spec import Spec

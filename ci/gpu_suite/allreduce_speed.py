@@ -24,9 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cupy.cuda import nccl
-from gpu_suite.clocks import copy_ceiling, event_seconds
+from gpu_suite.cuda_timing import copy_ceiling, event_seconds
 from gpu_suite.gpu_helpers import SHARES_FROM, highest, start, until
-from gpu_suite.lines import detail, figure
+from gpu_suite.outcome_lines import detail, figure
 
 import ringcomm as rc
 

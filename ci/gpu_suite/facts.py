@@ -11,8 +11,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from gpu_suite.lines import detail, figure
 from gpu_suite.make_environment import BUILDS_NEED, GPUS_NEED, STAGES_NEED
+from gpu_suite.outcome_lines import detail, figure
 
 QUERY = "name,driver_version,memory.total,compute_mode,mig.mode.current,clocks.sm,clocks.mem"
 PACKAGES = (
@@ -50,7 +50,7 @@ def copy_speed() -> str:
     if not find_spec("torch"):
         return "no torch, so no copy was measured"
     import torch
-    from gpu_suite.clocks import copy_ceiling
+    from gpu_suite.cuda_timing import copy_ceiling
 
     if not torch.cuda.is_available():
         return "torch sees no GPU"

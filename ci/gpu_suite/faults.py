@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_suite.lines import detail, figure
+from gpu_suite.outcome_lines import detail, figure
 from gpu_suite.stage_runner import end_session
 from harness import Job, finish_job, start_job
 

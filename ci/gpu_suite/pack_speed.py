@@ -9,8 +9,8 @@ from itertools import accumulate
 import cupy
 import numpy as np
 import torch
-from gpu_suite.clocks import copy_ceiling, event_seconds
-from gpu_suite.lines import detail, figure
+from gpu_suite.cuda_timing import copy_ceiling, event_seconds
+from gpu_suite.outcome_lines import detail, figure
 
 from ringcomm.gpu.kernels.compiling import Kernels
 from ringcomm.gpu.kernels.pack import PackKernel, chunk_table

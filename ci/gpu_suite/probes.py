@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 from gpu_suite.driver import CudaError, Driver
-from gpu_suite.lines import detail, figure, skip
+from gpu_suite.outcome_lines import detail, figure, skip
 
 PAGE = 4096
 LINE = 128  # bytes between two flags

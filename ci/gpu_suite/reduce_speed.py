@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 
 import torch
-from gpu_suite.clocks import copy_ceiling, event_seconds
-from gpu_suite.lines import detail, figure
+from gpu_suite.cuda_timing import copy_ceiling, event_seconds
+from gpu_suite.outcome_lines import detail, figure
 
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.operators import SUM

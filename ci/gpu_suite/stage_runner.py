@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gpu_suite.lines import SKIP
+from gpu_suite.outcome_lines import SKIP
 
 GRACE_S = 5.0  # in which mpirun can end its ranks
 TRACE_S = 1.5  # in which a process writes where its threads are

@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 import torch
 from gpu_suite.gpu_helpers import LIBRARIES, Arrays, current, highest, sleep, start
-from gpu_suite.lines import detail, figure
+from gpu_suite.outcome_lines import detail, figure
 
 import ringcomm as rc
 

@@ -439,7 +439,7 @@ ELASTIC = [
     Mutation(
         "spares-do-not-hear-that-the-job-ends",
         "fault",
-        "engine/api/outside.py",
+        "engine/api/spares_and_reserves.py",
         "has_slept or state.phase is Phase.GONE",
         "has_slept",
         "a process without a place waits for ever after the ranks have given up",

@@ -58,7 +58,7 @@ OPTIMIZER = [
     Mutation(
         "number-of-optimizers",
         "optimizer",
-        "torch/backward/serial_numbers_and_samples.py",
+        "torch/backward/optimizer_numbers_and_sample_weights.py",
         "number = _counts.get(group, 0) + 1",
         "number = min(_counts.get(group, 0) + 1, 2)",
         "once an optimizer was dropped, two others take each other's messages",
@@ -351,6 +351,24 @@ REFUSALS = [
         "if source in task.members:",
         "zero_grad() leaves the buckets of a failed backward(), though others come for them",
         ("unit/test_agreement_and_failure_messages.py",),
+    ),
+    Mutation(
+        "a-failed-backward-waits-for-a-crossed-rank",
+        "fault",
+        "torch/optim/finish_backward.py",
+        "return self._handle.wait_unless(engine().here.is_crossed)",
+        "return self._handle.wait_unless(lambda _: False)",
+        "a rank that failed in backward() and one that failed in forward() wait for each other",
+        ("with_torch/test_optimizer_faults.py",),
+    ),
+    Mutation(
+        "a-batch-that-fails-on-all-ranks-is-not-skipped",
+        "fault",
+        "torch/optim/finish_backward.py",
+        "each.has_failed or (each.number >= failed_at and",
+        "not each.has_failed and (each.number >= failed_at and",
+        "an optimizer's first backward() that fails on all ranks is a MismatchError afterwards",
+        ("with_torch/test_optimizer_faults.py",),
     ),
     Mutation(
         "left-buckets-keep-gradients",

@@ -41,7 +41,7 @@ void KeyMap::erase(std::uint64_t key) {
   --size_;
 }
 
-void KeyMap::clear() { *this = KeyMap(arena_); }
+void KeyMap::clear() { *this = KeyMap(pool_); }
 
 KeyMap::Slot KeyMap::locate(std::uint64_t key) const {
   if (now_.lines == nullptr) return {};
@@ -58,21 +58,21 @@ void KeyMap::make_room() {
   Table next;
   next.bits = now_.lines == nullptr ? kFirstBits : now_.bits + 1;
   const std::size_t nbytes = (std::size_t{1} << next.bits) * sizeof(Line);
-  next.lines = {new_lines(nbytes), Free{arena_, nbytes}};
+  next.lines = {new_lines(nbytes), Free{pool_, nbytes}};
   old_ = std::exchange(now_, std::move(next));
   moved_ = 0;
 }
 
 KeyMap::Line* KeyMap::new_lines(std::size_t nbytes) const {
-  if (arena_ == nullptr || nbytes >= kMapped) return static_cast<Line*>(allocate_zeros(nbytes));
-  return static_cast<Line*>(std::memset(arena_->take(nbytes), 0, nbytes));
+  if (pool_ == nullptr || nbytes >= kMapped) return static_cast<Line*>(allocate_zeros(nbytes));
+  return static_cast<Line*>(std::memset(pool_->take(nbytes), 0, nbytes));
 }
 
 void KeyMap::Free::operator()(Line* lines) const {
-  if (arena == nullptr || nbytes >= kMapped)
+  if (pool == nullptr || nbytes >= kMapped)
     free_zeros(lines, nbytes);
   else
-    arena->give_back(lines, nbytes);
+    pool->give_back(lines, nbytes);
 }
 
 void KeyMap::move_some(std::size_t n) {

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "arena.hpp"
+#include "memory_pool.hpp"
 
 namespace ringcomm::ps {
 
@@ -35,8 +35,8 @@ inline std::uint32_t partition_of(std::uint64_t key, std::uint32_t n) {
 
 class KeyMap {
  public:
-  // `arena`: where its memory comes from, and outlives this; null: the system.
-  explicit KeyMap(Arena* arena = nullptr) : arena_(arena) {}
+  // `pool`: where its memory comes from, and outlives this; null: the system.
+  explicit KeyMap(MemoryPool* pool = nullptr) : pool_(pool) {}
 
   // Returns the number of a key, 0 where it has none.
   std::uint64_t find(std::uint64_t key) const {
@@ -83,7 +83,7 @@ class KeyMap {
     bool is_full() const { return values[0] && values[1] && values[2] && values[3]; }
   };
   struct Free {
-    Arena* arena;
+    MemoryPool* pool;
     std::size_t nbytes;
     void operator()(Line* lines) const;
   };
@@ -116,7 +116,7 @@ class KeyMap {
   Line* new_lines(std::size_t nbytes) const;
   void move_some(std::size_t n);
 
-  Arena* arena_;
+  MemoryPool* pool_;
   Table now_, old_;
   std::size_t size_ = 0, moved_ = 0;  // lines of the old table that have been looked at
 };

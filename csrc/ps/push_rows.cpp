@@ -9,7 +9,7 @@
 
 #include "../kernels/reduction_job.hpp"
 #include "../kernels/fp_environment.hpp"
-#include "rows.hpp"
+#include "hash_partition.hpp"
 #include "use_guard.hpp"
 
 namespace ringcomm::ps {
@@ -71,7 +71,7 @@ std::int64_t step_that_matters(const Rule& rule, std::int64_t step) {
 }  // namespace
 
 template <class T>
-class Rows::Pusher {
+class HashPartition::Pusher {
  public:
   Pusher(const RowSpec& spec, Homes homes, Places places, const Push& push)
       : spec_(spec),
@@ -105,7 +105,7 @@ class Rows::Pusher {
     Coefs coefs;
   };
   struct Found {
-    Rows* home;
+    HashPartition* home;
     Row row;
   };
 
@@ -119,7 +119,7 @@ class Rows::Pusher {
     for (std::size_t i = start + kBatch; i < std::min(n, start + 2 * kBatch); ++i)
       homes_.of(firsts[i])->index_.prefetch(push_.keys[firsts[i]]);
     for (std::size_t i = start; i < std::min(n, start + kBatch); ++i) {
-      Rows& home = *homes_.of(firsts[i]);
+      HashPartition& home = *homes_.of(firsts[i]);
       const Row row = row_for(home, push_.keys[firsts[i]]);
       found_[i % kFound] = {&home, row};
       if (row == kNoRow) continue;
@@ -137,7 +137,7 @@ class Rows::Pusher {
     carry_out();
   }
 
-  Row row_for(Rows& home, std::uint64_t key) {
+  Row row_for(HashPartition& home, std::uint64_t key) {
     home.stamp_ = push_.stamp;
     Row row = home.find(key);
     if (row == kNoRow && home.is_admitted(key, push_.stamp)) {
@@ -192,7 +192,7 @@ class Rows::Pusher {
     return as_values<T>(part.grad_dtype, raw, room, dim_);
   }
 
-  void plan_update(Rows& home, Row row, const T* grad) {
+  void plan_update(HashPartition& home, Row row, const T* grad) {
     home.keep(row);
     RowInfo& info = home.store_.info(row);
     info.time = push_.now;
@@ -242,7 +242,7 @@ class Rows::Pusher {
   Pushed pushed_;
 };
 
-void Rows::require_rule(const Rule& own, const Rule& rule) {
+void HashPartition::require_rule(const Rule& own, const Rule& rule) {
   if (is_stateless(rule.updater)) return;
   if (rule.updater != own.updater)
     throw std::invalid_argument(
@@ -256,7 +256,7 @@ void Rows::require_rule(const Rule& own, const Rule& rule) {
         "amsgrad, centered); make the table with them on");
 }
 
-Pushed Rows::push_to(const RowSpec& spec, Homes homes, const std::uint32_t* partitions,
+Pushed HashPartition::push_to(const RowSpec& spec, Homes homes, const std::uint32_t* partitions,
                      std::size_t n_partitions, const Push& push) {
   if (push.n >= kEnd) throw std::invalid_argument("push: 2^32 keys and more at once");
   if (push.n == 0) return {};

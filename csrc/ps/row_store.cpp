@@ -7,8 +7,8 @@
 
 namespace ringcomm::ps {
 
-RowStore::RowStore(std::size_t nbytes, Arena* arena)
-    : nbytes_(nbytes), arena_(arena), full_bits_(kFirstBits) {
+RowStore::RowStore(std::size_t nbytes, MemoryPool* pool)
+    : nbytes_(nbytes), pool_(pool), full_bits_(kFirstBits) {
   while (((nbytes_ + sizeof(RowInfo)) << (full_bits_ + 1)) <= kSlabBytes) ++full_bits_;
 }
 
@@ -23,7 +23,7 @@ Row RowStore::take() {
   if (slab == slabs_.size()) {
     const std::size_t size = rows_of(slab) * (sizeof(RowInfo) + nbytes_);
     slabs_.reserve(slab + 1);
-    void* const memory = arena_ == nullptr ? allocate_pages(size) : arena_->take(size);
+    void* const memory = pool_ == nullptr ? allocate_pages(size) : pool_->take(size);
     slabs_.push_back(static_cast<std::byte*>(memory));
   }
   return end_++;
@@ -31,10 +31,10 @@ Row RowStore::take() {
 
 RowStore::~RowStore() {
   for (std::size_t i = 0; i < slabs_.size(); ++i) {
-    if (arena_ == nullptr)
+    if (pool_ == nullptr)
       std::free(slabs_[i]);
     else
-      arena_->give_back(slabs_[i], rows_of(i) * (sizeof(RowInfo) + nbytes_));
+      pool_->give_back(slabs_[i], rows_of(i) * (sizeof(RowInfo) + nbytes_));
   }
 }
 

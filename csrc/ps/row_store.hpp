@@ -2,14 +2,14 @@
 //
 // The first slab has 8 rows, each has twice as many as the one before, up to about 2 MiB: a
 // partition with ten rows is small, one with millions has few slabs. Rows that were freed are used
-// again, the last first; their memory goes back to the arena when all is cleared.
+// again, the last first; their memory goes back to the pool when all is cleared.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
-#include "arena.hpp"
+#include "memory_pool.hpp"
 
 namespace ringcomm::ps {
 
@@ -32,9 +32,9 @@ class RowStore {
  public:
   static constexpr std::uint32_t kDead = 0xffffffffu;
 
-  // `nbytes`: of a row. `arena`: where slabs come from, and outlives this; null: the system.
-  RowStore(std::size_t nbytes, Arena* arena);
-  RowStore(RowStore&& other) noexcept : RowStore(other.nbytes_, other.arena_) { swap(other); }
+  // `nbytes`: of a row. `pool`: where slabs come from, and outlives this; null: the system.
+  RowStore(std::size_t nbytes, MemoryPool* pool);
+  RowStore(RowStore&& other) noexcept : RowStore(other.nbytes_, other.pool_) { swap(other); }
   RowStore& operator=(RowStore&& other) noexcept {
     swap(other);
     return *this;
@@ -69,7 +69,7 @@ class RowStore {
   };
   void swap(RowStore& other) noexcept {
     std::swap(nbytes_, other.nbytes_);
-    std::swap(arena_, other.arena_);
+    std::swap(pool_, other.pool_);
     std::swap(slabs_, other.slabs_);
     std::swap(end_, other.end_);
     std::swap(free_, other.free_);
@@ -90,7 +90,7 @@ class RowStore {
   }
 
   std::size_t nbytes_;
-  Arena* arena_;
+  MemoryPool* pool_;
   std::vector<std::byte*> slabs_;  // bare: those of a small partition share a line of the cache
   Row end_ = 0, free_ = kNone;  // the key of a free row's info is the next free one
   unsigned full_bits_;          // log2 of the rows in the largest slabs

@@ -2,11 +2,11 @@
 #include <algorithm>
 #include <cstring>
 
-#include "rows.hpp"
+#include "hash_partition.hpp"
 #include "use_guard.hpp"
 
 namespace ringcomm::ps {
-std::vector<Row> Rows::all() const {
+std::vector<Row> HashPartition::all() const {
   const Reading reading(*this);
   std::vector<Row> found;
   found.reserve(size());
@@ -15,7 +15,7 @@ std::vector<Row> Rows::all() const {
   return found;
 }
 
-void Rows::copy(const std::vector<Row>& rows, const RowArrays& out) const {
+void HashPartition::copy(const std::vector<Row>& rows, const RowArrays& out) const {
   const Reading reading(*this);
   const std::size_t width = spec_->dim * spec_->itemsize();
   const std::size_t slot_width = spec_->slot_width() * spec_->itemsize();
@@ -32,7 +32,7 @@ void Rows::copy(const std::vector<Row>& rows, const RowArrays& out) const {
   }
 }
 
-void Rows::load(const RowArrays& in, std::size_t n) {
+void HashPartition::load(const RowArrays& in, std::size_t n) {
   const Writing writing(*this);
   const std::size_t width = spec_->dim * spec_->itemsize();
   const std::size_t slot_width = spec_->slot_width() * spec_->itemsize();
@@ -54,7 +54,7 @@ void Rows::load(const RowArrays& in, std::size_t n) {
   }
 }
 
-std::vector<std::pair<std::uint64_t, std::uint64_t>> Rows::candidates() const {
+std::vector<std::pair<std::uint64_t, std::uint64_t>> HashPartition::candidates() const {
   const Reading reading(*this);
   std::vector<std::pair<std::uint64_t, std::uint64_t>> all;
   if (side_ != nullptr)
@@ -64,7 +64,7 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> Rows::candidates() const {
   return all;
 }
 
-void Rows::load_candidate(std::uint64_t key, std::uint64_t count) {
+void HashPartition::load_candidate(std::uint64_t key, std::uint64_t count) {
   const Writing writing(*this);
   if (count != 0 && find(key) == kNoRow) side().candidates.set(key, count);
 }

@@ -16,7 +16,7 @@ namespace ringcomm::ps {
 Shard::Shard(std::shared_ptr<const RowSpec> spec, const std::vector<std::uint32_t>& owners,
              std::uint32_t me)
     : spec_(std::move(spec)),
-      common_(std::make_shared<Rows::Common>()),
+      common_(std::make_shared<HashPartition::Common>()),
       parts_(owners.size()),
       is_owned_(owners.size()),
       n_keys_(owners.size()) {
@@ -36,25 +36,27 @@ std::size_t Shard::nbytes() const {
   return total;
 }
 
-std::shared_ptr<Rows> Shard::own(std::uint32_t partition) {
+std::shared_ptr<HashPartition> Shard::own(std::uint32_t partition) {
   is_owned_.at(partition) = true;
   victims_.clear();  // what comes may be older
   return made(partition);
 }
 
-const std::shared_ptr<Rows>& Shard::made(std::uint32_t partition) {
+const std::shared_ptr<HashPartition>& Shard::made(std::uint32_t partition) {
   auto& part = parts_[partition];
-  if (part == nullptr) part = std::make_shared<Rows>(spec_, common_);
+  if (part == nullptr) part = std::make_shared<HashPartition>(spec_, common_);
   return part;
 }
 
-std::shared_ptr<Rows> Shard::disown(std::uint32_t partition) {
+std::shared_ptr<HashPartition> Shard::disown(std::uint32_t partition) {
   is_owned_.at(partition) = false;
   n_keys_[partition].value = 0;
   return std::exchange(parts_.at(partition), nullptr);
 }
 
-std::shared_ptr<Rows> Shard::find(std::uint32_t partition) const { return parts_.at(partition); }
+std::shared_ptr<HashPartition> Shard::find(std::uint32_t partition) const {
+  return parts_.at(partition);
+}
 
 std::uint32_t Shard::partition(std::uint64_t key) const {
   const std::uint32_t found = partition_of(key, static_cast<std::uint32_t>(parts_.size()));
@@ -74,12 +76,12 @@ std::vector<std::uint32_t> Shard::partitions(const std::uint64_t* keys, std::siz
 // One partition after the other: what is known of it, and its pages, are met together.
 std::size_t Shard::gather(const std::uint64_t* keys, std::size_t n, void* out,
                           const std::uint32_t* places, Missing missing) const {
-  const Rows::Reading reading(common_->users);
+  const HashPartition::Reading reading(common_->users);
   const std::vector<std::uint32_t> partitions = this->partitions(keys, n);
   std::vector<std::uint32_t> at(parts_.size() + 1), to(n);
   for (const std::uint32_t partition : partitions) ++at[partition + 1];
   std::partial_sum(at.begin(), at.end(), at.begin());
-  std::vector<Rows*> homes(n);
+  std::vector<HashPartition*> homes(n);
   std::vector<std::uint64_t> sorted(n);
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t k = at[partitions[i]]++;
@@ -87,38 +89,38 @@ std::size_t Shard::gather(const std::uint64_t* keys, std::size_t n, void* out,
     homes[k] = parts_[partitions[i]].get();
     to[k] = places == nullptr ? static_cast<std::uint32_t>(i) : places[i];
   }
-  return Rows::gather_from(*spec_, {homes.data()}, sorted.data(), n, out, to.data(),
+  return HashPartition::gather_from(*spec_, {homes.data()}, sorted.data(), n, out, to.data(),
                            missing);
 }
 
 Pushed Shard::push(const Push& push) {
-  Rows::require_rule(spec_->rule, push.rule);
-  const Rows::Writing writing(common_->users);
+  HashPartition::require_rule(spec_->rule, push.rule);
+  const HashPartition::Writing writing(common_->users);
   const std::vector<std::uint32_t> partitions = this->partitions(push.keys, push.n);
-  std::vector<Rows*> homes(push.n);
+  std::vector<HashPartition*> homes(push.n);
   for (std::size_t i = 0; i < push.n; ++i) {
-    Rows* const part = parts_[partitions[i]].get();
+    HashPartition* const part = parts_[partitions[i]].get();
     homes[i] = part != nullptr ? part : made(partitions[i]).get();
   }
-  return Rows::push_to(*spec_, {homes.data()}, partitions.data(), parts_.size(), push);
+  return HashPartition::push_to(*spec_, {homes.data()}, partitions.data(), parts_.size(), push);
 }
 
 std::size_t Shard::erase(const std::uint64_t* keys, std::size_t n, std::uint64_t stamp) {
-  const Rows::Writing writing(common_->users);
+  const HashPartition::Writing writing(common_->users);
   for (std::size_t i = 0; i < n; ++i) partition(keys[i]);  // or throw
   std::size_t erased = 0;
   for (std::size_t i = 0; i < n; ++i)
-    if (Rows* const part = home(keys[i])) erased += part->erase(keys[i], stamp);
+    if (HashPartition* const part = home(keys[i])) erased += part->erase(keys[i], stamp);
   return erased;
 }
 
 void Shard::metadata(const std::uint64_t* keys, std::size_t n, std::uint32_t* counts,
                      std::uint32_t* steps, double* times) const {
-  const Rows::Reading reading(common_->users);
+  const HashPartition::Reading reading(common_->users);
   for (std::size_t i = 0; i < n; ++i) {
-    const Rows* const part = home(keys[i]);
-    const Row row = part == nullptr ? Rows::kNoRow : part->find(keys[i]);
-    const bool is_there = row != Rows::kNoRow;
+    const HashPartition* const part = home(keys[i]);
+    const Row row = part == nullptr ? HashPartition::kNoRow : part->find(keys[i]);
+    const bool is_there = row != HashPartition::kNoRow;
     const RowInfo info = is_there ? part->store_.info(row) : RowInfo{keys[i], std::nan(""), 0, 0};
     counts[i] = info.count;
     steps[i] = info.steps;
@@ -127,13 +129,13 @@ void Shard::metadata(const std::uint64_t* keys, std::size_t n, std::uint32_t* co
 }
 
 void Shard::hold(std::uint64_t number) {
-  const Rows::Writing writing(common_->users);
+  const HashPartition::Writing writing(common_->users);
   common_->snapshots.push_back(
       std::make_unique<Snapshot>(number, spec_->dim * spec_->itemsize()));
 }
 
 void Shard::release(std::uint64_t number) {
-  const Rows::Writing writing(common_->users);
+  const HashPartition::Writing writing(common_->users);
   auto& all = common_->snapshots;
   all.erase(std::remove_if(all.begin(), all.end(),
                            [&](const auto& each) { return each->number() == number; }),
@@ -149,12 +151,12 @@ const Snapshot& Shard::snapshot(std::uint64_t number) const {
 // The rows of now, and over them those that have changed since.
 std::size_t Shard::gather_held(std::uint64_t number, const std::uint64_t* keys, std::size_t n,
                                void* out, const std::uint32_t* places, Missing missing) const {
-  const Rows::Reading reading(common_->users);
+  const HashPartition::Reading reading(common_->users);
   const Snapshot& held = snapshot(number);
   for (std::size_t i = 0; missing == Missing::raise && i < n; ++i) {
     const Snapshot::Then then = held.find(keys[i]);
-    const Rows* const part = home(keys[i]);
-    const bool is_there = part != nullptr && part->find(keys[i]) != Rows::kNoRow;
+    const HashPartition* const part = home(keys[i]);
+    const bool is_there = part != nullptr && part->find(keys[i]) != HashPartition::kNoRow;
     if (then.is_known ? then.values == nullptr : !is_there) throw MissingKey(keys[i]);
   }
   const Missing filled = missing == Missing::raise ? Missing::zero : missing;
@@ -165,11 +167,11 @@ std::size_t Shard::gather_held(std::uint64_t number, const std::uint64_t* keys, 
     if (!then.is_known) continue;
     const std::size_t place = places == nullptr ? i : places[i];
     std::byte* const to = static_cast<std::byte*>(out) + place * nbytes;
-    const Rows* const part = home(keys[i]);
-    found -= part != nullptr && part->find(keys[i]) != Rows::kNoRow;
+    const HashPartition* const part = home(keys[i]);
+    found -= part != nullptr && part->find(keys[i]) != HashPartition::kNoRow;
     found += then.values != nullptr;
     if (then.values == nullptr)
-      Rows::fill_missing(*spec_, keys[i], to, missing);
+      HashPartition::fill_missing(*spec_, keys[i], to, missing);
     else
       std::memcpy(to, then.values, nbytes);
   }
@@ -192,7 +194,7 @@ std::size_t Shard::evict(double now, std::uint64_t stamp, std::size_t max_work) 
 std::size_t Shard::expire(double now, std::uint64_t stamp, std::size_t max_work) {
   std::size_t n = 0, n_left = parts_.size();
   while (max_work != 0 && n_left != 0) {
-    Rows* const part = parts_[cursor_].get();
+    HashPartition* const part = parts_[cursor_].get();
     bool is_done = true;
     std::size_t work = 1;
     if (part != nullptr && part->size() != 0) {
@@ -217,7 +219,7 @@ std::size_t Shard::max_rows() const {
 
 std::size_t Shard::shrink(std::uint64_t stamp) {
   if (spec_->eviction.max_rows == std::numeric_limits<std::size_t>::max()) return 0;
-  const Rows::Writing writing(common_->users);
+  const HashPartition::Writing writing(common_->users);
   const std::size_t most = max_rows(), before = size();
   if (before <= most) return 0;
   const bool is_lru = spec_->eviction.order == Order::lru;
@@ -227,7 +229,7 @@ std::size_t Shard::shrink(std::uint64_t stamp) {
     if (victims_.empty()) find_victims(is_lru ? std::max(n - target, n / kAhead) : n - target);
     const Victim victim = victims_.back();
     victims_.pop_back();
-    Rows* const part = parts_[victim.partition].get();
+    HashPartition* const part = parts_[victim.partition].get();
     if (part == nullptr || victim.row >= part->store_.end()) continue;
     const RowInfo& info = part->store_.info(victim.row);
     const bool is_as_seen =

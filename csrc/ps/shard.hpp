@@ -1,7 +1,7 @@
 // All partitions of one hash table that one server owns: keys of any of them in one call.
 //
 // A partition takes no memory until a key of it is pushed. The partitions share one guard: what
-// Rows says of calls beside each other holds for a shard as a whole.
+// HashPartition says of calls beside each other holds for a shard as a whole.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "rows.hpp"
+#include "hash_partition.hpp"
 
 namespace ringcomm::ps {
 
@@ -27,11 +27,11 @@ class Shard {
   std::size_t nbytes() const;
 
   // The rows of a partition, which is made if it is not there; takes it over from now on.
-  std::shared_ptr<Rows> own(std::uint32_t partition);
+  std::shared_ptr<HashPartition> own(std::uint32_t partition);
   // Another owns it from now on; returns what was here, or null.
-  std::shared_ptr<Rows> disown(std::uint32_t partition);
+  std::shared_ptr<HashPartition> disown(std::uint32_t partition);
   // Null: nothing was pushed to it, or another owns it.
-  std::shared_ptr<Rows> find(std::uint32_t partition) const;
+  std::shared_ptr<HashPartition> find(std::uint32_t partition) const;
 
   // A key of a partition that is not owned: invalid_argument, nothing is changed.
 
@@ -94,17 +94,17 @@ class Shard {
   };
 
   std::vector<std::uint32_t> partitions(const std::uint64_t* keys, std::size_t n) const;
-  Rows* home(std::uint64_t key) const { return parts_[partition(key)].get(); }
+  HashPartition* home(std::uint64_t key) const { return parts_[partition(key)].get(); }
   std::uint32_t partition(std::uint64_t key) const;
   const Snapshot& snapshot(std::uint64_t number) const;
   std::size_t expire(double now, std::uint64_t stamp, std::size_t max_work);
   std::size_t shrink(std::uint64_t stamp);
   void find_victims(std::size_t n);
-  const std::shared_ptr<Rows>& made(std::uint32_t partition);
+  const std::shared_ptr<HashPartition>& made(std::uint32_t partition);
 
   std::shared_ptr<const RowSpec> spec_;
-  std::shared_ptr<Rows::Common> common_;
-  std::vector<std::shared_ptr<Rows>> parts_;
+  std::shared_ptr<HashPartition::Common> common_;
+  std::vector<std::shared_ptr<HashPartition>> parts_;
   std::vector<bool> is_owned_;
   mutable std::vector<Count> n_keys_;
   std::size_t cursor_ = 0;  // of expire()

@@ -2,13 +2,13 @@
 #pragma once
 #include <stdexcept>
 
-#include "rows.hpp"
+#include "hash_partition.hpp"
 
 namespace ringcomm::ps {
 
-class Rows::Reading {
+class HashPartition::Reading {
  public:
-  explicit Reading(const Rows& rows) : Reading(rows.common_->users) {}
+  explicit Reading(const HashPartition& rows) : Reading(rows.common_->users) {}
   explicit Reading(Users& users) : users_(users) {
     if (users_.fetch_add(1, std::memory_order_acquire) >= 0) return;
     users_.fetch_sub(1, std::memory_order_relaxed);
@@ -22,9 +22,9 @@ class Rows::Reading {
   std::atomic<std::int32_t>& users_;
 };
 
-class Rows::Writing {
+class HashPartition::Writing {
  public:
-  explicit Writing(const Rows& rows) : Writing(rows.common_->users) {}
+  explicit Writing(const HashPartition& rows) : Writing(rows.common_->users) {}
   explicit Writing(Users& users) : users_(users) {
     std::int32_t nobody = 0;
     if (users_.compare_exchange_strong(nobody, kWriter, std::memory_order_acquire)) return;

@@ -61,7 +61,7 @@ std::shared_ptr<RowSpec> spec_of(int code, DType dtype) {
 // The rows of a partition as arrays, with room of their own.
 class Arrays {
  public:
-  explicit Arrays(const Rows& rows)
+  explicit Arrays(const HashPartition& rows)
       : which_(rows.all()),
         keys_(which_.size()),
         values_(which_.size() * kDim),
@@ -75,7 +75,7 @@ class Arrays {
 
   std::size_t size() const { return which_.size(); }
   const auto& candidates() const { return candidates_; }
-  void load_to(Rows& rows) {
+  void load_to(HashPartition& rows) {
     rows.load(view(), size());
     for (const auto& [key, count] : candidates_) rows.load_candidate(key, count);
   }
@@ -241,13 +241,13 @@ class Table {
     const auto part = static_cast<std::uint32_t>(random_() % kPartitions);
     const std::uint32_t from = owners_[part], to = 1 - from;
     if (is_last(part)) return;  // each server keeps one
-    const std::shared_ptr<Rows> rows = shards_[from]->own(part);
+    const std::shared_ptr<HashPartition> rows = shards_[from]->own(part);
     Arrays arrays(*rows);
     std::thread saving([&] { Arrays{*rows}; });
     const Keys keys = keys_in(part);
     const Found before = gather(from, keys);
     saving.join();
-    const std::shared_ptr<Rows> moved = shards_[to]->own(part);
+    const std::shared_ptr<HashPartition> moved = shards_[to]->own(part);
     arrays.load_to(*moved);
     shards_[to]->add_keys(part, arrays.size());
     shards_[from]->disown(part);

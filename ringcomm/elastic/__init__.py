@@ -6,7 +6,7 @@ def train(state): ...
 train(rc.elastic.ArrayState(step=0, weights=weights))
 """
 
-from ringcomm.elastic.new_view import on_new_view, view
+from ringcomm.elastic.current_view_and_listeners import on_new_view, view
 from ringcomm.elastic.run import leave, request_scale, run
 from ringcomm.elastic.state import ArrayState, HostsUpdatedInterrupt, ObjectState, State
 from ringcomm.transport.membership.view import View

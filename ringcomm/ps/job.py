@@ -18,7 +18,7 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
 from ringcomm.ps.checkpoint.client import save, save_at_stop
-from ringcomm.ps.checkpoint.replaced_values import Replacements
+from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked

@@ -22,7 +22,7 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.layer_hooks import Extension
 from ringcomm.errors import ConfigError, NotInitializedError, RingcommError, ServerLostError
-from ringcomm.ps.checkpoint.replaced_values import Replacements
+from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_servers, ignore
@@ -33,7 +33,7 @@ from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.homes.homes import Homes
-from ringcomm.ps.server.homes.takeovers import Takeovers
+from ringcomm.ps.server.homes.who_runs_each_home import Takeovers
 
 _CACHE_LINE: Final = 64
 _log: Final = logging.getLogger("ringcomm")

@@ -30,7 +30,7 @@ from ringcomm.gpu.kernels.pack import (
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel, adam_numbers, sgd_numbers
 from ringcomm.gpu.kernels.scale import ScaleKernel, can_scale
-from ringcomm.gpu.kernels.write import WriteKernel
+from ringcomm.gpu.kernels.write_number import WriteKernel
 
 F16, BF16, F32, F64 = (DTYPES[name] for name in (*HALVES, "float32", "float64"))
 FLOATS = [*HALVES, "float32", "float64", "complex64", "complex128"]

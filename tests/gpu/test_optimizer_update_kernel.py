@@ -10,7 +10,7 @@ from ringcomm.arrays import DTYPES, Span
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor import plans as gpu_plans
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import adam_numbers, sgd_numbers
-from ringcomm.gpu.transports.base import UpdatePiece
+from ringcomm.gpu.transports.works import UpdatePiece
 
 SIZE, COUNT, STEPS = 3, 1000, 4
 BOUNDS = [0, 400, 401, COUNT]  # one rank owns a single element

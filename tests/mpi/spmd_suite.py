@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import transport_conformance
-from algorithm_cases import CASES, body_of, channel, drive, flat
 from harness import at_length
 from mpi4py import rc as mpi4py_rc
 from random_programs import make_program, run_program
+from run_algorithms import CASES, body_of, channel, drive, flat
 from sample_values import total, whole_numbers
 
 import ringcomm as rc

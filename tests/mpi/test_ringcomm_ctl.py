@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+from find_ranks_of_a_job import await_steps, ranks_in
 from harness import (
     ABOVE_MPI,
     BIN,
@@ -18,7 +19,6 @@ from harness import (
     start_run,
     wait_until,
 )
-from job_ranks import await_steps, ranks_in
 
 from ringcomm.status.stacks import main_stack, stacks_of, users_frame
 

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from find_ranks_of_a_job import await_steps, ranks_in
 from harness import (
     ABOVE_MPI,
     IS_MPICH,
@@ -15,7 +16,6 @@ from harness import (
     start_run,
     wait_until,
 )
-from job_ranks import await_steps, ranks_in
 
 RING = """
 import sys

@@ -153,7 +153,7 @@ def test_a_step_that_says_nothing_is_told_of_and_ended(tmp_path):
 REAL_PYTEST = f"""#!/bin/sh
 case "$*" in *tests/unit*) ;; *) exit;; esac
 PYTHONPATH={ROOT}/tests:{ROOT}/ci exec {sys.executable} -m pytest \\
-  -p failures_at_once -p leftovers -p no:cacheprovider "$@"
+  -p show_failures_plugin -p leftovers_plugin -p no:cacheprovider "$@"
 """
 FAILS_ONCE = """
 from pathlib import Path

@@ -150,7 +150,7 @@ def test_callbacks_of_a_reset_are_called_in_their_order():
 
 
 def test_listeners_of_new_views_live_as_long_as_their_objects():
-    from ringcomm.elastic.new_view import tell_listeners
+    from ringcomm.elastic.current_view_and_listeners import tell_listeners
 
     seen = []
 

@@ -46,6 +46,15 @@ def test_what_a_page_links_to_is_there(page):
     ] == []
 
 
+def test_the_table_of_modules_has_those_of_the_parameter_server():
+    page = (ROOT / "docs/internals/parameter_server.md").read_text().partition("\n## Modules\n")[2]
+    rows = re.findall(r"^\| `(?:ringcomm/ps/)?([\w/]*)` \| (.*) \|$", page, re.MULTILINE)
+    named = {f"{folder}{name}.py" for folder, text in rows for name in re.findall(r"`(\w+)`", text)}
+    top = ROOT / "ringcomm/ps"
+    there = {path.relative_to(top).as_posix() for path in top.rglob("[a-z]*.py")}
+    assert named == there
+
+
 def test_the_architecture_fits_a_page():
     architecture, _, rest = PAGES[0].read_text().partition("## Glossary\n")
     terms = re.findall(r"^\| ", rest.partition("\n## ")[0], re.MULTILINE)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from membership_model import Job, Training, steps
 
-from ringcomm.engine.api import outside
+from ringcomm.engine.api import spares_and_reserves
 from ringcomm.errors import ConfigError
 from ringcomm.transport.membership.events import (
     Arrive,
@@ -432,7 +432,7 @@ def test_a_request_for_the_size_that_is_wanted_already_is_no_change(monkeypatch)
     presence = SimpleNamespace(size=3, lines=range(2), n_losses=1)
     engine = SimpleNamespace(settings=SimpleNamespace(elastic_min=1))
     world = SimpleNamespace(membership=membership, presence=presence, engine=engine)
-    monkeypatch.setattr(outside, "current", lambda: world)
-    outside.request_size(2)
+    monkeypatch.setattr(spares_and_reserves, "current", lambda: world)
+    spares_and_reserves.request_size(2)
     with pytest.raises(ConfigError, match="resized 1 times, and init\\(\\) was prepared for 1"):
-        outside.request_size(3)
+        spares_and_reserves.request_size(3)

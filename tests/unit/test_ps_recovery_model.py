@@ -5,16 +5,16 @@ then; none is doubled; each request is answered, be it by ServerLostError.
 """
 
 import pytest
-from any_order import any_order
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_settings import hypothesis_settings
 from ps_homes_model import MODES, ModelTime
 from ps_recovery_model import LossyCopiesNet, LossyNet
 from ps_simulation import Choices
 
 from ringcomm.ps.server.homes import home
 
-ANY_ORDER = any_order(5_000, 25, fast=10)
+ANY_ORDER = hypothesis_settings(5_000, 25, fast=10)
 
 
 @pytest.fixture(autouse=True)

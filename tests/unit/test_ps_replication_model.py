@@ -5,10 +5,10 @@ answered, and both copies have the same bits.
 """
 
 import pytest
-from any_order import any_order
 from harness import at_length
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_settings import hypothesis_settings
 from ps_homes_model import MODES, NOTHING, ModelTime, Net
 from ps_simulation import Choices
 
@@ -19,7 +19,7 @@ from ringcomm.ps.server.homes import home
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log
 
-ANY_ORDER = any_order(5_000, 25, fast=10)
+ANY_ORDER = hypothesis_settings(5_000, 25, fast=10)
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from ringcomm.ps.placement.view import HASH_PARTITIONS, Move
 from ringcomm.ps.protocol.frame_meta import MISSING
 from ringcomm.ps.server.clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed
-from ringcomm.ps.server.rows.row_partition import RowsPartition
-from ringcomm.ps.server.rows.row_spec import row_spec
+from ringcomm.ps.server.rows.options_for_cpp import row_spec
+from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition
 
 DIM, UNIVERSE = 5, 300
 ALL = np.arange(UNIVERSE, dtype=np.uint64)

@@ -6,9 +6,9 @@ have what they must; and nothing is kept once all have left.
 """
 
 import pytest
-from any_order import any_order
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_settings import hypothesis_settings
 from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
 from ps_simulation import Choices, World
 from ps_simulation_messages import Request, Shape
@@ -21,7 +21,7 @@ from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.update_modes import SSP, FirstOf, Mode
 
-ANY_ORDER = any_order(20_000, 50, fast=20)
+ANY_ORDER = hypothesis_settings(20_000, 50, fast=20)
 MODES = {"async": Mode("async"), "sync": Mode("sync"), "first_of": FirstOf(2), "ssp": SSP(1)}
 WITHOUT_ENTRIES = ("async", "sync", "ssp")
 HELD = ("sync", "first_of")

@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 import pytest
-from algorithm_cases import CASES, DEADLINE_S, allreduce, body_of, channel, drive, flat
 from harness import at_length
 from loopback import LoopbackHub
+from run_algorithms import CASES, DEADLINE_S, allreduce, body_of, channel, drive, flat
 
 from ringcomm import _core
 from ringcomm._core import WireFault

@@ -12,7 +12,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.launch.job import command, horovodrun_flags, rank_program
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output import LauncherText, LinesOf
-from ringcomm.launch.job.records import (
+from ringcomm.launch.job.read_records import (
     Evidence,
     Failure,
     GuardianFile,
@@ -248,6 +248,19 @@ VERDICTS = {
     "SIGKILL by Open MPI": ([BAD, KILLED], [failed(1, 137)], 1, "", {}, 137, 1),
     "SIGKILL of an old kernel": ([BAD, KILLED], [failed(1, 0)], 9, MPICH_SIGNAL, {}, 137, 1),
     "unknown, and mpirun returned 0": ([GOOD, KILLED], [failed(1, 0)], 0, "", {}, 1, 1),
+    "SIGKILL that nobody saw; mpirun returns the code of its victim": (
+        [RankEnd(False, 14), KILLED],
+        [failed(0, 14, evidence=Evidence.MPI), failed(1, 0, evidence=Evidence.SILENT, at=9)],
+        14, "", {}, 137, 1,
+    ),
+    "the same, and mpirun names the victim": (
+        [KILLED, KILLED],
+        [failed(0, 0, evidence=Evidence.SILENT, at=8)], 3, OPENMPI_EXIT, {}, 137, 0,
+    ),
+    "a death that nobody saw; mpirun names that rank": (
+        [RankEnd(False, 3), KILLED],
+        [failed(1, 0, evidence=Evidence.SILENT, at=8)], 3, OPENMPI_EXIT, {}, 3, 1,
+    ),
     "another host's victim reports first": (
         [BAD, BAD, BAD],
         [failed(0, 14, evidence=Evidence.MPI), failed(2, 7, at=9)], 1, "", {}, 7, 2,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ringcomm.launch.job.hosts import Host, parse_hosts
-from ringcomm.launch.job.records import RankEnd
+from ringcomm.launch.job.read_records import RankEnd
 from ringcomm.launch.job.request import Request
 from ringcomm.launch.job.restart.ask_hosts import silent_hosts
 from ringcomm.launch.job.restart.decision import Ended, agent_of, decide

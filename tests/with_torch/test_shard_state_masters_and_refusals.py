@@ -29,7 +29,7 @@ from training_models import (
 
 import ringcomm as rc
 import ringcomm.torch as hvd
-from ringcomm.torch.zero import weight_shard
+from ringcomm.torch.zero import bucket_weights
 
 
 # --- 16 bits ------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_weights_leave_as_soon_as_their_chunk_is_updated(monkeypatch):
         return call
 
     for name in ("update", "send", "note_written"):
-        kind = weight_shard.WeightShard
+        kind = bucket_weights.BucketWeights
         monkeypatch.setattr(kind, name, logged(name, getattr(kind, name)))
     replicas = models(2)
 

@@ -17,7 +17,7 @@ from ringcomm._core import exit_at_last, kill_at_last
 from ringcomm.config import Settings, read_settings
 from ringcomm.engine.api.end_together import await_at_end
 from ringcomm.engine.api.heal import announce_leave, withdraw
-from ringcomm.engine.api.outside import (
+from ringcomm.engine.api.spares_and_reserves import (
     end_outside,
     leave_outside,
     request_size,
@@ -41,7 +41,7 @@ from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import NotInitializedError, PeerFailedError, RingcommError
 from ringcomm.launched.launcher import is_fault_tolerant, is_hydra, refuse_foreign_ranks
-from ringcomm.launched.marks import mark_children_of_this_rank, parent_rank_pid
+from ringcomm.launched.marks_of_children import mark_children_of_this_rank, parent_rank_pid
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import State
 from ringcomm.status.print_once import print_alike_errors_once

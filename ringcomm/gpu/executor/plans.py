@@ -40,7 +40,7 @@ from ringcomm.gpu.executor.streams import Issue
 from ringcomm.gpu.executor.team import GpuTeam, Jobs
 from ringcomm.gpu.executor.via_host_memory import Staging, through_host
 from ringcomm.gpu.kernels.scale import can_scale
-from ringcomm.gpu.transports.base import Job, Move, Pull, Reduce, Update, UpdatePiece
+from ringcomm.gpu.transports.works import Job, Move, Pull, Reduce, Update, UpdatePiece
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 

@@ -18,7 +18,7 @@ from ringcomm.engine.core.plan import Deferred
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool, whole_pages
-from ringcomm.gpu.executor.idle_calls import IdleCalls
+from ringcomm.gpu.executor.calls_made_while_idle import IdleCalls
 from ringcomm.gpu.executor.launcher import Launcher
 
 R = TypeVar("R")

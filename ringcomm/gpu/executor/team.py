@@ -33,9 +33,10 @@ from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Mar
 from ringcomm.gpu.executor.transport_setup import set_up_transport
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.scale import ScaleKernel
-from ringcomm.gpu.transports.base import GpuTransport, Job, Reduce
+from ringcomm.gpu.transports.base import GpuTransport
 from ringcomm.gpu.transports.nccl_base import NcclBinding
 from ringcomm.gpu.transports.transport_choice import GpuChoice
+from ringcomm.gpu.transports.works import Job, Reduce
 from ringcomm.transport.channel import Channel, Until, Wait
 
 if TYPE_CHECKING:

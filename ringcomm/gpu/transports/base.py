@@ -1,102 +1,13 @@
-"""The protocol of a GPU transport, and the works that it carries out. Pure."""
+"""The protocol of a GPU transport, which carries out works. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ringcomm.arrays.base import Span
-from ringcomm.arrays.dtypes import DType
-from ringcomm.collectives.operators import Op
-from ringcomm.gpu.kernels.base import Argument, Kernel
-from ringcomm.gpu.kernels.reduce_and_optimizer_step import Rule
-from ringcomm.transport.node import To
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """A reduction over the ranks of a team, as one rank sees it."""
-
-    source: Span  # this rank's values
-    target: Span | None  # memory for this rank's result, may be the source; None: no result
-    op: Op
-    to: To = To.ALL
-    root: int = 0  # To.ROOT: the rank that gets the result
-    parts: tuple[slice, ...] = ()  # To.OWNER: the elements that each rank gets, by rank
-    is_deterministic: bool = False  # the values are combined in the order of ranks
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype of source and target."""
-        return self.source.dtype
-
-
-@dataclass(frozen=True)
-class Pull:
-    """A copy of bytes [start, stop) of rank `source`'s source, to byte `at` of `dest`'s target."""
-
-    source: int
-    dest: int
-    start: int
-    stop: int
-    at: int
-
-
-@dataclass(frozen=True)
-class Move:
-    """Copies of bytes from rank to rank, as one rank sees them."""
-
-    source: Span | None  # bytes of this rank that others get; None: they get none
-    target: Span | None  # where this rank gets bytes; None: it gets none
-    pulls: tuple[Pull, ...]  # the pulls of all ranks, the same on each rank
-
-
-@dataclass(frozen=True)
-class UpdatePiece:
-    """Elements [start, stop) of the weights, which this rank updates with the same numbers.
-
-    Attributes:
-        owned: float32 arrays of stop - start elements that only this rank has: the master weights,
-            then the states of the rule.
-        numbers: parameters of the rule for this step; see kernels/reduce_and_optimizer_step.py.
-    """
-
-    start: int
-    stop: int
-    owned: tuple[Span, ...]
-    rule: Rule
-    numbers: Argument
-
-
-@dataclass(frozen=True)
-class Update:
-    """A step of an optimizer whose state is sharded over the ranks, as one rank sees it.
-
-    Each weight has one owner. The owner sums the gradients of all ranks in float32 in rank order,
-    scales the sum, and writes the new weight to all ranks.
-    """
-
-    source: Span  # this rank's gradients
-    target: Span  # this rank's copy of all weights, written by their owners
-    pieces: tuple[UpdatePiece, ...]  # owned by this rank; no two ranks own the same element
-    scale: float  # factor of the sum of gradients
-    is_reduced: bool = False  # within `pieces`, the source is already the mean of all ranks
-
-
-Work = Reduce | Move | Update
-
-
-@dataclass(frozen=True)
-class Job:
-    """A Work, with the copies that this rank makes before and after it, and the factors."""
-
-    work: Work
-    packed: Sequence[Span] = ()  # arrays copied to `buffer` before the work, without gaps
-    unpacked: Sequence[Span] = ()  # arrays copied from `buffer` after the work
-    buffer: Span | None = None  # source of the work; None: nothing is copied
-    prescale: float = 1.0  # factor of `buffer` before the work; needs a buffer
-    postscale: float = 1.0  # factor of the work's target after the work
+from ringcomm.gpu.kernels.base import Kernel
+from ringcomm.gpu.transports.works import Work
 
 
 class GpuTransport(Protocol):

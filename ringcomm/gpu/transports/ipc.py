@@ -22,7 +22,6 @@ from ringcomm.gpu.device.ipc_memory import PeerMemory
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.transports import ipc_stream_commands
-from ringcomm.gpu.transports.base import Reduce, Update, Work
 from ringcomm.gpu.transports.ipc_stream_commands import (
     Command,
     Copy,
@@ -32,6 +31,7 @@ from ringcomm.gpu.transports.ipc_stream_commands import (
     others_of,
 )
 from ringcomm.gpu.transports.slices import staging_nbytes
+from ringcomm.gpu.transports.works import Reduce, Update, Work
 
 LINE = 128  # bytes between two flags: no two share a cache line
 _SIGNATURE = 0x52430000  # plus the number of a rank

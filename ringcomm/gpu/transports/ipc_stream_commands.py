@@ -22,8 +22,8 @@ from ringcomm.gpu.device.exported_memory import NOWHERE, Address
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel
-from ringcomm.gpu.transports.base import Move, Pull, Reduce, Update, UpdatePiece, Work
 from ringcomm.gpu.transports.slices import Slice, even_parts, passes
+from ringcomm.gpu.transports.works import Move, Pull, Reduce, Update, UpdatePiece, Work
 from ringcomm.transport.node import To
 
 _T = TypeVar("_T")

@@ -16,11 +16,11 @@ from typing import Any, Final
 from ringcomm._core import monotonic_ns
 from ringcomm.engine.control.commands import Command
 from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
-from ringcomm.launch.watch.ask_job import Outcome, ask, choose_job
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import RunFolders
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
-from ringcomm.launch.watch.verdicts import Verdicts
+from ringcomm.launch.watch.send_command import Outcome, ask, choose_job
+from ringcomm.launch.watch.what_is_slow import Verdicts
 
 _SEARCH_S: Final = 2.0
 _LOG_BYTES: Final = 1 << 16

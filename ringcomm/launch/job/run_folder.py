@@ -12,7 +12,12 @@ from typing import Any, Final
 
 from ringcomm.atomic_files import replacing
 from ringcomm.errors import ConfigError
-from ringcomm.launch.job.records import GuardianFile, RankEnd, parse_guardian_file, parse_rank_end
+from ringcomm.launch.job.read_records import (
+    GuardianFile,
+    RankEnd,
+    parse_guardian_file,
+    parse_rank_end,
+)
 
 CONFIG: Final = "run.json"
 END: Final = "end.json"

@@ -7,11 +7,12 @@ well, and 0 for some in which a rank died.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ringcomm.launch.job.records import Evidence, Failure, RankEnd
+from ringcomm.launch.job.read_records import Evidence, Failure, RankEnd
 
 STOPPED_IN_ORDER: Final = 75  # EX_TEMPFAIL: start it again to go on
 SIGNAL_NAMES: Final = {1: "SIGHUP", 2: "SIGINT", 15: "SIGTERM"}  # those that ask a job to stop
@@ -84,8 +85,21 @@ def _failed_rank(e: Ending) -> Verdict | None:
         return None
     if e.is_stopped and first.code == STOPPED_IN_ORDER:
         return None
-    code = first.code or _code_of_launcher(e) or 1
+    code = first.code or _code_of_silent(e, first.rank)
     return Verdict(code, f"rank {first.rank} failed", first.rank, first.text)
+
+
+def _code_of_silent(e: Ending, rank: int) -> int:
+    """Return the exit code of a rank that has died, nobody knows how.
+
+    It is the launcher's, unless that is of another rank: MPI ends ranks of other hosts, and the
+    launcher may hear of such a one first. Only SIGKILL keeps a rank from recording its end.
+    """
+    code, named = _code_of_launcher(e), _named_by_launcher(e)
+    others = {each.code for each in _culprits(e) if each.rank != rank}
+    others |= {end.code for other, end in e.ends.items() if other != rank and end.code is not None}
+    is_of_another = code in others if named is None else named != rank
+    return 128 + signal.SIGKILL if code != 0 and is_of_another else code or 1
 
 
 def _doubt(failure: Failure) -> tuple[int, int]:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from ringcomm.engine.control.commands import COMMANDS, parse
-from ringcomm.launch.watch.ask_job import ask, look
 from ringcomm.launch.watch.rank_rows import RankSample
+from ringcomm.launch.watch.send_command import ask, look
 from ringcomm.status.stacks import stacks_of
 
 _STACKS: Final = "stacks"

@@ -25,7 +25,7 @@ from ringcomm.launch.watch.rank_rows import (
     row_of,
     title_of,
 )
-from ringcomm.launch.watch.verdicts import Verdicts
+from ringcomm.launch.watch.what_is_slow import Verdicts
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -17,7 +17,7 @@ from ringcomm.ps.checkpoint.files import (
     reading,
     specs_of,
 )
-from ringcomm.ps.checkpoint.values_by_name import Named, array_of, labels_of, named_in
+from ringcomm.ps.checkpoint.match_values_by_name import Named, array_of, labels_of, named_in
 from ringcomm.ps.partition_state import State
 
 

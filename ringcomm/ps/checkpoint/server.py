@@ -19,7 +19,7 @@ import numpy as np
 from ringcomm.errors import RingcommError
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Record
-from ringcomm.ps.checkpoint.values_by_name import LoadPlan, plan_load
+from ringcomm.ps.checkpoint.match_values_by_name import LoadPlan, plan_load
 from ringcomm.ps.optim import from_json
 from ringcomm.ps.partition_state import State
 from ringcomm.ps.protocol.frame_meta import COMMIT, PREPARE, packed_json
@@ -27,7 +27,7 @@ from ringcomm.ps.protocol.frames import Status
 from ringcomm.ps.protocol.remote_errors import error_text
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.rows.hash_shard import Shard
-from ringcomm.ps.server.rows.row_partition import RowsPartition
+from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition
 from ringcomm.ps.snapshot_numbers_and_request_names import owner_of
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ class Kind(IntEnum):
     ENTER = 20  # rounds of ps.FirstOf(k), see ringcomm.ps.client.rounds_of_first_k_workers
     PULLS = 21  # of several hash tables, see ringcomm.ps.client.rows.pull_many
     MISSING = 22  # for which workers do requests of the sender wait?
-    REPLACED = 23  # see ringcomm.ps.checkpoint.replaced_values
+    REPLACED = 23  # see ringcomm.ps.checkpoint.notice_of_replaced_values
     CLOSE = 24  # a client uses a table no more
     RECOVER = 25  # see ringcomm.ps.server.core.recovery
     RECORD = 26  # between the copies of a home, see Copy

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.frame_meta import KeyedPull
     from ringcomm.ps.protocol.link import Delivery
-    from ringcomm.ps.protocol.wire import Wire
+    from ringcomm.ps.protocol.wire_of_a_server import Wire
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.clock import Clock
     from ringcomm.ps.server.core.actions import Action, Key

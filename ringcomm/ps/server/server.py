@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ringcomm._core import StatusPage
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Delivery
-    from ringcomm.ps.protocol.wire import Wire
+    from ringcomm.ps.protocol.wire_of_a_server import Wire
     from ringcomm.ps.roles import Layout
 
 _SHOWN_S: Final = 1.0  # between two looks that others may have at this server

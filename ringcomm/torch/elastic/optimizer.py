@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.elastic.new_view import tell_listeners, view
+from ringcomm.elastic.current_view_and_listeners import tell_listeners, view
 from ringcomm.elastic.run import is_running, warn_unless_elastic
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.heal import heal
 from ringcomm.engine.api.init_rank_size import rank, size
 from ringcomm.engine.api.world import current
 from ringcomm.errors import PeerFailedError, ServerLostError
-from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
+from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
 from ringcomm.torch.backward.parameter_hooks import Named
 from ringcomm.torch.horovod.process_sets import global_process_set
 from ringcomm.torch.optim.averaging_optimizer import OUR_ATTRIBUTES, AveragingOptimizer

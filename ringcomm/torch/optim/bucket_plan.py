@@ -10,8 +10,8 @@ import torch
 
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
-from ringcomm.torch.backward.serial_numbers_and_samples import next_number
+from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
+from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import next_number
 from ringcomm.torch.backward.watched_tensors import n_storage_references
 from ringcomm.torch.optim.buckets import MIB, Bucket, Member, Scaling, make_buckets
 from ringcomm.torch.optim.gradient import GradientSlot, GradientState

@@ -20,7 +20,7 @@ from ringcomm.collectives.operators import BOR
 from ringcomm.engine.api import collectives
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
-from ringcomm.torch.backward.concurrent_tasks import CollectiveTask, finish_together
+from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask, finish_together
 from ringcomm.torch.backward.equal_on_ranks import is_alike, with_complement
 
 Named = Sequence[tuple[str, torch.Tensor]]

@@ -33,7 +33,7 @@ from ringcomm.torch.optim.gradient_presence import (
     SPARSE,
     WAS_SPARSE,
 )
-from ringcomm.torch.optim.own_part import OwnPart
+from ringcomm.torch.optim.gradient_shard import GradientShard
 
 # Bytes; malloc maps each block of this size or more by itself. Such a gradient is kept until the
 # next one: if it were freed, its pages would go back to the system, and the next backward() would
@@ -72,7 +72,7 @@ class GradientSlot(Slot):
         self.was_sparse = self.is_sparse_in_step = False
         self.complaint: str | None = None
         self.takes_mean, self.history = takes_mean, GradientHistory()
-        self.part = OwnPart(name, parameter)
+        self.part = GradientShard(name, parameter)
         self._view: torch.Tensor | None = None  # this gradient in the bucket
         # During backward():
         self._before: torch.Tensor | None = None  # .grad before backward(); it gets the result

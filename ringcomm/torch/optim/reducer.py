@@ -23,21 +23,21 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.world import is_outside
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.begin_and_end import Passes
-from ringcomm.torch.backward.concurrent_tasks import CollectiveTask, finish_together
+from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask, finish_together
 from ringcomm.torch.backward.consistency_check import OptimizerSummary
-from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
-from ringcomm.torch.backward.serial_numbers_and_samples import (
+from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
     checked_samples,
     note_samples,
 )
+from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
 from ringcomm.torch.optim.bucket_plan import BucketPlan
 from ringcomm.torch.optim.buckets import Scaling
 from ringcomm.torch.optim.equalize_weights import FirstWeights
 from ringcomm.torch.optim.finish_backward import Exchange, FailedPass
 from ringcomm.torch.optim.gradient import GradientSlot, GradientState
+from ringcomm.torch.optim.gradient_shard import GradientShard
 from ringcomm.torch.optim.optimizer_agreement import Agreement
 from ringcomm.torch.optim.options import GradientOptions, require_passes
-from ringcomm.torch.optim.own_part import OwnPart
 
 P = ParamSpec("P")
 
@@ -71,7 +71,7 @@ class GradientReducer:
         self.step = 0
         self.slots: list[GradientSlot] = []
         self.ids: set[int] = set()
-        self._own_parts: list[OwnPart] = []  # with shard_state=1
+        self._shards: list[GradientShard] = []  # with shard_state=1
         self.plan = BucketPlan(self.slots, options)
         self._engine = weakref.ref(engine())
         self._hooks = ParameterHooks(self)
@@ -113,7 +113,7 @@ class GradientReducer:
             slot.index = index
             self.slots.append(slot)
         self.ids = {id(p) for _, p in named}
-        self._own_parts = [slot.part for slot in self.slots] if self.options.is_sharded else []
+        self._shards = [slot.part for slot in self.slots] if self.options.is_sharded else []
         self._agreement.weights.expect_more()
         self.plan.forget_sparse()
         self._replan()
@@ -146,7 +146,7 @@ class GradientReducer:
             self._failed = FailedPass(_exchange(self))
         if self._failed is not None:
             self._spoiling(self._drain, self._failed)
-        for part in self._own_parts:
+        for part in self._shards:
             part.require_equal_weights()
         self._is_spoiled = False
         self._begin_step(is_zeroed=True)
@@ -265,7 +265,7 @@ class GradientReducer:
         """End a pass that communicates."""
         self._clock.mark(2)
         try:
-            for part in self._own_parts:
+            for part in self._shards:
                 part.require_unmoved()
             yield from self._agreement.reach()
             self._is_sending = False
@@ -301,7 +301,7 @@ class GradientReducer:
         self._is_communicating = self._is_sending = self._is_synchronized = False
         for slot in self.slots:
             slot.begin_step(is_zeroed=is_zeroed)
-        for part in self._own_parts:
+        for part in self._shards:
             part.forget()
 
     # --- failures ---------------------------------------------------------------------------------

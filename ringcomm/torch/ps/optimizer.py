@@ -37,7 +37,7 @@ from ringcomm.torch.ps.exchange_state_with_servers import (
     require_between_steps,
     unrounded_state,
 )
-from ringcomm.torch.ps.parts_of_optimizer import Parts
+from ringcomm.torch.ps.nested_optimizers import NestedOptimizers
 from ringcomm.torch.ps.push_during_backward import Feeder
 
 T = TypeVar("T", bound=Optimizer)
@@ -154,7 +154,9 @@ def DistributedOptimizer(
         push_state(feeder, optimizer.state)
         optimizer.state.clear()
     recovery = Recovery(feeder)
-    return derive(optimizer, _Served, _feeder=feeder, _parts=Parts(optimizer), _recovery=recovery)
+    return derive(
+        optimizer, _Served, _feeder=feeder, _nested=NestedOptimizers(optimizer), _recovery=recovery
+    )
 
 
 def _compression(compression: Any) -> Codec | None:
@@ -226,7 +228,7 @@ class _Served(Optimizer):
     """First base class of the wrapped optimizer; the second is the optimizer's own class."""
 
     _feeder: Feeder
-    _parts: Parts
+    _nested: NestedOptimizers
     _recovery: Recovery
 
     @Optimizer.profile_hook_step  # it runs the hooks of a step
@@ -261,11 +263,11 @@ class _Served(Optimizer):
     def _step_here(self, closure: Callable[[], Any] | None) -> Any:
         step = plain_step(type(self).__bases__[1])
         if closure is not None:
-            with self._parts.allowed():
+            with self._nested.allowed():
                 return step(self, functools.partial(self._evaluate, closure))
         if not self._take_mean():
             return None
-        with self._unscaled(), self._parts.allowed():
+        with self._unscaled(), self._nested.allowed():
             return step(self)
 
     @contextlib.contextmanager

@@ -18,17 +18,17 @@ from ringcomm._core import StepClock
 from ringcomm.errors import RingcommError
 from ringcomm.ps.checkpoint.recover_by_itself import push_unless_lost
 from ringcomm.ps.client.dense.table import Table
-from ringcomm.ps.client.open_table import close_abandoned
+from ringcomm.ps.client.table_base import close_abandoned
 from ringcomm.ps.session import session
 from ringcomm.torch.backward.begin_and_end import Passes
-from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
+from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
-from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
-from ringcomm.torch.backward.serial_numbers_and_samples import (
+from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
     checked_samples,
     next_number,
     note_samples,
 )
+from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
 from ringcomm.torch.optim.options import require_passes
 from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket, ServedSlot, plan

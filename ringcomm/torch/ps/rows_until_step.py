@@ -21,7 +21,7 @@ from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.rows.hash_table import HashTable
 from ringcomm.ps.session import Session, session
 from ringcomm.ps.update_modes import Mode
-from ringcomm.torch.backward.serial_numbers_and_samples import weight_of_step
+from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import weight_of_step
 from ringcomm.torch.ps.clip_and_scale import squares_of
 
 Array = NDArray[Any]

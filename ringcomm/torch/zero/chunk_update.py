@@ -15,7 +15,7 @@ from ringcomm.torch.optim.wrapping import Settings, plain_step, settings_of
 from ringcomm.torch.zero.parameter_state import ParameterState
 
 if TYPE_CHECKING:
-    from ringcomm.gpu.transports.base import UpdatePiece
+    from ringcomm.gpu.transports.works import UpdatePiece
 
 MASTER: Final = "master"  # in the state of a 16-bit parameter: its weights in float32
 

@@ -23,7 +23,7 @@ from ringcomm.torch.zero.parameter_state import COUNT, ParameterState
 if TYPE_CHECKING:
     from ringcomm.gpu.kernels.base import Argument
     from ringcomm.gpu.kernels.reduce_and_optimizer_step import Rule
-    from ringcomm.gpu.transports.base import UpdatePiece
+    from ringcomm.gpu.transports.works import UpdatePiece
 
 _STATES: Final = {
     optim.SGD: ("momentum_buffer",),
@@ -205,7 +205,7 @@ class FusedUpdate(ChunkUpdate):
                 yield step, slice(parts[0].start, parts[-1].stop)
 
     def _piece(self, place: slice, settings: Settings, count: int) -> UpdatePiece:
-        from ringcomm.gpu.transports.base import UpdatePiece
+        from ringcomm.gpu.transports.works import UpdatePiece
 
         part = self._within_chunk(place)
         rule, numbers = _rule(self._kind, settings, count)

@@ -15,9 +15,9 @@ from ringcomm.errors import RingcommError
 from ringcomm.torch.optim.buckets import Bucket, view_like
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import settings_of
+from ringcomm.torch.zero.bucket_weights import BucketWeights, MakeUpdate, plan_of
 from ringcomm.torch.zero.parameter_state import ParameterState, TorchState
 from ringcomm.torch.zero.shares import shares_of
-from ringcomm.torch.zero.weight_shard import MakeUpdate, WeightShard, plan_of
 from ringcomm.torch.zero.whole_states import gather_states
 
 Pieces: TypeAlias = dict[int, tuple[slice, ParameterState]]  # by the parameter's index
@@ -33,7 +33,7 @@ class OptimizerShard:
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
-        self._shards: list[WeightShard] = []
+        self._shards: list[BucketWeights] = []
         self.group: Group | None = None
         self._is_fused = False
         self._adopted: tuple[Pieces, Shares] | None = None  # until the next step
@@ -94,7 +94,7 @@ class OptimizerShard:
             p: number for number, each in enumerate(optimizer.param_groups) for p in each["params"]
         }
         before = after = settings_of(optimizer)
-        under_way: list[tuple[WeightShard, Handle[Any]]] = []
+        under_way: list[tuple[BucketWeights, Handle[Any]]] = []
         try:
             for shard, bucket in zip(self._shards, buckets, strict=True):
                 after = shard.update(before, group_of, bucket.buffer)
@@ -131,13 +131,13 @@ class OptimizerShard:
             return buckets
         self._require_same_ranks(group)
         slots = self._reducer.slots
-        fresh = [WeightShard(bucket, slots, group, make_update) for bucket in buckets]
+        fresh = [BucketWeights(bucket, slots, group, make_update) for bucket in buckets]
         self._hand_over(fresh, group.size)
         self._shards, self.group, self._is_fused = fresh, group, is_fused
         self._adopted = None
         return buckets
 
-    def _hand_over(self, fresh: Sequence[WeightShard], size: int) -> None:
+    def _hand_over(self, fresh: Sequence[BucketWeights], size: int) -> None:
         """Give the state of each piece to the rank that updates it from now on."""
         before = self.shares() if self.group is not None else {}
         after = shares_of((shard.plan for shard in fresh), size)
@@ -184,7 +184,7 @@ class OptimizerShard:
                 )
 
 
-def _wait_for_all(under_way: Sequence[tuple[WeightShard, Handle[Any]]]) -> None:
+def _wait_for_all(under_way: Sequence[tuple[BucketWeights, Handle[Any]]]) -> None:
     """Wait until all weights have arrived, then raise the first error."""
     errors = []
     for shard, handle in under_way:
@@ -198,5 +198,5 @@ def _wait_for_all(under_way: Sequence[tuple[WeightShard, Handle[Any]]]) -> None:
         raise errors[0]
 
 
-def _by_index(shards: Iterable[WeightShard]) -> dict[int, WeightShard]:
+def _by_index(shards: Iterable[BucketWeights]) -> dict[int, BucketWeights]:
     return {index: shard for shard in shards for index, _ in shard.plan}

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from ringcomm.collectives.message_patterns import chunks
-from ringcomm.elastic.new_view import view
+from ringcomm.elastic.current_view_and_listeners import view
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.point_to_point import sendrecv
 from ringcomm.engine.core.group import Group

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Final
 
 from ringcomm.launch.job.hosts import Host, places_of
-from ringcomm.launch.job.records import RankEnd
+from ringcomm.launch.job.read_records import RankEnd
 from ringcomm.launch.job.request import Request
 from ringcomm.launch.job.verdict import STOPPED_IN_ORDER
 

@@ -31,8 +31,8 @@ from ringcomm.ps.client.dense.function_calls import call_function
 from ringcomm.ps.client.dense.pulls import DensePulls
 from ringcomm.ps.client.dense.pushes import Contribution, DensePushes
 from ringcomm.ps.client.future import Future, Pushed, pull_after
-from ringcomm.ps.client.open_table import TableBase, open_once
 from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
+from ringcomm.ps.client.table_base import TableBase, open_once
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.placement.view import cuts

@@ -19,12 +19,12 @@ from ringcomm.ps.client.check_arguments import (
     updater_of,
 )
 from ringcomm.ps.client.future import Future, Pushed, pull_after
-from ringcomm.ps.client.open_table import TableBase, open_once
 from ringcomm.ps.client.rows.keys import keys_of, last_of_each, rows_of
 from ringcomm.ps.client.rows.maintenance import Maintenance, Metadata
 from ringcomm.ps.client.rows.pulls import RowPull
 from ringcomm.ps.client.rows.pushes import RowContribution, RowPushes
 from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
+from ringcomm.ps.client.table_base import TableBase, open_once
 from ringcomm.ps.compression import is_finite, spec_of
 from ringcomm.ps.initializers import Initializer, zeros
 from ringcomm.ps.optim import Updater

@@ -34,7 +34,7 @@ from ringcomm.ps.server.rows.decode_and_hold_row_pushes import (
     require_updater,
     unpacked,
 )
-from ringcomm.ps.server.rows.row_spec import row_spec
+from ringcomm.ps.server.rows.options_for_cpp import row_spec
 from ringcomm.ps.table_spec import Spec
 
 Array = NDArray[Any]

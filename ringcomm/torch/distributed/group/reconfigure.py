@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 
-from ringcomm.elastic.new_view import tell_listeners
+from ringcomm.elastic.current_view_and_listeners import tell_listeners
 from ringcomm.engine.api.heal import heal, require_all_live
 from ringcomm.engine.api.world import World, current
 from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError

@@ -12,7 +12,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.torch.ps.distributed_optimizer_options import WHO
 
 
-class Parts:
+class NestedOptimizers:
     """The optimizers that are attributes of an optimizer, whose workers make the updates.
 
     Outside of the whole optimizer's step(), .grad is this worker's own, and each worker would train
@@ -24,8 +24,8 @@ class Parts:
         ref = weakref.ref(self)
 
         def require_whole(part: Optimizer, *_: object) -> None:
-            parts = ref()
-            if parts is not None and not parts._is_stepping:
+            nested = ref()
+            if nested is not None and not nested._is_stepping:
                 raise RingcommError(
                     f"{WHO}: {type(part).__name__}.step() was called outside of step() of the "
                     "optimizer of which it is a part, with gradients of this worker alone. Call "

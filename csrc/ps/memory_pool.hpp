@@ -12,11 +12,11 @@
 
 namespace ringcomm::ps {
 
-class Arena {
+class MemoryPool {
  public:
-  Arena() = default;
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
+  MemoryPool() = default;
+  MemoryPool(const MemoryPool&) = delete;
+  MemoryPool& operator=(const MemoryPool&) = delete;
 
   // Whole lines of the cache, not zeroed. Throws bad_alloc.
   void* take(std::size_t nbytes);

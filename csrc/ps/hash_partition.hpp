@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "../kernels/dtype.hpp"
-#include "arena.hpp"
+#include "memory_pool.hpp"
 #include "initial_values.hpp"
 #include "key_map.hpp"
 #include "row_snapshot.hpp"
@@ -101,20 +101,20 @@ struct Expired {
   bool is_done;  // all rows have been looked at
 };
 
-class Rows {
+class HashPartition {
  public:
   using Users = std::atomic<std::int32_t>;  // readers; less than 0: a writer
 
   // What the partitions of a shard have in common.
   struct Common {
     Users users{0};  // they are one to those who use them at the same time
-    Arena arena;
+    MemoryPool pool;
     std::vector<std::unique_ptr<Snapshot>> snapshots;  // that somebody may be reading
   };
 
-  Rows(std::shared_ptr<const RowSpec> spec, std::shared_ptr<Common> common);
-  Rows(const Rows&) = delete;
-  Rows& operator=(const Rows&) = delete;
+  HashPartition(std::shared_ptr<const RowSpec> spec, std::shared_ptr<Common> common);
+  HashPartition(const HashPartition&) = delete;
+  HashPartition& operator=(const HashPartition&) = delete;
 
   const RowSpec& spec() const { return *spec_; }
   std::size_t size() const { return index_.size(); }
@@ -148,13 +148,13 @@ class Rows {
   };
   // Where each of several keys belongs.
   struct Homes {
-    Rows* const* each;  // null where the partition holds nothing
-    Rows* of(std::size_t i) const { return each[i]; }
+    HashPartition* const* each;  // null where the partition holds nothing
+    HashPartition* of(std::size_t i) const { return each[i]; }
     // What is known of a partition is some lines, and where its slabs are is another behind them.
     void prefetch(std::size_t i) const {
       if (each[i] == nullptr) return;
       const auto* const home = reinterpret_cast<const std::byte*>(each[i]);
-      for (std::size_t k = 0; k < sizeof(Rows); k += 64) __builtin_prefetch(home + k);
+      for (std::size_t k = 0; k < sizeof(HashPartition); k += 64) __builtin_prefetch(home + k);
     }
     void prefetch_slabs(std::size_t i) const {
       if (each[i] != nullptr) each[i]->store_.prefetch();

@@ -1,4 +1,4 @@
-#include "arena.hpp"
+#include "memory_pool.hpp"
 
 #include <algorithm>
 #include <cstdlib>
@@ -16,9 +16,9 @@ std::size_t lines(std::size_t nbytes) { return (nbytes + kLine - 1) / kLine * kL
 
 }  // namespace
 
-void Arena::Free::operator()(std::byte* chunk) const { std::free(chunk); }
+void MemoryPool::Free::operator()(std::byte* chunk) const { std::free(chunk); }
 
-void* Arena::take(std::size_t nbytes) {
+void* MemoryPool::take(std::size_t nbytes) {
   const std::size_t size = lines(nbytes);
   if (size >= kLarge) return allocate_pages(size);
   void*& first = free_[size];  // now: give_back() cannot throw
@@ -33,7 +33,7 @@ void* Arena::take(std::size_t nbytes) {
   return memory;
 }
 
-void Arena::give_back(void* memory, std::size_t nbytes) noexcept {
+void MemoryPool::give_back(void* memory, std::size_t nbytes) noexcept {
   const std::size_t size = lines(nbytes);
   if (size >= kLarge) return std::free(memory);
   void*& first = free_.find(size)->second;
@@ -42,7 +42,7 @@ void Arena::give_back(void* memory, std::size_t nbytes) noexcept {
 }
 
 // Each as large as all before: a table of ten rows takes little, one of millions few chunks.
-void Arena::add_chunk(std::size_t nbytes) {
+void MemoryPool::add_chunk(std::size_t nbytes) {
   const std::size_t size = std::max(nbytes, std::clamp(total_, kFirstChunk, kLastChunk));
   chunks_.emplace_back(static_cast<std::byte*>(allocate_pages(size)));
   at_ = chunks_.back().get();

@@ -4,7 +4,7 @@ from harness import at_length, is_fast
 from hypothesis import HealthCheck, settings
 
 
-def any_order(long, gate, fast):
+def hypothesis_settings(long, gate, fast):
     """Return settings with so many examples: under ci/length, in ci/test, in ci/test --fast."""
     return settings(
         max_examples=at_length(long, fast if is_fast() else gate),

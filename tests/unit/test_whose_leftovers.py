@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import leftovers
+import leftovers_plugin
 import pytest
 import shm_leftovers
 from harness import wait_until
@@ -51,7 +51,7 @@ def test_what_a_failed_test_has_started_is_ended_and_waited_for():
     with subprocess.Popen(sleep) as earlier:
         before = set(shm_leftovers.pids())
         job = subprocess.Popen(sleep, stdout=subprocess.PIPE)
-        leftovers.end_what_runs(before)
+        leftovers_plugin.end_what_runs(before)
         assert job.returncode == -signal.SIGKILL
         assert earlier.poll() is None
         earlier.kill()

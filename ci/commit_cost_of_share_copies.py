@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What commit() costs with shard_state=1, where it sends a copy of each rank's part of the state.
 
-usage: mpirun -np 4 .venv/bin/python ci/share_copies.py [--million 4] [--times 20]
+usage: mpirun -np 4 .venv/bin/python ci/commit_cost_of_share_copies.py [--million 4] [--times 20]
 
 Prints the time of a step, of a step and a commit, and the bytes that are kept, with shard_state=0
 and 1 in turn: the fastest of all rounds, and the ratio of step and commit to step in each.

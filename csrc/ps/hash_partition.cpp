@@ -1,4 +1,4 @@
-#include "rows.hpp"
+#include "hash_partition.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -12,30 +12,30 @@ constexpr std::size_t kBatch = 16;  // keys whose rows are fetched from memory a
 
 }  // namespace
 
-Rows::Rows(std::shared_ptr<const RowSpec> spec, std::shared_ptr<Common> common)
+HashPartition::HashPartition(std::shared_ptr<const RowSpec> spec, std::shared_ptr<Common> common)
     : spec_(std::move(spec)),
       common_(std::move(common)),
-      index_(&common_->arena),
-      store_(spec_->row_nbytes(), &common_->arena) {}
+      index_(&common_->pool),
+      store_(spec_->row_nbytes(), &common_->pool) {}
 
-std::size_t Rows::nbytes() const {
+std::size_t HashPartition::nbytes() const {
   const Reading reading(*this);
   const std::size_t side = side_ == nullptr ? 0 : sizeof *side_ + side_->candidates.nbytes();
   return sizeof *this + index_.nbytes() + store_.nbytes() + side;
 }
 
 // `places`: which row of `out` each key's is.
-std::size_t Rows::gather_from(const RowSpec& spec, Homes homes, const std::uint64_t* keys,
+std::size_t HashPartition::gather_from(const RowSpec& spec, Homes homes, const std::uint64_t* keys,
                               std::size_t n, void* out, const std::uint32_t* places,
                               Missing missing) {
   const auto prefetch = [&](std::size_t i) {
-    const Rows* const home = homes.of(i);
+    const HashPartition* const home = homes.of(i);
     if (home != nullptr) home->index_.prefetch(keys[i]);
   };
   if (missing == Missing::raise)
     for (std::size_t i = 0; i < n; ++i) {
       if (i + kBatch < n) prefetch(i + kBatch);
-      const Rows* const home = homes.of(i);
+      const HashPartition* const home = homes.of(i);
       if (home == nullptr || home->index_.find(keys[i]) == 0) throw MissingKey(keys[i]);
     }
   const std::size_t nbytes = spec.dim * spec.itemsize();
@@ -49,7 +49,7 @@ std::size_t Rows::gather_from(const RowSpec& spec, Homes homes, const std::uint6
     for (std::size_t i = (batch + 1) * kBatch; i < std::min(n, (batch + 2) * kBatch); ++i)
       prefetch(i);
     for (std::size_t i = batch * kBatch; i < std::min(n, (batch + 1) * kBatch); ++i) {
-      const Rows* const home = homes.of(i);
+      const HashPartition* const home = homes.of(i);
       const Row row = home == nullptr ? kNoRow : home->find(keys[i]);
       const std::byte* const data = row == kNoRow ? nullptr : home->store_.values<std::byte>(row);
       if (data != nullptr) prefetch_range(data, nbytes);
@@ -71,7 +71,8 @@ std::size_t Rows::gather_from(const RowSpec& spec, Homes homes, const std::uint6
   return found;
 }
 
-void Rows::fill_missing(const RowSpec& spec, std::uint64_t key, void* out, Missing missing) {
+void HashPartition::fill_missing(const RowSpec& spec, std::uint64_t key, void* out,
+                                 Missing missing) {
   if (missing != Missing::init)
     std::memset(out, 0, spec.dim * spec.itemsize());
   else if (spec.dtype == DType::float64)
@@ -80,7 +81,7 @@ void Rows::fill_missing(const RowSpec& spec, std::uint64_t key, void* out, Missi
     fill_row(spec.initial, key, static_cast<float*>(out), spec.dim);
 }
 
-bool Rows::erase(std::uint64_t key, std::uint64_t stamp) {
+bool HashPartition::erase(std::uint64_t key, std::uint64_t stamp) {
   if (side_ != nullptr && side_->candidates.find(key) != 0) {
     side_->candidates.erase(key);
     stamp_ = stamp;
@@ -91,18 +92,18 @@ bool Rows::erase(std::uint64_t key, std::uint64_t stamp) {
   return true;
 }
 
-void Rows::clear() {
+void HashPartition::clear() {
   const Writing writing(*this);
   if (!common_->snapshots.empty())
     for (Row row = 0; row < store_.end(); ++row)
       if (store_.is_live(row)) keep(row);
   index_.clear();
-  store_ = RowStore(spec_->row_nbytes(), &common_->arena);
+  store_ = RowStore(spec_->row_nbytes(), &common_->pool);
   side_.reset();
   cursor_ = 0;
 }
 
-Expired Rows::expire(double now, std::uint64_t stamp, std::size_t max_work) {
+Expired HashPartition::expire(double now, std::uint64_t stamp, std::size_t max_work) {
   const Writing writing(*this);
   Expired expired{0, true};
   for (std::size_t work = 0; work < max_work && cursor_ < store_.end(); ++work) {
@@ -117,13 +118,13 @@ Expired Rows::expire(double now, std::uint64_t stamp, std::size_t max_work) {
   return expired;
 }
 
-Rows::Side& Rows::side() {
+HashPartition::Side& HashPartition::side() {
   if (side_ == nullptr) side_ = std::make_unique<Side>();
   return *side_;
 }
 
 // A row for a key that has none: values as the initializer says, slots as the updater begins.
-Row Rows::add(std::uint64_t key) {
+Row HashPartition::add(std::uint64_t key) {
   for (const auto& snapshot : common_->snapshots) snapshot->keep(key, nullptr);
   const Row row = store_.take();
   try {
@@ -138,7 +139,7 @@ Row Rows::add(std::uint64_t key) {
 }
 
 template <class T>
-void Rows::initialise(Row row, std::uint64_t key) {
+void HashPartition::initialise(Row row, std::uint64_t key) {
   T* const values = store_.values<T>(row);
   fill_row(spec_->initial, key, values, spec_->dim);
   const SlotPlan plan = spec_->plan();
@@ -150,14 +151,14 @@ void Rows::initialise(Row row, std::uint64_t key) {
   }
 }
 
-void Rows::take_out(Row row, std::uint64_t stamp) {
+void HashPartition::take_out(Row row, std::uint64_t stamp) {
   keep(row);
   stamp_ = stamp;
   index_.erase(store_.info(row).key);
   store_.give_back(row);
 }
 
-bool Rows::is_admitted(std::uint64_t key, std::uint64_t stamp) {
+bool HashPartition::is_admitted(std::uint64_t key, std::uint64_t stamp) {
   const Admission& policy = spec_->admission;
   if (policy.probability < 1) {
     const std::uint64_t table = scatter(spec_->initial.seed) + spec_->initial.table;
@@ -177,7 +178,7 @@ bool Rows::is_admitted(std::uint64_t key, std::uint64_t stamp) {
 }
 
 // Makes room by ageing: what was seen once is forgotten, the rest counts half.
-void Rows::halve_candidates() {
+void HashPartition::halve_candidates() {
   KeyMap& candidates = side().candidates;
   while (candidates.size() > spec_->admission.max_candidates / 4 * 3) {
     KeyMap halved;

@@ -23,7 +23,7 @@ from ringcomm.torch.zero.whole_states import start_allgather_into
 MakeUpdate = Callable[[Chunk], ChunkUpdate]
 
 
-class WeightShard:
+class BucketWeights:
     """One bucket's weights, in memory that the ranks of this node read directly.
 
     Parameters are moved to this memory: tensors that shared their old memory no longer see updates.

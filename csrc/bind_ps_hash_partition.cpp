@@ -9,12 +9,12 @@
 #include <memory>
 
 #include "bind_ps_checks.hpp"
-#include "ps/rows.hpp"
+#include "ps/hash_partition.hpp"
 
 namespace ringcomm {
 namespace {
 
-using ps::Rows;
+using ps::HashPartition;
 using ps::RowSpec;
 template <class T>
 using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -74,7 +74,7 @@ std::shared_ptr<RowSpec> make_spec(std::size_t dim, int dtype, int code, Hyper h
   return spec;
 }
 
-nb::tuple export_rows(const Rows& rows) {
+nb::tuple export_rows(const HashPartition& rows) {
   const RowSpec& spec = rows.spec();
   const std::vector<ps::Row> which = rows.all();
   const std::size_t n = which.size();
@@ -92,7 +92,7 @@ nb::tuple export_rows(const Rows& rows) {
                         times.array);
 }
 
-void load(Rows& rows, Keys keys, ConstValues values, ConstValues slots,
+void load(HashPartition& rows, Keys keys, ConstValues values, ConstValues slots,
           Column<std::uint32_t> counts, Column<std::uint32_t> steps, Column<double> times) {
   const RowSpec& spec = rows.spec();
   const std::size_t n = keys.size();
@@ -109,7 +109,7 @@ void load(Rows& rows, Keys keys, ConstValues values, ConstValues slots,
             n);
 }
 
-nb::tuple candidates(const Rows& rows) {
+nb::tuple candidates(const HashPartition& rows) {
   const auto all = rows.candidates();
   std::vector<std::uint64_t> keys, counts;
   for (const auto& [key, count] : all) {
@@ -119,7 +119,7 @@ nb::tuple candidates(const Rows& rows) {
   return nb::make_tuple(to_array(keys), to_array(counts));
 }
 
-void load_candidates(Rows& rows, Keys keys, Keys counts) {
+void load_candidates(HashPartition& rows, Keys keys, Keys counts) {
   if (keys.size() != counts.size()) throw std::invalid_argument("counts: one per key");
   nb::gil_scoped_release unlocked;
   for (std::size_t i = 0; i < keys.size(); ++i)
@@ -128,23 +128,23 @@ void load_candidates(Rows& rows, Keys keys, Keys counts) {
 
 }  // namespace
 
-void bind_rows(nb::module_& m) {
+void bind_hash_partition(nb::module_& m) {
   nb::class_<RowSpec>(m, "RowSpec")
       .def(nb::new_(&make_spec), nb::kw_only(), "dim"_a, "dtype"_a, "code"_a,
            "hyper"_a.noconvert(), "init_code"_a, "init_parameters"_a.noconvert(), "seed"_a,
            "table"_a, "min_count"_a = 1, "probability"_a = 1.0, "max_candidates"_a = 1u << 14,
            "ttl_s"_a = std::numeric_limits<double>::infinity(),
            "max_rows"_a = std::numeric_limits<std::uint32_t>::max(), "is_lfu"_a = false);
-  nb::class_<Rows>(m, "Rows")
-      .def("__len__", &Rows::size)
-      .def_prop_ro("n_candidates", &Rows::n_candidates)
-      .def_prop_rw("stamp", &Rows::stamp, &Rows::mark)
+  nb::class_<HashPartition>(m, "HashPartition")
+      .def("__len__", &HashPartition::size)
+      .def_prop_ro("n_candidates", &HashPartition::n_candidates)
+      .def_prop_rw("stamp", &HashPartition::stamp, &HashPartition::mark)
       .def("export", &export_rows)
       .def("load", &load, "keys"_a.noconvert(), "values"_a.noconvert(), "slots"_a.noconvert(),
            "counts"_a.noconvert(), "steps"_a.noconvert(), "times"_a.noconvert())
       .def("candidates", &candidates)
       .def("load_candidates", &load_candidates, "keys"_a.noconvert(), "counts"_a.noconvert())
-      .def("clear", &Rows::clear, Unlocked());
+      .def("clear", &HashPartition::clear, Unlocked());
 }
 
 }  // namespace ringcomm

@@ -9,7 +9,7 @@ from ringcomm.torch.backward.watched_tensors import Mark
 from ringcomm.torch.optim.buckets import Member, flat_view
 
 
-class OwnPart:
+class GradientShard:
     """The part of one parameter's .grad that this rank updates; the other elements are zero.
 
     Attributes:
