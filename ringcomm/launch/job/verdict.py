@@ -7,7 +7,6 @@ well, and 0 for some in which a rank died.
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +17,7 @@ STOPPED_IN_ORDER: Final = 75  # EX_TEMPFAIL: start it again to go on
 SIGNAL_NAMES: Final = {1: "SIGHUP", 2: "SIGINT", 15: "SIGTERM"}  # those that ask a job to stop
 # Codes of ranks that have done as they were asked; 137: after the grace period, by SIGKILL.
 _OBEYED: Final = (STOPPED_IN_ORDER, 129, 130, 137, 143)
+_BY_SIGKILL: Final = 128 + 9
 _SUREST: Final = tuple(Evidence)
 
 
@@ -99,7 +99,7 @@ def _code_of_silent(e: Ending, rank: int) -> int:
     others = {each.code for each in _culprits(e) if each.rank != rank}
     others |= {end.code for other, end in e.ends.items() if other != rank and end.code is not None}
     is_of_another = code in others if named is None else named != rank
-    return 128 + signal.SIGKILL if code != 0 and is_of_another else code or 1
+    return _BY_SIGKILL if code != 0 and is_of_another else code or 1
 
 
 def _doubt(failure: Failure) -> tuple[int, int]:
