@@ -26,14 +26,6 @@ def test_what_a_page_names_is_there(page):
         assert any(is_there(place, name) for place in places), f"{path}::{name}"
 
 
-def test_the_page_of_the_parameter_server_names_all_its_modules():
-    page = (ROOT / "docs/internals/parameter_server.md").read_text()
-    for row in re.findall(r"^\| `([\w/]+/)` \| (.*) \|$", page, re.MULTILINE):
-        folder = ROOT / "ringcomm/ps" / row[0].removeprefix("ringcomm/ps/")
-        modules = {each.stem for each in folder.glob("[!_]*.py")}
-        assert {*re.findall(r"`(\w+)`", row[1])} == modules, folder
-
-
 @pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 )

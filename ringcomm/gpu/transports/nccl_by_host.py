@@ -19,8 +19,8 @@ from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports import slices
-from ringcomm.gpu.transports.works import Reduce
 from ringcomm.gpu.transports.slices import even_parts, whole_grains
+from ringcomm.gpu.transports.works import Reduce
 from ringcomm.transport.node import To
 
 _BYTE, _FLOAT32 = DTYPES["uint8"], DTYPES["float32"]
