@@ -25,7 +25,9 @@ class Servers:
         self.meanwhile = lambda: None  # what happens while a call begins
         link = SimpleNamespace(ask=self._ask, send=self._confirm)
         engine = SimpleNamespace(job_rank=9)
-        layout = SimpleNamespace(rank_of=lambda server: server, server_numbers=(0, 1), hosts={})
+        layout = SimpleNamespace(
+            rank_of=lambda server: server, servers=(0, 1), server_numbers=(0, 1), hosts={}
+        )
         self.outstanding = Outstanding(engine, link, layout)
         self.servers = (0, 1)
         self.timestamp = itertools.count(1).__next__
