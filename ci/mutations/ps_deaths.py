@@ -362,4 +362,13 @@ PS_DEATHS = [
         "a pull fails if its server dies and the copy is on another host",
         ("unit/test_ps_replication.py",),
     ),
+    Mutation(
+        "ps-copies-that-differ-stay",
+        "ps",
+        "ps/server/homes/home.py",
+        "report.place in (0, self._home_link.outcome)",
+        "report.place is not None",
+        "a push that one copy could not carry out for want of memory is lost with the other",
+        ("unit/test_ps_replication.py",),
+    ),
 ]

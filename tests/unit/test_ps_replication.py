@@ -1,5 +1,6 @@
 """With replication=2 a server may die: what was acknowledged is there, once, and all goes on."""
 
+import contextlib
 import time
 from collections import Counter
 
@@ -19,6 +20,7 @@ from ringcomm.ps.client.dense.pulls import DensePulls
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.server.homes.homes import Homes
+from ringcomm.ps.server.rows.requests import RowRequests
 from ringcomm.ps.session import session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
@@ -431,6 +433,44 @@ def await_copies():
     until = time.monotonic() + DEADLINE_S
     while any(each["copies"] < 2 for each in ps.stats()):
         assert time.monotonic() < until, ps.stats()
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("fails_at", ["primary", "follower"])
+def test_copies_of_which_one_has_no_memory_for_a_request_are_made_alike_again(
+    fails_at, monkeypatch, caplog
+):
+    """Else the next death would lose a push that was acknowledged, or bring one back."""
+    is_due = []
+
+    def apply(requests, action, shard, apply=RowRequests.apply):
+        link = requests._link
+        if is_due and link._home == 0 and link.is_primary == (fails_at == "primary"):
+            is_due.clear()
+            raise MemoryError("no room for new rows")
+        apply(requests, action, shard)
+
+    monkeypatch.setattr(RowRequests, "apply", apply)
+
+    def body(rank):
+        _, rows = tables()
+        rows.push(KEYS, np.ones((60, 2))).wait()
+        is_due.append(True)
+        is_refused = pytest.raises(rc.RingcommError, match="no room for new rows")
+        with is_refused if fails_at == "primary" else contextlib.nullcontext():
+            rows.push(KEYS, np.ones((60, 2))).wait()
+        assert not is_due
+        await_copies()
+        rows.push(KEYS, np.ones((60, 2))).wait()
+        before = rows.pull(KEYS).wait()
+        kill_server(0)
+        return before, rows.pull(KEYS).wait()
+
+    ((before, after),) = run(body, n_workers=1)
+    np.testing.assert_array_equal(before, after)
+    assert (before == 3).any()
+    assert (before == 2).any() == (fails_at == "primary")
+    assert "the copy of server 0 on rank 2 has come to differ" in caplog.text
 
 
 @pytest.mark.usefixtures("wire")

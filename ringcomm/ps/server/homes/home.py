@@ -6,13 +6,11 @@ See ringcomm.ps.server.homes.replication for the protocol.
 from __future__ import annotations
 
 import logging
-import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.partition_state import State
 from ringcomm.ps.protocol.frames import (
     HEADER_NBYTES,
     Copy,
@@ -26,17 +24,16 @@ from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.clock import CopiedClock
 from ringcomm.ps.server.homes.home_link import NO_BODY, HomeLink, is_letter
 from ringcomm.ps.server.homes.replication import Came, Log
-from ringcomm.ps.server.homes.whole_copy import Piece, is_read, load, may_be_copied, pieces
+from ringcomm.ps.server.homes.transfer_whole_copy import AT, SendWholeCopy, take_piece
+from ringcomm.ps.server.homes.whole_copy import is_read, may_be_copied
 
 if TYPE_CHECKING:
-    from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Link
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.homes.pushes_without_python import HomePushes
     from ringcomm.ps.server.server import Server
 
 _log: Final = logging.getLogger("ringcomm")
-_AT: Final = struct.Struct("<Qdd")  # the rank that sent it, and the times at which it is done
 
 
 class _Entry:
@@ -81,8 +78,7 @@ class Home:
     ) -> None:
         self.is_whole, self.why_not = is_whole, ""
         self._early: list[Delivery] = []  # records that wait until it is whole
-        self._pieces: Iterator[Piece] | None = None  # that the follower has not got yet
-        self._in_transit: Bytes | None = None  # the last of them, which may be read in place
+        self._sending: SendWholeCopy | None = None  # the follower has not got all yet
         self._refused: set[int] = set()  # ranks that cannot be the follower
         self.number, self._layout, self._link = number, layout, link
         self.follower = follower
@@ -93,6 +89,14 @@ class Home:
         self.server.is_copy = not is_primary
         self.server.n_copies = 1 if follower is None else 2
         self._log: Log[_Entry] = Log(self._pushes, has_follower=follower is not None)
+        self._between_copies: dict[int, Callable[[Delivery], None]] = {
+            Copy.FOLLOW: self._follow,
+            Copy.PUSH: self._follow,
+            Copy.DONE: self._on_done,
+            Copy.PIECE: self._load,
+            Copy.LOADED: self._on_loaded,
+            Copy.DROP: self._on_drop,
+        }
         if is_primary:
             self._pushes.lead(follower)
         elif is_whole:
@@ -108,26 +112,24 @@ class Home:
         """True once all clients have left, as far as this copy has heard."""
         return self.is_whole and self.server.is_over and self._log.is_quiet
 
+    @property
+    def lacks_follower(self) -> bool:
+        """This copy is alone."""
+        return self.is_primary and self.follower is None
+
     # --- the primary ----------------------------------------------------------------------------
     def on_frame(self, delivery: Delivery) -> None:
         """Take a frame for this home: a request, or a message of a home; of the other copy."""
         header = delivery.header
-        if header.kind == Kind.RECORD and header.option in (Copy.FOLLOW, Copy.PUSH):
-            self._follow(delivery)
-        elif header.kind == Kind.RECORD and header.option == Copy.DONE:
-            self._pushes.complete(header.sequence)
-            self._carry_out(self._log.done(header.sequence))
-        elif header.kind == Kind.RECORD and header.option == Copy.PIECE:
-            self._load(delivery)
-        elif header.kind == Kind.RECORD and header.option == Copy.LOADED:
-            self._on_loaded(delivery)
+        if header.kind == Kind.RECORD and header.option in self._between_copies:
+            self._between_copies[header.option](delivery)
         elif self.is_primary:
             self._take(delivery)
         self._settle()
 
     def _settle(self) -> None:
         """Let C++ take pushes, or not, until this copy has a frame again."""
-        is_kept = bool(len(self._log)) or self._pieces is not None
+        is_kept = bool(len(self._log)) or self._sending is not None
         self._pushes.wait_for_python(is_kept=is_kept)
 
     def _take(self, delivery: Delivery) -> None:
@@ -155,7 +157,8 @@ class Home:
         if not self._log.has_follower:
             self._do(entry)
         else:
-            self._record(self._log.add(entry), entry)
+            assert self.follower is not None
+            _send_record(self._link, self.number, self.follower, self._log.add(entry), entry)
             self._settle()
 
     def say(self, option: Copy, clock: int = 0, meta: bytes = b"") -> None:
@@ -174,29 +177,29 @@ class Home:
     def _entry(self, delivery: Delivery) -> _Entry:
         return _Entry(delivery, time.monotonic() - self._behind_s, time.time())
 
-    def _record(self, index: int, entry: _Entry) -> None:
-        """Send a frame to the follower, or where its body is."""
-        delivery, follower = entry.delivery, self.follower
-        assert follower is not None
-        body, inner = delivery.body, delivery.header
-        is_seen = inner.where == Where.SHARED and not is_letter(inner)
-        if is_seen and self._link.shares_memory(follower):
-            body = NO_BODY
-        else:
-            inner = inner._replace(where=Where.NONE)
-        at = _AT.pack(delivery.source, entry.at_s, entry.time_s)
-        header = Header(
-            Kind.RECORD, status=self.number + 1, option=Copy.FOLLOW, sequence=index,
-        )  # fmt: skip
-        self._link.send(follower, header, at + packed(inner) + delivery.meta, body)
-
     def _carry_out(self, entries: Iterable[_Entry]) -> None:
         for entry in entries:
             self._do(entry)
 
+    def _on_done(self, delivery: Delivery) -> None:
+        """Carry out what the follower has; if that went otherwise there, do without it."""
+        report = delivery.header
+        self._pushes.complete(report.sequence)
+        self._carry_out(self._log.done(report.sequence))
+        if self.follower is None or report.place in (0, self._home_link.outcome):  # 0: of C++
+            return
+        _log.warning(
+            "ps: the copy of server %d on rank %d has come to differ: one of the two could not "
+            "carry out a request, for want of memory perhaps. That copy is made anew",
+            self.number, self.follower,
+        )  # fmt: skip
+        header = Header(Kind.RECORD, status=self.number + 1, option=Copy.DROP)
+        self._link.send(self.follower, header)
+        self.lose_follower()
+
     def lose_follower(self) -> None:
         """Go on alone: the other copy's process died."""
-        self.follower = self._pieces = self._in_transit = None
+        self.follower = self._sending = None
         self.server.n_copies = 1
         self._pushes.complete(self._pushes.last)
         self._pushes.lead(None)
@@ -209,40 +212,34 @@ class Home:
 
         It is made at a moment at which nothing is under way but requests that wait.
         """
-        if self.follower is not None or not self.is_primary or self.server.is_over:
+        if not self.lacks_follower or self.server.is_over:
             return
         rank = next((each for each in live if each not in self._refused), None)
         if rank is None or not may_be_copied(self.server, self._home_link):
             return
         self.follower = rank
         self._log.gain_follower()
-        self._pieces = pieces(self.server, self._home_link)
+        self._home_link.outcome = 0  # as of the new copy
+        self._sending = SendWholeCopy(
+            self.number, rank, self.server, self._home_link, clock=self._clock, link=self._link
+        )
         self._settle()
         self._send_piece(1)
 
     def _send_piece(self, number: int) -> None:
-        assert self._pieces is not None
-        assert self.follower is not None
+        assert self._sending is not None
         try:
-            state, is_last = next(self._pieces)
-            body = self._in_transit = self.server.transfer.staged(state, self.follower)
+            self._sending.send(number)
         except MemoryError as error:
             self._give_up(f"no memory to send it: {error}")
-            return
-        header = Header(
-            Kind.RECORD, status=self.number + 1, option=Copy.PIECE, sequence=number, clock=is_last,
-        )  # fmt: skip
-        times = self._clock.monotonic_s, self._clock.time_s
-        self._link.send(self.follower, header, _AT.pack(self.follower, *times), body)
 
     def _on_loaded(self, delivery: Delivery) -> None:
-        if self._pieces is None or delivery.source != self.follower:
+        if self._sending is None or delivery.source != self.follower:
             return
-        self._in_transit = None
         if delivery.meta:
             self._give_up(delivery.meta.decode())
         elif delivery.header.clock:
-            self._pieces, self.server.n_copies = None, 2
+            self._sending, self.server.n_copies = None, 2
             self._pushes.lead(self.follower)
             _log.warning("ps: of server %d there are two copies again", self.number)
         else:
@@ -260,21 +257,10 @@ class Home:
         """Take a piece of what the primary has."""
         if self.why_not:
             return
-        _, self._clock.monotonic_s, self._clock.time_s = _AT.unpack(delivery.meta)
-        header = delivery.header
-        try:
-            load(self.server, self._home_link, State.unpacked(delivery.body))
-        except Exception as error:  # noqa: BLE001 - the primary gives this copy up, and says why
-            self.why_not = f"{type(error).__name__}: {error}"[:2000]
-        self._link.send(
-            delivery.source,
-            Header(
-                Kind.RECORD, status=self.number + 1, option=Copy.LOADED, sequence=header.sequence,
-                clock=header.clock,
-            ),
-            self.why_not.encode(),
-        )  # fmt: skip
-        if header.clock and not self.why_not:
+        self.why_not = take_piece(
+            delivery, self.server, self._home_link, clock=self._clock, link=self._link
+        )
+        if delivery.header.clock and not self.why_not:
             self.is_whole = True
             early, self._early = self._early, []
             for record in early:
@@ -288,11 +274,11 @@ class Home:
             return
         if record.header.option == Copy.PUSH:
             self._pushes.repeat(record.meta, record.body)
-            self._report(record)
+            _send_report(self._link, self.number, record, self._home_link.outcome)
             return
-        source, at_s, time_s = _AT.unpack_from(record.meta)
-        inner = header_of(record.meta[_AT.size :])
-        meta, body = record.meta[_AT.size + HEADER_NBYTES :], record.body
+        source, at_s, time_s = AT.unpack_from(record.meta)
+        inner = header_of(record.meta[AT.size :])
+        meta, body = record.meta[AT.size + HEADER_NBYTES :], record.body
         if inner.where == Where.SHARED:
             body = self._link.view(source, inner.place, inner.n_body)
         delivery = Delivery(source, inner, meta, body)
@@ -301,13 +287,11 @@ class Home:
         elif inner.sequence and inner.kind != Kind.RECORD:
             self._home_link.answers.came(source, inner.sequence)
         self._do(_Entry(delivery, at_s, time_s))
-        self._report(record)
+        _send_report(self._link, self.number, record, self._home_link.outcome)
 
-    def _report(self, record: Delivery) -> None:
-        header = Header(
-            Kind.RECORD, status=self.number + 1, option=Copy.DONE, sequence=record.header.sequence
-        )
-        self._link.send(record.source, header)
+    def _on_drop(self, delivery: Delivery) -> None:
+        del delivery
+        self.why_not = "it has come to differ"
 
     def promote(self) -> None:
         """Be the primary from now on: its process died."""
@@ -348,3 +332,26 @@ class Home:
             self.server.job = delivery.meta.decode()
         else:
             link.letters.confirm(self._layout.number_of(header.origin), header.clock)
+
+
+def _send_record(link: Link, home: int, follower: int, index: int, entry: _Entry) -> None:
+    """Send a frame to the follower, or where its body is."""
+    delivery = entry.delivery
+    body, inner = delivery.body, delivery.header
+    is_seen = inner.where == Where.SHARED and not is_letter(inner)
+    if is_seen and link.shares_memory(follower):
+        body = NO_BODY
+    else:
+        inner = inner._replace(where=Where.NONE)
+    at = AT.pack(delivery.source, entry.at_s, entry.time_s)
+    header = Header(Kind.RECORD, status=home + 1, option=Copy.FOLLOW, sequence=index)
+    link.send(follower, header, at + packed(inner) + delivery.meta, body)
+
+
+def _send_report(link: Link, home: int, record: Delivery, outcome: int) -> None:
+    """Tell the primary that all up to a record is done, and how that went."""
+    header = Header(
+        Kind.RECORD, status=home + 1, option=Copy.DONE, sequence=record.header.sequence,
+        place=outcome,
+    )  # fmt: skip
+    link.send(record.source, header)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ class HomeLink:
         is_primary: this copy answers.
         answers: what was replied to clients.
         letters: to and from other homes.
+        outcome: a checksum of how all changes so far went; the same on both copies.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class HomeLink:
         self.is_primary = is_primary
         self.answers: Answers[Sent] = Answers()
         self.letters: Letters[Sent] = Letters()
+        self.outcome = 0
 
     def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = NO_BODY) -> None:
         """Send a frame to a client or a home; see Link.send()."""
@@ -59,13 +62,16 @@ class HomeLink:
         if dest in self._layout.servers:
             home = self._layout.number_of(dest)
             number = self.letters.write(home, sent)
+            self.outcome = zlib.crc32(meta, self.outcome)
             if self.is_primary:
                 self._post(home, number, sent)
             return
         if header.kind == Kind.REPLY and header.status == Status.WRONG_VIEW:
             self.answers.give_back(dest, header.sequence)
         elif header.kind == Kind.REPLY:
-            self.answers.note(dest, header.sequence, sent)
+            is_of_change = self.answers.note(dest, header.sequence, sent)
+            if is_of_change and header.table:  # others are about files, which one copy touches
+                self.outcome = zlib.crc32(bytes([header.status]), self.outcome)
         if self.is_primary:
             self._link.send(dest, *sent)
 

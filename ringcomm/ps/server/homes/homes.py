@@ -91,7 +91,7 @@ class Homes:
         """Do what is due by now; at each poll."""
         for home in self._homes.values():
             home.look()
-        if self._dead:
+        if any(home.lacks_follower for home in self._homes.values()):
             self._restore_copies()
 
     def _restore_copies(self) -> None:

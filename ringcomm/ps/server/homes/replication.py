@@ -6,6 +6,7 @@
 | a request that only reads | it is kept behind those before it; with none, carried out at once |
 | the follower has done a request | what was kept up to it, and reads behind, are carried out |
 | the follower died | all that was kept is carried out |
+| it has done one with another outcome | it is dropped, and a copy is made anew: see below |
 | there is no follower, and only requests are under way | another server becomes it: see below |
 | a push to an open block, and nothing is kept | C++ does all of this for it, without Python |
 
@@ -16,6 +17,10 @@ So what can be read at the primary, or was answered by it, is at the follower, t
 same state after the same requests, and a follower whose primary died goes on in its place. Clients
 send again all that is not answered: Answers knows which of it was carried out. Servers send again
 what was not confirmed: see Letters.
+
+One copy may fail where the other does not, for want of memory. The outcome of all requests so far
+is a checksum of which of those for values were refused, and of what the copy has said to other
+servers. With each report the primary compares the follower's with its own.
 
 A new follower gets all that the primary has in pieces, one after the other. Meanwhile the primary
 carries out no change: it keeps them, as ever, and the follower does so until it has all pieces. A
@@ -135,16 +140,17 @@ class Answers(Generic[R]):
         waiting.add(sequence)
         return Came.FIRST
 
-    def note(self, client: int, sequence: int, reply: R) -> None:
-        """Keep a reply, if it is to a request that came()."""
+    def note(self, client: int, sequence: int, reply: R) -> bool:
+        """Keep a reply, if it is to a request that came(); return whether it is."""
         waiting = self._waiting.get(client)
         if waiting is None or sequence not in waiting:
-            return
+            return False
         waiting.discard(sequence)
         replies = self._replies.setdefault(client, {})
         replies[sequence] = reply
         if len(replies) > KEPT:
             del replies[next(iter(replies))]
+        return True
 
     def give_back(self, client: int, sequence: int) -> None:
         """Forget a request that was sent back: it may come again, and is not carried out yet."""
