@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "bind_arrays.hpp"
-#include "kernels/copy.hpp"
+#include "kernels/copy_past_caches.hpp"
 #include "kernels/reduce.hpp"
 #include "kernels/fp_environment.hpp"
 

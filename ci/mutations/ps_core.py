@@ -294,7 +294,7 @@ PS_CORE = [
         "if self._goals and self.is_over and self.at < max(self._goals.values()):",
         "if self._goals is None:",
         "rows that move stand still for ever, for servers heard of a death at different times",
-        ("unit/test_ps_deaths.py", "unit/test_ps_simulated_servers.py"),
+        ("unit/test_ps_client_deaths.py", "unit/test_ps_simulated_servers.py"),
     ),
     Mutation(
         "ps-kept-requests-are-overtaken",

@@ -2,7 +2,7 @@
 
 from mutations.mutation import Mutation
 
-_TESTS = ("unit/test_ps_deaths.py",)
+_TESTS = ("unit/test_ps_client_deaths.py",)
 _OF_SERVERS = ("unit/test_ps_lost_servers.py",)
 _OF_COPIES = ("unit/test_ps_replication_model.py",)
 _WITHOUT_PYTHON = ("unit/test_ps_pushes_to_two_copies.py",)

@@ -32,10 +32,10 @@ from ringcomm.transport.membership.events import (
 )
 from ringcomm.transport.membership.service import MembershipService
 from ringcomm.transport.membership.view import View
-from ringcomm.transport.node.interruptible_sleep import Parking
 from ringcomm.transport.node.neighbours import Neighbours, Offer
 from ringcomm.transport.node.node_discovery import meet
 from ringcomm.transport.node.shared_node import SharedNode, make_memory
+from ringcomm.transport.node.sleep_that_threads_end import Parking
 from ringcomm.transport.start_mpi import agreed_tags
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ from harness import wait_until
 
 from ringcomm import open_errors
 from ringcomm._core import Loop, NodeMemory, StatusPage, take, view
-from ringcomm.transport.node.interruptible_sleep import Parking
 from ringcomm.transport.node.neighbours import Neighbour, Offer
 from ringcomm.transport.node.shared_node import make_memory
+from ringcomm.transport.node.sleep_that_threads_end import Parking
 
 # Runs in a process of its own, whose limit of descriptors then matters to nobody else.
 FEW = """
 import os, resource, select
 from ringcomm._core import Loop, NodeMemory, StatusPage
-from ringcomm.transport.node.interruptible_sleep import Parking
+from ringcomm.transport.node.sleep_that_threads_end import Parking
 loop, news = Loop(None, False), select.epoll()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 taken = []

@@ -1,4 +1,4 @@
-"""Parameter servers on other hosts than their workers."""
+"""Parameter servers on several hosts: jobs survive deaths, and send little but the payload."""
 
 import pytest
 from harness import at_length

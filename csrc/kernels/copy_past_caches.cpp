@@ -1,4 +1,4 @@
-#include "copy.hpp"
+#include "copy_past_caches.hpp"
 
 #include <cstdint>
 #include <cstring>

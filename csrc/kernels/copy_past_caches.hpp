@@ -1,4 +1,4 @@
-// Copies of what is not read again soon.
+// Copies past the caches what is not read again soon: gradients into buckets.
 #pragma once
 #include <cstddef>
 
