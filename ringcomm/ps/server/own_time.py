@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+import weakref
 from typing import Final
 
 from ringcomm._core import monotonic_ns
@@ -23,22 +26,26 @@ class OwnTime:
     def __init__(self) -> None:
         self.total_ns = 0
         self._thread = 0
+        self._run_queue = _RunQueue()  # of that thread
         self._began_ns = self._ended_ns = 0
         self._waited_ns = 0  # for a core, by the thread, when the look began
 
     def begin(self) -> None:
         """Note that a look begins."""
         now_ns, thread = monotonic_ns(), threading.get_ident()
-        if now_ns - self._ended_ns > _LONG_NS or thread != self._thread:
-            self._waited_ns = _time_in_run_queue()
-        self._began_ns, self._thread = now_ns, thread
+        if thread != self._thread:
+            self._thread, self._run_queue = thread, _RunQueue()
+            self._waited_ns = self._run_queue.waited_ns()
+        elif now_ns - self._ended_ns > _LONG_NS:
+            self._waited_ns = self._run_queue.waited_ns()
+        self._began_ns = now_ns
 
     def end(self, *, has_found: bool) -> None:
         """Count the look; a short one only if it has found something to do."""
         self._ended_ns = monotonic_ns()
         duration_ns = self._ended_ns - self._began_ns
         if duration_ns > _LONG_NS:
-            waited_ns = _time_in_run_queue()
+            waited_ns = self._run_queue.waited_ns()
             duration_ns = max(duration_ns - (waited_ns - self._waited_ns), 0)
             self._waited_ns = waited_ns
         elif not has_found:
@@ -46,10 +53,18 @@ class OwnTime:
         self.total_ns += duration_ns
 
 
-def _time_in_run_queue() -> int:
-    """Return how long this thread was ready and had no core; 0 where the kernel does not count."""
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1])
-    except OSError:
-        return 0
+class _RunQueue:
+    """Knows how long the thread that made it was ready and had no core.
+
+    It keeps the file open: an idle server looks each millisecond.
+    """
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
+
+    def waited_ns(self) -> int:
+        """Return that time so far; 0 where the kernel does not count."""
+        return 0 if self._file is None else int(os.pread(self._file, 100, 0).split()[1])
