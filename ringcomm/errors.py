@@ -71,7 +71,8 @@ class CommTimeoutError(RingcommError, TimeoutError):
     """A wait took longer than its deadline.
 
     Attributes:
-        missing: ranks that had not entered the operation, as far as this rank could learn.
+        missing: ranks that had not entered the operation, as far as this rank could learn; without
+            those that wait in another one, unless all do: these may only wait for the others.
     """
 
     def __init__(self, message: str, *, missing: Iterable[int] = ()) -> None:

@@ -8,10 +8,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its m
 WHAT = {
     "collectives": "beside MPI's own, gloo, and torch.distributed over ringcomm",
     "compare": "files of --json side by side, against the goals; without mpirun",
-    "python_overhead": "what a call of torch.distributed costs in Python",
+    "torch_call_overhead": "what a call of torch.distributed costs in Python",
     "step": "a step of training, beside DDP over gloo",
     "gpu_call_overhead": "processor time of an allreduce on simulated GPUs; without mpirun",
-    "scale": "one rank of a job of thousands, simulated; without mpirun",
+    "simulated_many_ranks": "one rank of a job of thousands, simulated; without mpirun",
     "ps": "pushes and pulls of the parameter server, beside torch.distributed.rpc",
     "pull_many": "rows of many hash tables: one pull after the other, and ps.pull_many()",
 }
@@ -19,7 +19,7 @@ WHAT = {
 
 def main(argv):
     if not argv or argv[0] not in WHAT:
-        rows = [f"  {name:<16} {text}" for name, text in WHAT.items()]
+        rows = [f"  {name:<20} {text}" for name, text in WHAT.items()]
         print("usage: mpirun -np N python ci/bench WHAT [--help] ...", *rows, sep="\n")
         return 0 if argv[:1] == ["--help"] else 2
     from ringcomm.errors import ConfigError

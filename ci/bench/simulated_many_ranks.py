@@ -133,7 +133,7 @@ class Mirror:
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="ci/bench scale", description=__doc__)
+    parser = argparse.ArgumentParser(prog="ci/bench simulated_many_ranks", description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="ranks of the job")
     parser.add_argument("--ranks-per-host", type=int, default=8)
     args = parser.parse_args(argv)

@@ -472,4 +472,13 @@ ELASTIC = [
         "mpirun ends a rank in the midst of its checkpoint, and a rank that hangs is never killed",
         (f"fault/test_elastic.py::{_ENDS}",),
     ),
+    Mutation(
+        "who-waits-elsewhere-is-blamed",
+        "fault",
+        "transport/peer_state.py",
+        "return [r for r in missing if r not in busy] or missing",
+        "return missing",
+        "a rank that only waits for one that hangs is killed with it",
+        ("unit/test_transport_peer_state.py",),
+    ),
 ]

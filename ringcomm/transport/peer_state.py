@@ -141,6 +141,15 @@ class PeerTable:
         entered = self._entered.get(key, set())
         return [r for r in members if r != self.rank and r not in entered and r not in self.dead]
 
+    def blamed(self, key: int, members: Collection[int]) -> list[int]:
+        """Return the missing ranks without those that wait in another operation, unless all do.
+
+        These may only wait for the others.
+        """
+        missing, elsewhere = self.missing(key, members), self._elsewhere.get(key, {})
+        busy = [r for r in missing if r in elsewhere and elsewhere[r][0]]
+        return [r for r in missing if r not in busy] or missing
+
     def whereabouts(self, key: int) -> dict[int, str]:
         """Return, for each rank that is known not to have entered operation `key`, where it is."""
         return {rank: where for rank, (where, _) in sorted(self._elsewhere.get(key, {}).items())}

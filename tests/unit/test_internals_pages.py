@@ -47,6 +47,20 @@ def test_the_table_of_modules_has_those_of_the_parameter_server():
     assert named == there
 
 
+def test_each_name_of_a_benchmark_is_that_of_a_module():
+    folder = ROOT / "ci/bench"
+    known = set(re.findall(r'^    "(\w+)": ', (folder / "__main__.py").read_text(), re.MULTILINE))
+    assert known
+    assert known <= {each.stem for each in folder.glob("*.py")}
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"(?:python |`)ci/bench (\w+)", page.read_text())
+    }
+    assert named <= known | {"WHAT"}
+
+
 def test_the_architecture_fits_a_page():
     architecture, _, rest = PAGES[0].read_text().partition("## Glossary\n")
     terms = re.findall(r"^\| ", rest.partition("\n## ")[0], re.MULTILINE)

@@ -82,6 +82,17 @@ def test_missing_are_those_that_did_not_say_they_entered():
     assert peers.missing(KEY, ALL) == [1, 2, 4]
 
 
+def test_who_waits_elsewhere_is_not_blamed_unless_all_do():
+    peers = table()
+    peers.note_elsewhere(1, KEY, "")
+    peers.note_elsewhere(2, KEY, "barrier #3")
+    peers.note_entered(4, KEY)
+    assert peers.blamed(KEY, ALL) == [1, 3]  # 3 has not answered
+    assert peers.blamed(KEY, (0, 2, 4)) == [2]
+    peers.note_entered(2, KEY)
+    assert peers.blamed(KEY, (0, 2, 4)) == []
+
+
 def test_who_is_elsewhere_is_so_until_it_enters():
     peers = table()
     peers.note_elsewhere(2, KEY, "barrier #3")

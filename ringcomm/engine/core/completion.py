@@ -109,7 +109,7 @@ class Completion:
                 if self.progress.wait(task, min(ANSWER_S, limit_s)):
                     return
                 text = describe_wait(task, self._watch, limit_s)
-                missing = self._watch.peers.missing(task.key, task.members)
+                missing = self._watch.peers.blamed(task.key, task.members)
         except BaseException as error:  # an interrupt, or the wire broke
             task.is_asked = True
             self.break_engine(error)

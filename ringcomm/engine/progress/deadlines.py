@@ -96,7 +96,7 @@ class Patience:
                 "The engine cannot be used any more; end this job, or raise the limit. If all "
                 "ranks are alive, they can also go on: all call shutdown(), then init()."
             )
-            missing = self._watch.peers.missing(self._task.key, self._task.members)
+            missing = self._watch.peers.blamed(self._task.key, self._task.members)
             self._watch.announce_gave_up(GaveUp(tuple(missing or self._task.late), message))
 
     def _text(self, now: float) -> str:
