@@ -107,6 +107,8 @@ class Storm:
             output, _ = job.communicate()
             problems.append("hangs")
         problems += list(self._problems(out, job.returncode))
+        if "has come to differ" in output:  # two copies of a server, and memory is not short
+            problems.append("copies differed")
         return Outcome(problems, output, time.monotonic() - began)
 
     def _problems(self, out, code):
