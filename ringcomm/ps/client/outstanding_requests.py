@@ -278,6 +278,8 @@ class Outstanding:
             is_returned = header.status == Status.WRONG_VIEW
             if is_returned and request.on_end is None:
                 assert request.partition is not None
+                if header.view != self.owners.orders[request.partition].sent_in(header.sequence):
+                    return  # two copies of a server have returned it, and it was sent again
                 due = self.owners.returned(request.partition, header.sequence, reply.meta)
                 self._send_again(request.partition, due)
                 self._confirm_moves()
