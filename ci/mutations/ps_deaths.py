@@ -191,9 +191,8 @@ PS_DEATHS = [
         "ps-a-primary-waits-for-no-copy",
         "ps",
         "ps/server/homes/home.py",
-        "            self._record(self._log.add(entry), entry)\n",
-        "            self._record(self._log.add(entry), entry)\n"
-        "            self._carry_out(self._log.done(1 << 62))\n",
+        "self._log.add(entry), entry)\n",
+        "self._log.add(entry), entry)\n            self._carry_out(self._log.done(1 << 62))\n",
         "an acknowledged push is lost with its server",
         _OF_COPIES,
     ),
@@ -228,7 +227,8 @@ PS_DEATHS = [
         "ps-a-push-that-python-repeats-is-not-reported",
         "ps",
         "ps/server/homes/home.py",
-        "            self._report(record)\n            return\n",
+        "            _send_report(self._link, self.number, record, self._home_link.outcome)\n"
+        "            return\n",
         "            return\n",
         "a push behind a tick is never acknowledged",
         _WITHOUT_PYTHON,
@@ -246,10 +246,8 @@ PS_DEATHS = [
         "ps-a-copy-keeps-no-replies",
         "ps",
         "ps/server/homes/home_link.py",
-        "            self.answers.note(dest, header.sequence, sent)\n        if self.is_primary:\n",
-        "            if self.is_primary:\n"
-        "                self.answers.note(dest, header.sequence, sent)\n"
-        "        if self.is_primary:\n",
+        "is_of_change = self.answers.note(dest, header.sequence, sent)",
+        "is_of_change = self.is_primary and self.answers.note(dest, header.sequence, sent)",
         "a request that was carried out is not answered once its server is dead",
         _OF_COPIES,
     ),

@@ -92,9 +92,11 @@ def test_pulls_ask_no_server_unless_one_has_died(monkeypatch):
                 while not session().layout.hosts:
                     table.pull().wait()
             table.push(np.ones(N)).wait()
+            rc.barrier()  # a push of the other one could overtake the read
             before = asked[table._pulls]
             table.pull().wait()
             n_asked.append(asked[table._pulls] - before)
+            rc.barrier()
         rc.barrier()
         found = table.pull().wait()
         rc.barrier()

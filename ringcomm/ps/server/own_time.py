@@ -63,7 +63,8 @@ class _RunQueue:
         self._file: int | None = None
         with contextlib.suppress(OSError):
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)
+            # Not when Python ends: a colocated server still looks then.
+            weakref.finalize(self, os.close, self._file).atexit = False
 
     def waited_ns(self) -> int:
         """Return that time so far; 0 where the kernel does not count."""
