@@ -63,8 +63,10 @@ def plan_kills(args):
         plans[int(who)] = int(at), when.partition("-")
     later = {int(kill.partition("@")[0]) for kill in args.kill_later}
     on_request, counts, of_copies = Server.on_request, itertools.count(1), itertools.count(1)
+    dying = threading.Lock()  # is not released: a second timer would empty the file
 
     def die(server):
+        dying.acquire()
         (args.out / f"kill.{session().engine.job_rank}").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
