@@ -219,10 +219,11 @@ class CopiedServerStorm(ServerStorm):
         return [*super()._kill_options, f"--kill-later={self.later}"]
 
     def __str__(self):
-        return f"{super().__str__()}, then {self.later}: {self.n_killed} killed"
+        seconds = " ".join(f"{each:.2f}" for each in self.latencies)
+        return f"{super().__str__()}, then {self.later}: {self.n_killed} killed ({seconds} s)"
 
     def _problems(self, out, code):
-        killed_at = [float(path.read_text()) for path in out.glob("kill.*")]
+        killed_at = sorted(float(path.read_text()) for path in out.glob("kill.*"))
         self.n_killed = len(killed_at)
         yield from super()._problems(out, code)
         results = [json.loads(path.read_text()) for path in sorted(out.glob("result.*"))]
