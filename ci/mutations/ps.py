@@ -214,7 +214,7 @@ self.steps = int(state.meta["steps"])
             return gradient""",
         "a push to rows that have moved is applied twice when it comes again",
         (
-            "unit/test_ps_row_moves.py",
+            "unit/test_ps_work_goes_on_while_rows_move.py",
             "unit/test_ps_row_bugs_of_other_servers.py",
         ),
     ),

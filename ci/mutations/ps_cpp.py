@@ -220,6 +220,6 @@ PS_CPP = [
         "    if (slot_width != 0) std::memcpy(data + width, slots, slot_width);\n",
         "",
         "the optimizer has forgotten the state of rows that have moved or were restored",
-        ("unit/test_ps_row_moves.py", "unit/test_ps_row_checkpoints.py"),
+        ("unit/test_ps_work_goes_on_while_rows_move.py", "unit/test_ps_row_checkpoints.py"),
     ),
 ]

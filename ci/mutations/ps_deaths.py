@@ -92,7 +92,7 @@ PS_DEATHS = [
         '        _settle(client)\n        ask_servers(client, "rest"',
         '        client.wait_until_sent(_LABEL)\n        ask_servers(client, "rest"',
         "after ps.should_stop() a step counts on some servers, and is late on others",
-        ("unit/test_ps_row_moves.py",),
+        ("unit/test_ps_work_goes_on_while_rows_move.py",),
     ),
     Mutation(
         "ps-a-chief-that-has-left-follows",
