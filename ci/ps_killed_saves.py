@@ -24,7 +24,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
 
 from file_operations import watched  # noqa: E402
-from ps_jobs import run_workers  # noqa: E402
+from ps_ranks_as_threads import run_workers  # noqa: E402
 
 from ringcomm import ps  # noqa: E402
 from ringcomm.ps.checkpoint import files  # noqa: E402

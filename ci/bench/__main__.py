@@ -8,7 +8,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its m
 WHAT = {
     "collectives": "beside MPI's own, gloo, and torch.distributed over ringcomm",
     "compare": "files of --json side by side, against the goals; without mpirun",
-    "torch_call_overhead": "what a call of torch.distributed costs in Python",
+    "torch_distributed_call_overhead": "what a call of torch.distributed costs in Python",
     "step": "a step of training, beside DDP over gloo",
     "gpu_call_overhead": "processor time of an allreduce on simulated GPUs; without mpirun",
     "simulated_many_ranks": "one rank of a job of thousands, simulated; without mpirun",

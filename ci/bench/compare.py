@@ -10,7 +10,7 @@ import itertools
 import json
 from pathlib import Path
 
-from bench.goals import Figure, verdict
+from bench.figures_beside_goals import Figure, verdict
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.bench.table import Row

@@ -24,7 +24,7 @@ SET_UP_LIMIT_S = 300
 TAIL = 25  # lines of the log of a stage that failed
 # A new process uses the GPU, which after some failures none can; prints the number of GPUs.
 PROBE = """
-from gpu_suite.driver import Driver
+from gpu_suite.cuda_driver_by_ctypes import Driver
 gpu = Driver()
 at = gpu.allocate(4)
 gpu.call("cuMemsetD32_v2", at, 7, 1)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
-from gpu_suite.driver import CudaError, Driver
+from gpu_suite.cuda_driver_by_ctypes import CudaError, Driver
 from gpu_suite.outcome_lines import detail, figure, skip
 
 PAGE = 4096

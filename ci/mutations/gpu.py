@@ -196,7 +196,7 @@ GPU = [
     Mutation(
         "gpu-kernels-are-loaded-by-their-launch",
         "gpu",
-        "gpu/executor/calls_made_while_idle.py",
+        "gpu/executor/load_while_streams_idle.py",
         "                self._device.load(each)",
         "                pass",
         "the first launch of a kernel blocks behind the stream's own wait",
@@ -205,7 +205,7 @@ GPU = [
     Mutation(
         "gpu-kernels-are-loaded-while-streams-wait",
         "gpu",
-        "gpu/executor/calls_made_while_idle.py",
+        "gpu/executor/load_while_streams_idle.py",
         "            while not self._is_idle():",
         "            while False:",
         "ranks that load kernels for different groups wait for each other for ever",

@@ -18,7 +18,7 @@ from simulated_nccl import FakeCommunicator
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES
-from ringcomm.gpu.executor.calls_made_while_idle import IdleCalls
+from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
 from ringcomm.gpu.executor.team import MOST_UNDER_WAY
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.nccl import NcclTransport

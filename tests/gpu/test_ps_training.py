@@ -5,8 +5,8 @@ import simulated_gpu as sim
 import simulated_torch
 import torch
 from harness import at_length
-from ps_jobs import run_workers
 from ps_optimizer_wrap import wrap
+from ps_ranks_as_threads import run_workers
 from training_models import copies, data, fit, network, share, weights
 
 from ringcomm.engine.api.init_rank_size import engine

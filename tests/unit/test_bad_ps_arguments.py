@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from bad_values import VALUES, cases_of, come_to, parameters_of, public
 from harness import at_length
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 
 from ringcomm import ps
 from ringcomm.errors import ConfigError

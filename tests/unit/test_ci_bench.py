@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 from bench import compare, plot, ps
-from bench.goals import Figure, verdict
+from bench.figures_beside_goals import Figure, verdict
 from bench.ps_work import CASES, PUSH, Case, Work, cpu_s_of, key_sets
 
 from ringcomm.errors import ConfigError

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 
 PAGE = Path(__file__).parents[2] / "docs" / "compression.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from harness import at_length
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 
 import ringcomm as rc
 from ringcomm import atomic_files, ps

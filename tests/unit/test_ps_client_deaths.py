@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from harness import DEADLINE_S, wait_until
 from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
-from ps_jobs import Boom, ended, run_all
+from ps_ranks_as_threads import Boom, ended, run_all
 
 import ringcomm as rc
 from ringcomm import ps

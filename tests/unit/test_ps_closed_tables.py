@@ -7,8 +7,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from ps_jobs import deadline, run_workers
 from ps_optimizer_wrap import wrap
+from ps_ranks_as_threads import deadline, run_workers
 
 import ringcomm as rc
 from ringcomm import ps

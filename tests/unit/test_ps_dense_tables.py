@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import outcomes
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 from sample_values import total, whole_numbers
 
 import ringcomm as rc

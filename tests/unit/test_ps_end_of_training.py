@@ -10,7 +10,7 @@ import pytest
 from harness import outcomes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ps_jobs import deadline, run_workers
+from ps_ranks_as_threads import deadline, run_workers
 
 import ringcomm as rc
 from ringcomm import ps

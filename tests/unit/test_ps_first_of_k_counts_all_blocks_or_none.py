@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from ps_jobs import cross_gradients, run_workers
+from ps_ranks_as_threads import cross_gradients, run_workers
 
 import ringcomm as rc
 from ringcomm import ps

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness import wait_until
 from loopback import LoopbackHub
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 
 from ringcomm import ps
 from ringcomm.errors import RingcommError

@@ -2,7 +2,7 @@
 
 import numpy as np
 from file_operations import Disk, watched
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 
 from ringcomm import ps
 from ringcomm.ps.checkpoint import files

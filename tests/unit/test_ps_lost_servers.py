@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from harness import DEADLINE_S
 from ps_core_steps import core_of, names, push
-from ps_jobs import Boom, Killed, ended, kill_server, run_all
+from ps_ranks_as_threads import Boom, Killed, ended, kill_server, run_all
 
 import ringcomm as rc
 from ringcomm import ps

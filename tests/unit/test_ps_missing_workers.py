@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from harness import DEADLINE_S
-from ps_jobs import deadline, run_workers
+from ps_ranks_as_threads import deadline, run_workers
 
 import ringcomm as rc
 from ringcomm import ps

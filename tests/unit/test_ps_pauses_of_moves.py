@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness import wait_until
-from ps_jobs import run_all, run_workers
+from ps_ranks_as_threads import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps

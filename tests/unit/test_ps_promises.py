@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from ps_jobs import deadline, run_workers
+from ps_ranks_as_threads import deadline, run_workers
 
 import ringcomm as rc
 from ringcomm import ps

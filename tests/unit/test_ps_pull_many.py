@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from harness import at_length
-from ps_jobs import deadline, moving_beside, run_workers
+from ps_ranks_as_threads import deadline, moving_beside, run_workers
 
 import ringcomm as rc
 from ringcomm import ps

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from harness import listen
-from ps_jobs import deadline, run_workers
+from ps_ranks_as_threads import deadline, run_workers
 
 import ringcomm as rc
 from ringcomm import ps

@@ -8,7 +8,7 @@ import harness
 import numpy as np
 import pytest
 from harness import wait_until
-from ps_jobs import moving_beside, run_workers
+from ps_ranks_as_threads import moving_beside, run_workers
 from sample_values import whole_numbers
 
 import ringcomm as rc

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness import DEADLINE_S, at_length
 from loopback import LoopbackHub
-from ps_jobs import Boom, ended, kill_server, moving_beside, run_all
+from ps_ranks_as_threads import Boom, ended, kill_server, moving_beside, run_all
 
 import ringcomm as rc
 from ringcomm import ps

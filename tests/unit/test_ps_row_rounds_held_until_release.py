@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from harness import at_length
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 
 import ringcomm as rc
 from ringcomm import ps

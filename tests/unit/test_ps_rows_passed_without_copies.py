@@ -6,7 +6,7 @@ import harness
 import numpy as np
 import pytest
 from harness import at_length
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 
 import ringcomm as rc
 from ringcomm import _core, codec, ps

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 
 import ringcomm as rc
 from ringcomm import ps

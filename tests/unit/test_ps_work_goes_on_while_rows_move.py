@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from harness import at_length
-from ps_jobs import moving_beside, run_workers
+from ps_ranks_as_threads import moving_beside, run_workers
 from sample_values import whole_numbers
 
 import ringcomm as rc

@@ -9,7 +9,7 @@ import pytest
 from harness import DEADLINE_S, outcomes, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ps_jobs import run_all
+from ps_ranks_as_threads import run_all
 
 import ringcomm as rc
 from ringcomm.config import Settings

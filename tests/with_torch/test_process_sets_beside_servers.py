@@ -6,7 +6,7 @@ import harness
 import pytest
 import torch
 from loopback import LoopbackHub, LoopbackTransport
-from ps_jobs import run_all
+from ps_ranks_as_threads import run_all
 
 import ringcomm as rc
 import ringcomm.torch as hvd

@@ -6,8 +6,8 @@ The table of docs/torch.md has a test here for each row of the servers.
 import pytest
 import torch
 from harness import at_length
-from ps_jobs import run_workers
 from ps_optimizer_wrap import wrap
+from ps_ranks_as_threads import run_workers
 from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import assert_close, copies, data, models, network, share, weights

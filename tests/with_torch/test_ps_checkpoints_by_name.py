@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from ps_jobs import run_workers
 from ps_optimizer_wrap import wrap
+from ps_ranks_as_threads import run_workers
 from torch import nn
 
 import ringcomm as rc

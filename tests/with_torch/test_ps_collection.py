@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 from torch.utils.data import DataLoader
 
 import ringcomm as rc

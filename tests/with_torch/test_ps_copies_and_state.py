@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 from torch import nn
 
 import ringcomm as rc

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from harness import at_length
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 from torch import nn
 
 import ringcomm as rc

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import at_length
-from ps_jobs import run_workers
 from ps_optimizer_wrap import wrap
+from ps_ranks_as_threads import run_workers
 from torch import nn
 
 import ringcomm as rc

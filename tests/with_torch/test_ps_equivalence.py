@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from harness import at_length
-from ps_jobs import run_workers
+from ps_ranks_as_threads import run_workers
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from training_models import assert_close, copies, data, network, weights

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 import torch
-from ps_jobs import cross_gradients, run_workers
 from ps_optimizer_wrap import wrap
+from ps_ranks_as_threads import cross_gradients, run_workers
 
 import ringcomm as rc
 from ringcomm.torch import ps

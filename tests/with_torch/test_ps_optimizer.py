@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from harness import at_length
-from ps_jobs import run_workers
 from ps_optimizer_wrap import wrap
+from ps_ranks_as_threads import run_workers
 from torch import nn
 from training_models import assert_close, copies, data, fit, network, share, weights
 

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 import torch
-from ps_jobs import deadline, run_workers
 from ps_optimizer_wrap import wrap
+from ps_ranks_as_threads import deadline, run_workers
 from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import assert_close, copies, data, fit, network, sgd, share, weights

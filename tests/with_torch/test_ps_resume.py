@@ -4,8 +4,8 @@ import threading
 
 import pytest
 import torch
-from ps_jobs import run_workers
 from ps_optimizer_wrap import wrap
+from ps_ranks_as_threads import run_workers
 from torch import nn
 from training_models import copies, network, weights
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import DEADLINE_S, at_length, wait_until
-from ps_jobs import ended, kill_server, run_all
+from ps_ranks_as_threads import ended, kill_server, run_all
 from torch import nn
 
 import ringcomm as rc

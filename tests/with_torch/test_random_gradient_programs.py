@@ -6,7 +6,7 @@ import pytest
 import torch
 from gradient_programs import Model, carry_out, inputs, program_of
 from harness import at_length, outcomes
-from ps_jobs import run_all
+from ps_ranks_as_threads import run_all
 from training_models import seeded
 
 import ringcomm.torch as hvd

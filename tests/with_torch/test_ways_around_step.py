@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import outcomes
-from ps_jobs import run_all, run_workers
+from ps_ranks_as_threads import run_all, run_workers
 from torch.nn.functional import mse_loss
 from training_models import SMALL, assert_close, copies, data, network, share, weights
 

@@ -61,7 +61,7 @@ class Device(Allocator, Protocol):
         """Copy between addresses of GPU memory or of registered host memory."""
 
     def load(self, kernel: Kernel) -> None:
-        """Compile and load a kernel, as launch() does; see executor/calls_made_while_idle.py.
+        """Compile and load a kernel, as launch() does; see executor/load_while_streams_idle.py.
 
         The driver may load it only once all streams are idle. Raises ConfigError if the kernel
         cannot be compiled.

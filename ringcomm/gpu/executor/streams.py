@@ -18,8 +18,8 @@ from ringcomm.engine.core.plan import Deferred
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool, whole_pages
-from ringcomm.gpu.executor.calls_made_while_idle import IdleCalls
 from ringcomm.gpu.executor.launcher import Launcher
+from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
 
 R = TypeVar("R")
 _LOOK_EVERY_S = 2e-5

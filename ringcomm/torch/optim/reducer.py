@@ -30,8 +30,8 @@ from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
     note_samples,
 )
 from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
-from ringcomm.torch.optim.bucket_plan import BucketPlan
 from ringcomm.torch.optim.buckets import Scaling
+from ringcomm.torch.optim.buckets_of_an_optimizer import BucketPlan
 from ringcomm.torch.optim.equalize_weights import FirstWeights
 from ringcomm.torch.optim.finish_backward import Exchange, FailedPass
 from ringcomm.torch.optim.gradient import GradientSlot, GradientState
