@@ -25,7 +25,7 @@ from ringcomm.ps.job import (
 )
 from ringcomm.ps.placement.rebalance import Rebalanced, rebalance
 from ringcomm.ps.row_policies import Admit, Evict
-from ringcomm.ps.session import is_chief
+from ringcomm.ps.session import is_chief, live_workers
 from ringcomm.ps.statistics import stats
 from ringcomm.ps.update_modes import SSP, FirstOf
 
@@ -50,6 +50,7 @@ __all__ = [
     "init",
     "initializers",
     "is_chief",
+    "live_workers",
     "load",
     "load_state_dict",
     "optim",

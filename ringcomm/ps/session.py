@@ -21,7 +21,13 @@ from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.layer_hooks import Extension
-from ringcomm.errors import ConfigError, NotInitializedError, RingcommError, ServerLostError
+from ringcomm.errors import (
+    ConfigError,
+    NotInitializedError,
+    PeerFailedError,
+    RingcommError,
+    ServerLostError,
+)
 from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
@@ -309,6 +315,33 @@ def is_chief() -> bool:
     """Return True on the worker that initialises, checkpoints and logs: the lowest that lives."""
     current = session()
     return current.engine.job_rank == current.layout.chief
+
+
+def live_workers() -> Group:
+    """Return a new group of the workers that live, and have not left. Collective among them.
+
+    After the death of a worker, collectives of each group that it belongs to raise a
+    PeerFailedError: call this on all other workers, and pass the result as group=. The operation in
+    which it died may have ended well on some of them, so first agree in the new group on the step
+    to go on from, e.g. by max(rc.allgather_object(step, group=group)).
+
+    Raises:
+        RingcommError: this rank is no worker.
+        PeerFailedError: a worker leaves meanwhile, or a rank died without which the job does not
+            go on.
+        CommTimeoutError: another worker has not called it within RINGCOMM_TIMEOUT_S.
+    """
+    current = session()
+    layout, peers = current.layout, current.engine.watch.peers
+    if current.engine.job_rank not in layout.workers:
+        raise RingcommError("ps.live_workers: this rank is no worker")
+    while True:
+        members = [rank for rank in layout.workers if rank not in peers.gone]
+        try:
+            return Group.of_job(members)
+        except PeerFailedError:
+            if not peers.are_parted(members):
+                raise
 
 
 def memory_of(engine: Engine, nbytes: int) -> Bytes:

@@ -169,6 +169,10 @@ class PeerTable:
         """True once a rank has died without which the job does not go on."""
         return bool(self.dead) and not self.survivable.issuperset(self.dead)
 
+    def are_parted(self, members: Collection[int]) -> bool:
+        """Return True if some of these ranks died, and the job goes on without all that died."""
+        return not self.is_fatal and any(rank in self.dead for rank in members)
+
     @property
     def are_all_gone(self) -> bool:
         """True once all other ranks have left or died."""

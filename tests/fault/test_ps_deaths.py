@@ -125,3 +125,66 @@ def test_a_job_with_servers_has_no_spares(tmp_path):
     body = "from ringcomm import ps\nps.init(servers=1)"
     job = run_script(2, body, cwd=tmp_path, env=elastic, options=LAUNCHERS["continuous"])
     assert "ConfigError: ps.init: it does not go with RINGCOMM_SPARES=1" in job.output, job.output
+
+
+COLLECTIVES = """
+import os, signal, sys
+import numpy as np
+import ringcomm as rc
+from ringcomm import ps
+
+moment, folder = sys.argv[1:]
+ps.init(servers=1)
+table = ps.table("t", 4, updater=ps.optim.Add(), mode="sync")
+both = rc.Group([0, 2])
+values = np.random.default_rng(rc.rank()).integers(-99, 99, 3_000_017).astype(np.float32)
+others = sum(np.random.default_rng(r).integers(-99, 99, values.size) for r in (0, 2))
+rc.allreduce(values)
+step, group, n_failed = 0, None, 0
+while not ps.should_stop():
+    if rc.rank() == 1 and step == 2:
+        if moment == "inside":
+            handle = rc.allreduce_async_(values)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        rc.allreduce(values, group=group)
+    except rc.PeerFailedError as error:
+        assert "no group that it belongs to" in str(error), error
+        n_failed += 1
+        assert np.array_equal(rc.allreduce(values, group=both), others)
+        group = ps.live_workers()
+        assert [*group.ranks] == [0, 2]
+        assert rc.allgather_object(step, group=group) == [2, 2]
+        assert np.array_equal(rc.allreduce(values, group=group), others)
+    table.push(np.ones(4, np.float32)).wait()
+    step += 1
+    ps.complete_step()
+    if ps.is_chief() and step == 5:
+        ps.save(folder).wait()
+        ps.stop()
+try:
+    rc.barrier()
+    sys.exit("a group goes on without one of its ranks")
+except rc.PeerFailedError:
+    rc.barrier(group=group)
+assert n_failed == 1
+assert table.pull().wait().tolist() == [step] * 4
+print("went on", flush=True)
+"""
+WHEN_IN_GATE = {"inside": ("inside", "ulfm")}
+WHEN = {**WHEN_IN_GATE, "before": ("before", "continuous")}
+GOOD = "--runtime-options", "continuous,error-nonzero-status=0"
+
+
+@pytest.mark.parametrize("when", at_length(WHEN, WHEN_IN_GATE))  # a job takes 3 s
+def test_tables_and_new_groups_go_on_after_a_collective_in_which_a_worker_is_killed(when, tmp_path):
+    moment, launcher = WHEN[when]
+    ulfm = (*LAUNCHERS["ulfm"], "--runtime-options", "error-nonzero-status=0")
+    job = run_script(
+        4, COLLECTIVES, moment, tmp_path / "saved", cwd=tmp_path,
+        env={"RINGCOMM_ELASTIC": "1", "RINGCOMM_TIMEOUT_S": "30"},
+        options=ulfm if launcher == "ulfm" else GOOD,
+    )  # fmt: skip
+    assert job.code == 0, job.output
+    assert job.output.count("went on") == 2, job.output
+    assert any((tmp_path / "saved").iterdir())

@@ -230,6 +230,7 @@ def _sender(
     outline = side.outline(whole)
 
     def talk(task: Task, serial: int) -> TaskCoroutine:
+        task.ends_alone = side.staging is None
         return _send(side, side.channel(task, serial), whole, outline, dest=dest, serial=serial)
 
     return side.label(f"send(dest={dest}, tag={tag})"), _pair(side.group, dest), talk
@@ -254,7 +255,12 @@ def _receiver(
     name = "rc.ANY_SOURCE" if source == ANY_SOURCE else str(source)
     members = side.group.ranks if source == ANY_SOURCE else _pair(side.group, source)
     label = side.label(f"recv(source={name}, tag={tag})")
-    return label, members, lambda task, _: _recv(side, task, out, source)
+
+    def talk(task: Task, _: int) -> TaskCoroutine:
+        task.ends_alone = side.staging is None
+        return _recv(side, task, out, source)
+
+    return label, members, talk
 
 
 async def _send(side: _Side, t: Channel, x: Array, outline: str, *, dest: int, serial: int) -> None:

@@ -10,12 +10,19 @@ from typing import Any, Final
 
 from ringcomm.config import Settings
 from ringcomm.engine.core.engine_state import EngineState
+from ringcomm.engine.core.ledger import Ledger
 from ringcomm.engine.core.pending_operations import Pending, PendingOperation
 from ringcomm.engine.core.plan import Deferred
 from ringcomm.engine.progress.deadlines import ANSWER_S, ask_around, describe_wait
 from ringcomm.engine.progress.loop import Progress
 from ringcomm.engine.progress.task import CompletedTask, Task
-from ringcomm.errors import CommTimeoutError, ConfigError, MismatchError, RingcommError
+from ringcomm.errors import (
+    CommTimeoutError,
+    ConfigError,
+    MismatchError,
+    PeerFailedError,
+    RingcommError,
+)
 from ringcomm.transport.control_messages import Watch
 
 _log = logging.getLogger("ringcomm")
@@ -131,11 +138,14 @@ class Completion:
                     work.ledger.finish(work.ticket)
                     if work.ledger.has_overflown and not self._has_warned_of_names:
                         self._warn_of_names(work.ledger.n_cached)
-                is_fatal = error is not None and not _is_harmless(work, error)
+                has_failed = error is not None and not _is_harmless(work, error)
+                is_fatal = has_failed and not self._ends_alone(task, error)
                 if work.lane is not None:
-                    work.lane.end(_outcome(work, error, is_fatal=is_fatal))
+                    work.lane.end(_outcome(work, error, has_failed=has_failed))
                 self._pending.remove(task.key, has_failed=is_fatal)
             self._watch.peers.forget(task.key)
+            if has_failed and not is_fatal and work.ledger is not None:
+                self._end_group(work.ledger)
         finally:
             task.error = error
             task.is_over = True
@@ -144,6 +154,24 @@ class Completion:
             self.progress.fail_all(self._state.copy_of_error)
         elif task.is_dropped and error is not None:
             self.warn_of_dropped(error)
+
+    def _ends_alone(self, task: Task, error: BaseException | None) -> bool:
+        """Return True if the group of a failed task ends, and the engine goes on.
+
+        A rank died without which the job goes on. It belongs to the group, so all others that live
+        have the same error, and no later operation of this group begins: see refuse_hopeless().
+        """
+        if not (task.ends_alone and isinstance(error, PeerFailedError)):
+            return False
+        is_own_fault = error.rank == self._watch.transport.rank
+        return not is_own_fault and self._watch.peers.are_parted(task.members)
+
+    def _end_group(self, ledger: Ledger) -> None:
+        """Let no rank use this one's arrays in a group that ended, nor another group its tags."""
+        ledger.is_spoiled = True
+        node = self._watch.transport.node
+        if node is not None:
+            node.abandon(ledger.context)
 
     def _warn_of_names(self, n_cached: int) -> None:
         self._has_warned_of_names = True
@@ -160,7 +188,7 @@ def _is_harmless(work: PendingOperation, error: BaseException) -> bool:
     return isinstance(error, MismatchError | ConfigError) or error is work.problem
 
 
-def _outcome(work: PendingOperation, error: BaseException | None, *, is_fatal: bool) -> str:
+def _outcome(work: PendingOperation, error: BaseException | None, *, has_failed: bool) -> str:
     if error is None:
         return "done"
-    return "failed" if is_fatal else "refused" if error is work.problem else "mismatch"
+    return "failed" if has_failed else "refused" if error is work.problem else "mismatch"

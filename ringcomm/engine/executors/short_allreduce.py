@@ -94,7 +94,7 @@ class ShortCalls:
         divisor = self._team.team.size if op is AVERAGE else 1
         self._known[x.dtype, x.shape, op] = KnownAllreduce(
             self._team.team,
-            call.fingerprint,
+            call.fingerprint ^ self._team.digest,
             nbytes,
             op.kernel,
             dtype.kernel,

@@ -42,6 +42,7 @@ class Wait:
     timeout_s: float | None = None
     awaited: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
+    ends_alone: bool = False
     helps_if_data_are_unequal: str = "end all workers together, or this one with rc.shutdown()"
 
     @classmethod

@@ -136,6 +136,7 @@ class Groups:
 
         def talk(task: Task, _: int) -> TaskCoroutine:
             self._n_made[members] = number  # now that the task is under way
+            task.ends_alone = True
             return self._agree(task, group, number, pause_s)
 
         result: tuple[Ledger | None, int]

@@ -32,6 +32,7 @@ class Waiting(Protocol):
     label: str
     key: int
     members: tuple[int, ...]
+    ends_alone: bool
     helps_if_data_are_unequal: str
 
     @property
@@ -190,6 +191,11 @@ def refuse_hopeless(task: Waiting, watch: Watch, cause: Exception | None = None)
         advice = (
             f"If it had less to do than others, {task.helps_if_data_are_unequal}; "
             "else fix the cause of its end."
+        )
+    elif task.ends_alone and watch.own_failure is None and watch.peers.are_parted(task.members):
+        advice = (
+            "The job goes on without it, but no group that it belongs to does: make an rc.Group "
+            'of the ranks that live; see "Failure" in docs/parameter_server.md.'
         )
     raise PeerFailedError(
         f"{task.label}: {who} {reason}; the operation cannot complete. {advice}",

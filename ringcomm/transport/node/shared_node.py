@@ -59,7 +59,7 @@ class SharedNode:
             return None
         memories = [self._memories[rank] for rank in members]
         team = make_team(members.index(self._rank), context, self.is_crowded, memories)
-        return NodeTeam(team, self.moment_s)
+        return NodeTeam(team, self.moment_s, hash(tuple(members)) % (1 << 64))
 
     def clear(self, context: int) -> None:
         """Prepare a context for another group, once no rank uses the context any more."""
@@ -74,14 +74,14 @@ class SharedNode:
         for context in {0, *(context for context, _ in self._teams)}:
             self.clear(context)
 
-    def abandon(self) -> None:
-        """Give up all operations of this rank in shared memory.
+    def abandon(self, context: int | None = None) -> None:
+        """Give up the operations of this rank in shared memory: of one context, or all.
 
         Returns once no other rank uses this rank's registered arrays. Ranks that enter one of these
         operations later do not touch the arrays; their operation fails.
         """
-        for team in list(self._teams.values()):
-            if team is not None:
+        for (of, _), team in list(self._teams.items()):
+            if team is not None and context in (None, of):
                 team.team.abandon()
 
     def empty(self, nbytes: int) -> Bytes:
@@ -118,11 +118,17 @@ def make_memory(nonce: int, n_ranks: int) -> NodeMemory:
 
 
 class NodeTeam:
-    """The members of a group on this node; `moment_s` as in SharedNode."""
+    """The members of a group on this node; `moment_s` as in SharedNode.
 
-    def __init__(self, team: Team, moment_s: float) -> None:
+    `digest` is of the members, and part of all fingerprints. If a rank dies while a group is made,
+    some members may have it, and others use its context for a new group: without the digest, a rank
+    of the old one could take their steps for steps of its own.
+    """
+
+    def __init__(self, team: Team, moment_s: float, digest: int) -> None:
         self.team = team
         self.moment_s = moment_s
+        self.digest = digest
         self._turns = [slot or N_UNNAMED for slot in range(N_UNNAMED)]
 
     def is_turn_of(self, place: int) -> bool:

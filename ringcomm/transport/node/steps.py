@@ -22,7 +22,12 @@ class Meeting:
 
     team: NodeTeam  # the ranks of the group, which share this node's memory
     slot: int  # number of the operation's slot
-    fingerprint: int  # digest of this rank's call; ranks compare it before any data moves
+    fingerprint: int  # digest of this rank's call
+
+    @property
+    def shown(self) -> int:
+        """The digest that the ranks compare before any data moves."""
+        return self.fingerprint ^ self.team.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class NodeReduction:
         return start_reduce(
             where.team.team,
             where.slot,
-            where.fingerprint,
+            where.shown,
             self.source,
             self.target,
             self.bounds,
@@ -66,7 +71,7 @@ class NodeCopy:
 
     def begin(self, where: Meeting) -> NodeStep:
         """Start the step."""
-        return start_copy(where.team.team, where.slot, where.fingerprint, self.shown, self.pulls)
+        return start_copy(where.team.team, where.slot, where.shown, self.shown, self.pulls)
 
 
 MEET: Final = NodeCopy(np.empty(0, np.uint8))  # compares fingerprints, and copies nothing
