@@ -4,6 +4,9 @@ Each block has an element for each worker. With mode "sync" or "first_of" a work
 its own, and the mean over n divides that by n: 840 has all divisors up to 8. So the elements of a
 block add up to 840 for each round, whoever was in it, and those of who lives are equal in "sync".
 In other modes a push adds 1 to its worker's element.
+
+With --collectives N workers also reduce together in each of the first N steps, after a death in a
+group of those that live.
 """
 
 import argparse
@@ -28,12 +31,20 @@ SHARE, BLOCKS = 840, 6
 MODES = {"sync": "sync", "async": "async", "ssp": ps.SSP(2), "first_of": ps.FirstOf(2)}
 
 
+def numbers_of(rank, step):
+    """Return what a worker brings to the collectives of a step: of a size of its own."""
+    rng = np.random.default_rng(step)
+    size = int(rng.choice((11, 5_003, 400_009)))
+    return np.random.default_rng((rank, step)).integers(-99, 99, size).astype(np.float32)
+
+
 def parse():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--collectives", type=int, default=0, help="in so many steps")
     parser.add_argument("--kill", action="append", default=[], help="RANK@STEP:WHEN")
     return parser.parse_args()
 
@@ -43,6 +54,7 @@ class Job:
         self.args = args
         self.at, self.when = -1, ""
         self.is_over = False
+        self.group, self.has_agreed, self.n_reduced = None, True, 0
 
     def plan(self, rank):
         """Learn when this rank is to be killed."""
@@ -64,6 +76,36 @@ class Job:
         """Be killed within the next step, wherever this rank is then."""
         if step == self.at and self.when == "soon":
             threading.Timer(np.random.default_rng().uniform(0, 0.01), self.die).start()
+
+    def reduce(self, step):
+        """Reduce with the other workers that live, once per step.
+
+        Who had not the result of the step in which a worker died, while others had, goes without.
+        """
+        while self.n_reduced <= step < self.args.collectives:
+            try:
+                if not self.has_agreed:
+                    each = rc.allgather_object(self.n_reduced, group=self.group)
+                    assert max(each) - min(each) <= 1, each
+                    self.n_reduced, self.has_agreed = max(each), True
+                    continue
+                self._reduce(step)
+                self.n_reduced += 1
+            except rc.PeerFailedError:
+                self.group, self.has_agreed = ps.live_workers(), False
+
+    def _reduce(self, step):
+        ranks = range(rc.size()) if self.group is None else self.group.ranks
+        wanted = sum(numbers_of(rank, step) for rank in ranks)
+        for kinds in ({}, {"name": "sum"}):
+            handle = rc.allreduce_async(numbers_of(self.me, step), group=self.group, **kinds)
+            self.die_if(step, "reducing")
+            sums = handle.wait()
+            assert np.array_equal(sums, wanted), (step, [*ranks])
+        x = rc.empty(wanted.size, np.float32)
+        x[:] = numbers_of(self.me, step)
+        rc.allreduce_(x, group=self.group)
+        assert np.array_equal(x, wanted), (step, [*ranks])
 
     def evaluate(self, step):
         self.plan(session().engine.job_rank)
@@ -94,6 +136,7 @@ class Job:
         while not ps.should_stop():
             self.die_soon(step)
             self.die_if(step, "before")
+            self.reduce(step)
             pushed = table.push(gradient)
             self.die_if(step, "sent")
             if pushed.wait().applied:
@@ -121,7 +164,7 @@ class Job:
         (args.out / f"result.{index}").write_text(
             json.dumps(
                 {"index": index, "steps": step, "applied": n_applied, "values": values.tolist(),
-                 "is_chief": ps.is_chief()}
+                 "is_chief": ps.is_chief(), "reduced": self.n_reduced}
             )
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 
 usage: .venv/bin/python ci/ps_storms.py [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
                                         [--of servers|others] [--replication 2]
+                                        [--collectives]
        .venv/bin/python ci/ps_storms.py --hosts 3 --storms 30   # on fake hosts, under ulfm; root
 
 Ends with 1 if a job hangs, if its exit code is not that of a good job, if an acknowledged push is
@@ -10,7 +11,8 @@ lost or one counts twice, or if a checkpoint that is complete cannot be read. Af
 server all go back to a checkpoint, and their state is that of it, and what was pushed since. With
 --replication 2 nobody goes back, and a second server dies once lost copies are made again; then the
 last line has how long it took: from a death to the end of the first step, on the slowest worker,
-that began after it. Each step needs all servers.
+that began after it. Each step needs all servers. With --collectives workers also reduce together,
+and go on in a group of those that live.
 """
 
 import argparse
@@ -53,6 +55,7 @@ class Storm:
     """A job whose ranks are killed. kills: RANK@STEP:WHEN, see ps_storm_job.py.
 
     cluster: fake hosts, on which the ranks are spread; None: this machine.
+    collectives: in how many steps workers also reduce together; none dies long after.
     """
 
     mode: str
@@ -60,9 +63,12 @@ class Storm:
     kills: list
     launcher: str
     cluster: Cluster | None = None
+    collectives: int = 0
 
     def __str__(self):
-        return f"{self.launcher}, {self.mode}, {self.n_workers} workers, {' '.join(self.kills)}"
+        also = ", collectives" if self.collectives else ""
+        kills = " ".join(self.kills)
+        return f"{self.launcher}, {self.mode}, {self.n_workers} workers, {kills}{also}"
 
     job, n_servers, steps, replication = JOB, N_SERVERS, STEPS, 1
 
@@ -88,6 +94,7 @@ class Storm:
             "-np", str(size), sys.executable, self.job, "--out", out,
             "--mode", self.mode, "--servers", str(self.n_servers), "--steps", str(self.steps),
             *self._kill_options,
+            *(["--collectives", str(self.collectives)] if self.collectives else []),
             *(["--replication", str(self.replication)] if self.replication > 1 else []),
         ]  # fmt: skip
         root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -128,6 +135,8 @@ class Storm:
             yield "the chief is not the lowest worker that lives"
         for each in results:
             yield from self._wrong_values(each, killed, acked)
+            if each["reduced"] != self.collectives:
+                yield f"worker {each['index']} has reduced {each['reduced']} times"
 
     def _wrong_values(self, result, killed, acked):
         me, steps, applied = result["index"], result["steps"], result["applied"]
@@ -265,8 +274,12 @@ def random_server_storm(rng, launcher):
     return ServerStorm(mode, n_workers, kills, launcher)
 
 
-def random_storm(rng, launcher):
-    """Return a storm; of the workers at least one lives."""
+def random_storm(rng, launcher, *, collectives=0):
+    """Return a storm; of the workers at least one lives.
+
+    With collectives, none dies while or after others make the last: they would not wait for who
+    makes a new group.
+    """
     mode, n = rng.choice(MODES), rng.randint(2, 4)
     kind = rng.choice(("worker", "chief", "evaluator", "two"))
     workers = {"worker": [rng.randrange(n)], "chief": [0], "evaluator": []}.get(kind)
@@ -276,11 +289,13 @@ def random_storm(rng, launcher):
     for rank in workers:
         when = rng.choice(MOMENTS if rank else OF_CHIEFS)
         step = rng.randint(1, STEPS - 2)
+        if collectives:
+            when, step = rng.choice((*MOMENTS, *["reducing"] * 4)), rng.randint(1, STEPS // 2 - 2)
         step = {"opening": 0, "saving": 4 * rng.randint(1, 4), "stopping": STEPS}.get(when, step)
         kills.append(f"{rank}@{step}:{when}")
     if kind == "evaluator" or (kind == "two" and rng.random() < 0.5):
         kills.append(f"{n}@{rng.randint(2, STEPS)}:evaluating")
-    return Storm(mode, n, kills, launcher)
+    return Storm(mode, n, kills, launcher, collectives=collectives)
 
 
 def main():
@@ -290,6 +305,9 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--of", choices=("all", "servers", "others"), default="all")
     parser.add_argument("--hosts", type=int, default=0, help="that many fake hosts, under ulfm")
+    parser.add_argument(
+        "--collectives", action="store_true", help="of workers, in storms of others"
+    )
     parser.add_argument("--replication", type=int, choices=(1, 2), default=1)
     args = parser.parse_args()
     if not args.hosts:
@@ -308,7 +326,8 @@ def run(args, cluster):
         rng, launcher = random.Random(seed), launchers[number % len(launchers)]
         is_of_servers = args.of == "servers" or (args.of == "all" and number // 2 % 3 == 0)
         of_servers = random_copied_server_storm if args.replication > 1 else random_server_storm
-        storm = (of_servers if is_of_servers else random_storm)(rng, launcher)
+        collectives = {"collectives": STEPS - 2} if args.collectives and not is_of_servers else {}
+        storm = (of_servers if is_of_servers else random_storm)(rng, launcher, **collectives)
         storm.cluster = cluster
         outcome = storm.run()
         counts["wrong" if outcome.problems else "right"] += 1

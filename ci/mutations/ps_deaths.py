@@ -7,6 +7,7 @@ _OF_SERVERS = ("unit/test_ps_lost_servers.py",)
 _OF_COPIES = ("unit/test_ps_replication_model.py",)
 _WITHOUT_PYTHON = ("unit/test_ps_pushes_to_two_copies.py",)
 _IN_PLACE = ("unit/test_ps_reads_of_two_copies.py",)
+_OF_GROUPS = ("unit/test_groups_end_with_deaths.py",)
 
 PS_DEATHS = [
     Mutation(
@@ -368,5 +369,95 @@ PS_DEATHS = [
         "report.place is not None",
         "a push that one copy could not carry out for want of memory is lost with the other",
         ("unit/test_ps_replication.py",),
+    ),
+    Mutation(
+        "a-death-in-a-collective-ends-tables",
+        "ps",
+        "engine/core/completion.py",
+        "return not is_own_fault and self._watch.peers.are_parted(task.members)",
+        "return False",
+        "tables fail on all workers that were in a collective with one that died",
+        _OF_GROUPS,
+    ),
+    Mutation(
+        "any-death-ends-a-group-alone",
+        "ps",
+        "transport/peer_state.py",
+        "goes_on = bool(self.survivable) and not self.is_fatal",
+        "goes_on = bool(self.survivable)",
+        "a rank goes on though the job has lost one that it cannot go on without",
+        _OF_GROUPS,
+    ),
+    Mutation(
+        "a-group-of-the-living-ends-alone",
+        "ps",
+        "transport/peer_state.py",
+        "return goes_on and any(rank in self._gone for rank in members)",
+        "return goes_on and bool(self._gone)",
+        "a rank goes on in groups whose operations fail on one side only",
+        _OF_GROUPS,
+    ),
+    Mutation(
+        "invitations-of-the-dead",
+        "ps",
+        "engine/progress/task.py",
+        "        self.ends_alone = False",
+        "        self.ends_alone = True",
+        "after a death within join() ranks go on that wait for different operations",
+        _OF_GROUPS,
+    ),
+    Mutation(
+        "steps-of-an-ended-group-stay-open",
+        "ps",
+        "engine/core/completion.py",
+        "            node.abandon(ledger.context)",
+        "            pass",
+        "after the error of a death others write into the arrays of the rank that raised it",
+        _OF_GROUPS,
+    ),
+    Mutation(
+        "steps-of-other-groups-are-given-up",
+        "ps",
+        "transport/node/shared_node.py",
+        "if team is not None and context in (None, of):",
+        "if team is not None:",
+        "a death fails operations of groups that the dead rank does not belong to",
+        _OF_GROUPS,
+    ),
+    Mutation(
+        "tags-of-an-ended-group-are-used-again",
+        "ps",
+        "engine/core/completion.py",
+        "        ledger.is_spoiled = True\n",
+        "",
+        "a new group gets messages of one that ended",
+        _OF_GROUPS,
+    ),
+    Mutation(
+        "steps-of-a-group-that-was-not-made",
+        "ps",
+        "transport/node/shared_node.py",
+        "hash(tuple(members)) % (1 << 64)",
+        "0",
+        "after a death within rc.Group() a rank may take steps of others for its own",
+        _OF_GROUPS,
+    ),
+    Mutation(
+        "a-second-death-ends-the-new-group",
+        "ps",
+        "ps/session.py",
+        "            if not peers.are_parted(members):\n                raise",
+        "            raise",
+        "ps.live_workers() fails if another worker dies meanwhile",
+        _OF_GROUPS,
+    ),
+    Mutation(
+        "an-error-is-lost-in-shutdown",
+        "ps",
+        "engine/core/lifecycle.py",
+        "unsaid = unsaid or operation.task.error",
+        "pass",
+        "nobody learns of an operation that a death has ended while the rank leaves",
+        _OF_GROUPS,
     ),
 ]

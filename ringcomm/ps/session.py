@@ -327,8 +327,7 @@ def live_workers() -> Group:
 
     Raises:
         RingcommError: this rank is no worker.
-        PeerFailedError: a worker leaves meanwhile, or a rank died without which the job does not
-            go on.
+        PeerFailedError: a rank died without which the job does not go on.
         CommTimeoutError: another worker has not called it within RINGCOMM_TIMEOUT_S.
     """
     current = session()

@@ -170,8 +170,12 @@ class PeerTable:
         return bool(self.dead) and not self.survivable.issuperset(self.dead)
 
     def are_parted(self, members: Collection[int]) -> bool:
-        """Return True if some of these ranks died, and the job goes on without all that died."""
-        return not self.is_fatal and any(rank in self.dead for rank in members)
+        """Return True if some of these ranks died or left, and the job goes on without them.
+
+        So it does if it goes on after deaths at all, and without all ranks that died.
+        """
+        goes_on = bool(self.survivable) and not self.is_fatal
+        return goes_on and any(rank in self._gone for rank in members)
 
     @property
     def are_all_gone(self) -> bool:

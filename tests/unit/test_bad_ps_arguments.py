@@ -54,6 +54,7 @@ JOB = {
 APART = {
     "init", "stop", "should_stop", "workers", "rank", "size", "is_chief", "stats", "snapshot",
     "evaluator", "function", "recover",  # begin or end something, or have no such arguments
+    "live_workers",
     "step_number",
     "Future", "HashTable", "Metadata", "Pushed", "Rebalanced", "Recovered", "Report",
     "Table",  # nobody makes one

@@ -15,6 +15,7 @@ from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
+from ringcomm.engine.core.lifecycle import leave
 from ringcomm.transport.base import Died
 from ringcomm.transport.node.shared_node import SharedNode, make_memory
 from ringcomm.transport.node.steps import MEET, Meeting
@@ -33,9 +34,9 @@ def total(*ranks):
     return sum(values(rank) for rank in ranks)
 
 
-def make_a_group():
-    """Begin to make a group, and return while that is under way."""
-    current, has_begun = engine(), threading.Event()
+def say_when_a_group_is_made(has_begun):
+    """Set the event once this rank has begun to make a group."""
+    current = engine()
     begin = current.conversations.begin
 
     def begin_and_say(*args, **options):
@@ -43,11 +44,18 @@ def make_a_group():
         has_begun.set()
         return task
 
+    current.conversations.begin = begin_and_say
+
+
+def make_a_group():
+    """Begin to make a group, and return while that is under way."""
+    current, has_begun = engine(), threading.Event()
+    say_when_a_group_is_made(has_begun)
+
     def make():
         with serve_thread(current), contextlib.suppress(rc.RingcommError):
             rc.Group([0, 1, 2])
 
-    current.conversations.begin = begin_and_say
     threading.Thread(target=make, daemon=True).start()
     assert has_begun.wait(DEADLINE_S)
 
@@ -111,14 +119,17 @@ def test_live_workers_are_all_without_a_death():
 
 
 def test_two_deaths_one_in_the_midst_of_the_new_group():
+    has_begun = {0: threading.Event(), 3: threading.Event()}
+
     def body(rank):
-        rc.barrier()
         if rank == 1:
             raise Boom
         with pytest.raises(rc.PeerFailedError):
             rc.barrier()
         if rank == 2:
+            assert all(each.wait(DEADLINE_S) for each in has_begun.values())
             raise Boom
+        say_when_a_group_is_made(has_begun[rank])
         return rc.allreduce(values(rank), group=ps.live_workers())
 
     results = ended(run_all(4, body, settings=ELASTIC), 2)
@@ -126,10 +137,30 @@ def test_two_deaths_one_in_the_midst_of_the_new_group():
         assert np.array_equal(each, total(0, 3))
 
 
+def test_a_worker_that_leaves_meanwhile_holds_nobody_up(wire):
+    has_begun = threading.Event()
+
+    def body(rank):
+        table = ps.table("w", 3, updater=ps.optim.Add())
+        if rank == 2:
+            assert has_begun.wait(DEADLINE_S)
+            return None  # and leaves
+        say_when_a_group_is_made(has_begun)
+        group = ps.live_workers()
+        with pytest.raises(rc.PeerFailedError):
+            rc.barrier()
+        table.push(rc.allreduce(np.ones(3, np.float32), group=group)).wait()
+        rc.barrier(group=group)
+        return [*group.ranks], table.pull().wait().tolist()
+
+    results = run_all(3, body, settings=ELASTIC)
+    assert results[:2] == [([0, 1], [4.0] * 3)] * 2
+
+
 # --- the engine ---------------------------------------------------------------------------------
 def parted(size, body, **options):
     """Run body(rank, die) on ranks of which one dies when it calls die(); it must not raise."""
-    hub = LoopbackHub(size, (0,) * size if options.pop("one_node") else None)
+    hub = LoopbackHub(size, (0,) * size if options.pop("one_node", False) else None)
     n_left = threading.Semaphore(0)
 
     def main(rank):
@@ -161,6 +192,7 @@ def test_what_is_under_way_in_other_groups_goes_on(wire, is_registered):
     has_failed, all_are_there = threading.Event(), threading.Barrier(3)
 
     def body(rank, die):
+        everybody = rc.Group([2, 1, 0])
         both = rc.Group([0, 2]) if rank != VICTIM else None
         for _ in range(2):
             if rank != VICTIM:
@@ -168,7 +200,7 @@ def test_what_is_under_way_in_other_groups_goes_on(wire, is_registered):
         rc.barrier()
         all_are_there.wait(DEADLINE_S)
         if rank == VICTIM:
-            handle = rc.allreduce_async_(array(rank))
+            handle = rc.allreduce_async_(array(rank), group=everybody)
             die()
             return handle
         begun = []
@@ -178,8 +210,12 @@ def test_what_is_under_way_in_other_groups_goes_on(wire, is_registered):
         else:
             assert has_failed.wait(DEADLINE_S)
         with pytest.raises(rc.PeerFailedError, match="no group that it belongs to"):
-            rc.allreduce_(array(rank))
+            rc.allreduce_(array(rank), group=everybody)
+        assert everybody.ledger.is_spoiled  # no other group gets its context
         has_failed.set()
+        for source in (VICTIM, rc.ANY_SOURCE):
+            with pytest.raises(rc.PeerFailedError, match="no group that it belongs to"):
+                rc.recv(values(0), source)
         if rank == 2:
             begun = [rc.allreduce_async_(array(rank), group=both) for _ in range(3)]
             begun += [rc.allreduce_async_(array(rank), name="g", group=both)]
@@ -258,17 +294,32 @@ def test_who_has_a_group_that_others_could_not_make_does_not_take_their_steps_fo
 
 def test_what_else_breaks_an_engine_does_so_as_ever():
     def body(rank, die):
+        both = rc.Group([0, 2]) if rank != VICTIM else None
         if rank == VICTIM:
             return die()
         listen(lambda: engine().watch.peers.has_lost)
-        with pytest.raises(rc.PeerFailedError) as caught:
-            rc.join()  # others may hold invitations
-        assert "Fix that rank's failure first" in str(caught.value)
-        with pytest.raises(rc.PeerFailedError, match="join"):
-            rc.Group([rank])
+        if rank == 2:
+            with pytest.raises(rc.PeerFailedError, match="Fix that rank's failure first"):
+                rc.join()  # others may have sent invitations
+        with pytest.raises(rc.PeerFailedError, match="Fix that rank's failure first"):
+            rc.barrier(group=both)  # which lacks a rank that lives
+        assert engine().state.is_broken
         return None
 
-    parted(3, body, one_node=False)
+    parted(3, body)
+
+
+def test_who_leaves_learns_that_an_operation_under_way_has_failed():
+    def body(rank, die):
+        if rank == VICTIM:
+            return die()
+        handle = rc.allreduce_async(values(rank))
+        leave(engine(), "done")
+        error = engine().state.broke_while_leaving
+        assert isinstance(error, rc.PeerFailedError), error
+        return handle
+
+    parted(2, body)
 
 
 def test_a_death_that_the_job_does_not_survive_breaks_the_engine():

@@ -158,8 +158,8 @@ class Completion:
     def _ends_alone(self, task: Task, error: BaseException | None) -> bool:
         """Return True if the group of a failed task ends, and the engine goes on.
 
-        A rank died without which the job goes on. It belongs to the group, so all others that live
-        have the same error, and no later operation of this group begins: see refuse_hopeless().
+        A rank died or left without which the job goes on. It belongs to the group, so all others
+        that live have the same error, in this operation or in the next: see refuse_hopeless().
         """
         if not (task.ends_alone and isinstance(error, PeerFailedError)):
             return False

@@ -62,6 +62,8 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
     while pending := engine.pending.operations():  # new ones may begin meanwhile; see follow_up()
         for operation in pending:
             progress.wait(operation.task)
+            if isinstance(operation.task.error, PeerFailedError):
+                unsaid = unsaid or operation.task.error  # though the engine may be usable
     state.broke_while_leaving = unsaid if was_broken else state.error or unsaid
     progress.stop(state.copy_of_error)
     if engine.page is not None:

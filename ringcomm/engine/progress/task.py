@@ -44,7 +44,7 @@ class Task:
         # Returns the ranks that are late in work that no channel sees, such as on a GPU.
         self.late_elsewhere: Callable[[], tuple[int, ...]] = tuple
         self.needs_admission = False  # see Admission
-        self.ends_alone = False  # a death that the job survives ends it, but not the engine
+        self.ends_alone = False  # if a rank dies and the job goes on, only its group ends
         self._callbacks: deque[Callable[[], None]] = deque()
         self._coroutines: list[tuple[TaskCoroutine, list[Request]]] = []
         self._first: TaskCoroutine | None = None
