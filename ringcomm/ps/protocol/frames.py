@@ -85,8 +85,8 @@ class Copy(IntEnum):
     DIED = 3  # within: a client died
     TIME = 4  # within: time has passed
     NAME = 5  # within: the name of the job
-    PIECE = 6  # to a server that is to be the follower: a piece of what the primary has
-    LOADED = 7  # to the primary: the follower has the piece; with meta: it cannot, and why
+    PIECE = 6  # to a server that is to be the follower: pieces of what the primary has
+    LOADED = 7  # to the primary: the follower has the pieces; with meta: it cannot, and why
     PUSH = 8  # to the follower, without Python: carry out the push that is within
     LOST = 9  # within: a home has no copy any more
     DROP = 10  # to the follower: it has come to differ from the primary, and is no copy any more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class Transfer:
     def send(self, key: Key, part: int, dest: int) -> None:
         """Send a copy of a partition to a server. Raises MemoryError."""
         rank = self._layout.address_of(dest)
-        body = self.staged(self.state_of(key, part), rank)
+        body = self.staged(self.state_of(key, part).packed(), rank)
         self._sent[key[0], part] = body
         message = {"do": "take", "table": key[0], "unit": key[1], "part": part}
         header = Header(Kind.MOVE, option=Step.SERVERS)
@@ -90,9 +90,8 @@ class Transfer:
         state.arrays.update(held)
         return State({**state.meta, **more, "applied": applied}, state.arrays)
 
-    def staged(self, state: State, rank: int) -> Bytes:
-        """Return a state as bytes, where another rank can read them. Raises MemoryError."""
-        pieces = state.packed()
+    def staged(self, pieces: Sequence[Bytes], rank: int) -> Bytes:
+        """Return bytes, one behind the other, where a rank can read them. Raises MemoryError."""
         nbytes = sum(piece.nbytes for piece in pieces)
         is_shared = nbytes > INLINE_MAX // 2 and self._link.shares_memory(rank)
         body = self._memory(nbytes) if is_shared else np.empty(nbytes, np.uint8)

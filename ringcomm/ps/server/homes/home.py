@@ -24,7 +24,7 @@ from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.clock import CopiedClock
 from ringcomm.ps.server.homes.home_link import NO_BODY, HomeLink, is_letter
 from ringcomm.ps.server.homes.replication import Came, Log
-from ringcomm.ps.server.homes.transfer_whole_copy import AT, SendWholeCopy, take_piece
+from ringcomm.ps.server.homes.transfer_whole_copy import AT, SendWholeCopy, take_pieces
 from ringcomm.ps.server.homes.whole_copy import is_read, may_be_copied
 
 if TYPE_CHECKING:
@@ -193,8 +193,7 @@ class Home:
             "carry out a request, for want of memory perhaps. That copy is made anew",
             self.number, self.follower,
         )  # fmt: skip
-        header = Header(Kind.RECORD, status=self.number + 1, option=Copy.DROP)
-        self._link.send(self.follower, header)
+        self._send_drop()
         self.lose_follower()
 
     def lose_follower(self) -> None:
@@ -224,12 +223,12 @@ class Home:
             self.number, rank, self.server, self._home_link, clock=self._clock, link=self._link
         )
         self._settle()
-        self._send_piece(1)
+        self._send_pieces()
 
-    def _send_piece(self, number: int) -> None:
+    def _send_pieces(self) -> None:
         assert self._sending is not None
         try:
-            self._sending.send(number)
+            self._sending.send()
         except MemoryError as error:
             self._give_up(f"no memory to send it: {error}")
 
@@ -243,7 +242,8 @@ class Home:
             self._pushes.lead(self.follower)
             _log.warning("ps: of server %d there are two copies again", self.number)
         else:
-            self._send_piece(delivery.header.sequence + 1)
+            self._sending.note_loaded(delivery.header.sequence)
+            self._send_pieces()
 
     def _give_up(self, why: str) -> None:
         assert self.follower is not None
@@ -251,13 +251,19 @@ class Home:
             "ps: of server %d no copy can be made on rank %d: %s", self.number, self.follower, why
         )
         self._refused.add(self.follower)
+        self._send_drop()
         self.lose_follower()
 
+    def _send_drop(self) -> None:
+        assert self.follower is not None
+        header = Header(Kind.RECORD, status=self.number + 1, option=Copy.DROP)
+        self._link.send(self.follower, header)
+
     def _load(self, delivery: Delivery) -> None:
-        """Take a piece of what the primary has."""
+        """Take pieces of what the primary has."""
         if self.why_not:
             return
-        self.why_not = take_piece(
+        self.why_not = take_pieces(
             delivery, self.server, self._home_link, clock=self._clock, link=self._link
         )
         if delivery.header.clock and not self.why_not:
