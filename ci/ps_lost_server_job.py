@@ -7,6 +7,7 @@ these must be at the end: what they were after the last ps.recover(), and what i
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -44,6 +45,8 @@ def parse():
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--replication", type=int, default=1)
+    parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--changes-places", action="store_true", help="add and remove servers")
     parser.add_argument("--kill", action="append", default=[], help="SERVER@REQUEST:WHEN")
     parser.add_argument(
         "--kill-later",
@@ -80,6 +83,9 @@ def plan_kills(args):
         return number not in later
 
     def on_request_or_die(server, request):
+        if not rc.is_initialized():  # all have left
+            on_request(server, request)
+            return
         current = session()
         number = current.layout.number_of(current.engine.job_rank)
         at, (kinds, _, moment) = plans.get(number, (0, ("push", "", "")))
@@ -148,6 +154,8 @@ class Job:
         step = ps.step_number()
         if step % 5 == 0 and self.me == self.n - 1:
             self.move(step)
+        if step % 4 == 0 and self.me == 0 and self.args.changes_places:
+            self.change_places()
         if step % 7 == 0 and self.me == 0:
             with ps.snapshot():
                 self.rows.pull([0]).wait()
@@ -169,6 +177,14 @@ class Job:
         body = as_body([(self.table.number, step % BLOCKS, 0, servers[step // 5 % len(servers)])])
         request = Request(Kind.MOVE, server=client.leader, option=Step.ASK, body=body)
         client.call_one("move", request, ignore)
+
+    def change_places(self):
+        """Add a server or remove one, and wait for nothing; it may be none, or the last."""
+        if np.random.default_rng().integers(2):
+            ps.remove_server(int(np.random.default_rng().integers(len(session().client.servers))))
+        else:
+            with contextlib.suppress(rc.RingcommError):  # no spare stands by
+                ps.add_servers()
 
     def await_others(self):
         """Return once all workers have made all steps; in a table, which goes back, too."""
@@ -213,7 +229,7 @@ class Job:
         result = {
             "index": self.me, "own": own, "wanted": wanted, "n_recovered": n_recovered,
             "step": step, "before": self.before, "n_stale": self.n_stale, "n": self.n,
-            "times": self.times,
+            "times": self.times, "n_servers": len(session().client.servers),
         }  # fmt: skip
         (self.args.out / f"result.{self.me}").write_text(json.dumps(result))
 
@@ -222,7 +238,9 @@ def main():
     job = Job(parse())
     plan_kills(job.args)
     ps.evaluator(every=4)(job.evaluate)
-    ps.init(job.args.servers, evaluators=1, replication=job.args.replication)
+    ps.init(
+        job.args.servers, evaluators=1, replication=job.args.replication, spares=job.args.spares
+    )
     job.train()
 
 

@@ -2,7 +2,7 @@
 """Kills ranks of parameter-server jobs, servers too; the state of the rest is exact.
 
 usage: .venv/bin/python ci/ps_storms.py [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
-                                        [--of servers|others] [--replication 2]
+                                        [--of servers|others] [--replication 2] [--spares 1]
                                         [--collectives]
        .venv/bin/python ci/ps_storms.py --hosts 3 --storms 30   # on fake hosts, under ulfm; root
 
@@ -11,8 +11,9 @@ lost or one counts twice, or if a checkpoint that is complete cannot be read. Af
 server all go back to a checkpoint, and their state is that of it, and what was pushed since. With
 --replication 2 nobody goes back, and a second server dies once lost copies are made again; then the
 last line has how long it took: from a death to the end of the first step, on the slowest worker,
-that began after it. Each step needs all servers. With --collectives workers also reduce together,
-and go on in a group of those that live.
+that began after it. Each step needs all servers. With --spares N there are two servers, and spares
+take the places of those that die; with copies, a worker adds and removes servers in some storms. With
+--collectives workers also reduce together, and go on in a group of those that live.
 """
 
 import argparse
@@ -40,6 +41,7 @@ OF_SERVERS = {
 }  # fmt: skip
 OF_CHIEFS = (*MOMENTS, "opening", "saving", "stopping")
 SHARE, STEPS, N_SERVERS, LIMIT_S = 840, 20, 2, 300
+TAKEN = "a spare, takes the place of"
 GOOD = "--runtime-options", "continuous,error-nonzero-status=0"  # else mpirun's code is not 0
 
 
@@ -71,6 +73,7 @@ class Storm:
         return f"{self.launcher}, {self.mode}, {self.n_workers} workers, {kills}{also}"
 
     job, n_servers, steps, replication = JOB, N_SERVERS, STEPS, 1
+    spares, changes_places = 0, False
 
     @property
     def _kill_options(self):
@@ -86,7 +89,7 @@ class Storm:
             return self._run_in(Path(folder))
 
     def _run_in(self, out):
-        size = self.n_workers + 1 + self.n_servers
+        size = self.n_workers + 1 + self.n_servers + self.spares
         n_hosts = 1 if self.cluster is None else len(self.cluster.hosts)
         inside, layout = place(self.cluster, -(-size // n_hosts))
         command = [
@@ -96,6 +99,8 @@ class Storm:
             *self._kill_options,
             *(["--collectives", str(self.collectives)] if self.collectives else []),
             *(["--replication", str(self.replication)] if self.replication > 1 else []),
+            *(["--spares", str(self.spares)] if self.spares else []),
+            *(["--changes-places"] if self.changes_places else []),
         ]  # fmt: skip
         root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
         mine = {"RINGCOMM_ELASTIC": "1", "RINGCOMM_TIMEOUT_S": "60", "OMP_NUM_THREADS": "1"}
@@ -171,6 +176,7 @@ class ServerStorm(Storm):
     n_servers: int = 3
     steps: int = 30
     worker: str = ""
+    spares: int = 0
     job = JOB.with_name("ps_lost_server_job.py")
 
     @property
@@ -181,6 +187,7 @@ class ServerStorm(Storm):
     def _problems(self, out, code):
         killed, workers = list(out.glob("kill.*")), list(out.glob("kill-worker.*"))
         n_killed, n_live = len(killed), self.n_workers - len(workers)
+        n_places = min(self.n_servers, self.n_servers + self.spares - n_killed)
         results = [json.loads(path.read_text()) for path in sorted(out.glob("result.*"))]
         if code != 0:
             yield f"the exit code is {code}"
@@ -196,6 +203,8 @@ class ServerStorm(Storm):
                 yield f"worker {me} has {each['own']}, and has pushed {each['wanted']}"
             if each["n_recovered"] > n_killed:
                 yield f"worker {me} has recovered {each['n_recovered']} times, {n_killed} killed"
+            if self.replication == 1 and each["n_servers"] < n_places:
+                yield f"worker {me} has {each['n_servers']} servers, and not {n_places}"
             if self.mode == "sync" and step is not None:
                 before = self._sums_after(step)
                 if not before & {*each["before"]}:
@@ -225,7 +234,8 @@ class CopiedServerStorm(ServerStorm):
 
     @property
     def _kill_options(self):
-        return [*super()._kill_options, f"--kill-later={self.later}"]
+        later = [f"--kill-later={self.later}"] if self.later else []
+        return [*super()._kill_options, *later]
 
     def __str__(self):
         seconds = " ".join(f"{each:.2f}" for each in self.latencies)
@@ -247,34 +257,43 @@ class CopiedServerStorm(ServerStorm):
                 self.latencies.append(max(ends) - at)
 
 
-def random_copied_server_storm(rng, launcher):
+def random_copied_server_storm(rng, launcher, spares):
     """Return a storm; of three servers one dies: by a request to it, or to one it has a copy of.
 
     Then another one dies, if it still gets so many pushes once there are two copies of it.
     """
     kinds = rng.choice([each for each in OF_SERVERS if each != "recovering"])
     moment = rng.choice(("before", "after", "soon"))
-    first, second = rng.sample(range(3), 2)
+    first, second = rng.sample(range(2 + spares if spares else 3), 2)
     kill = f"{first}@{rng.randint(*OF_SERVERS[kinds])}:{kinds}-{moment}"
     later = f"{second}@{rng.randint(1, 20)}:push-{rng.choice(('before', 'after', 'soon'))}"
     mode = rng.choice(MODES)
     n_workers = 2 if mode == "first_of" else rng.randint(2, 3)  # see random_server_storm()
-    return CopiedServerStorm(mode, n_workers, [kill], launcher, later=later)
+    storm = CopiedServerStorm(mode, n_workers, [kill], launcher, later=later)
+    storm.changes_places = bool(spares) and rng.random() < 0.5
+    return with_spares(storm, spares)
 
 
-def random_server_storm(rng, launcher):
+def with_spares(storm, spares):
+    """Return the storm, in which so many servers are spares."""
+    if spares:
+        storm.n_servers, storm.spares = 2, spares
+    return storm
+
+
+def random_server_storm(rng, launcher, spares):
     """Return a storm; of three servers one or two die."""
     kills = []
-    for server in rng.sample(range(3), rng.choice((1, 1, 2))):
+    for server in rng.sample(range(2 + spares if spares else 3), rng.choice((1, 1, 2))):
         kinds = rng.choice([*OF_SERVERS])
         moment = rng.choice(("before", "after", "soon"))
         kills.append(f"{server}@{rng.randint(*OF_SERVERS[kinds])}:{kinds}-{moment}")
     mode, n_workers = rng.choice(MODES), rng.randint(2, 3)
     n_workers = 2 if mode == "first_of" else n_workers  # who has made all steps helps no other
-    return ServerStorm(mode, n_workers, kills, launcher)
+    return with_spares(ServerStorm(mode, n_workers, kills, launcher), spares)
 
 
-def random_storm(rng, launcher, *, collectives=0):
+def random_storm(rng, launcher, _spares, *, collectives=0):
     """Return a storm; of the workers at least one lives.
 
     With collectives, none dies while or after others make the last: they would not wait for who
@@ -309,6 +328,7 @@ def main():
         "--collectives", action="store_true", help="of workers, in storms of others"
     )
     parser.add_argument("--replication", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--spares", type=int, default=0, help="for servers that die")
     args = parser.parse_args()
     if not args.hosts:
         sys.exit(run(args, None))
@@ -320,25 +340,30 @@ def run(args, cluster):
     """Run the storms; return True if one went wrong."""
     launchers = [*LAUNCHERS] if args.launcher == "both" else [args.launcher]
     launchers = launchers if cluster is None else ["ulfm"]
-    counts, seconds, latencies = Counter(), [], []
+    counts, seconds, latencies, n_taken = Counter(), [], [], 0
     for number in range(args.storms):
         seed = args.seed + number
         rng, launcher = random.Random(seed), launchers[number % len(launchers)]
         is_of_servers = args.of == "servers" or (args.of == "all" and number // 2 % 3 == 0)
         of_servers = random_copied_server_storm if args.replication > 1 else random_server_storm
         collectives = {"collectives": STEPS - 2} if args.collectives and not is_of_servers else {}
-        storm = (of_servers if is_of_servers else random_storm)(rng, launcher, **collectives)
+        storm = (of_servers if is_of_servers else random_storm)(
+            rng, launcher, args.spares, **collectives
+        )
         storm.cluster = cluster
         outcome = storm.run()
         counts["wrong" if outcome.problems else "right"] += 1
         seconds.append(outcome.seconds)
         latencies += getattr(storm, "latencies", [])
+        n_taken += len({line for line in outcome.output.splitlines() if TAKEN in line})
         print(
             f"{seed}: {storm}: {outcome.problems or 'right'}, {outcome.seconds:.1f} s", flush=True
         )
         if outcome.problems:
             print(outcome.output, flush=True)
     print(f"{dict(counts)}, {sum(seconds) / max(1, len(seconds)):.1f} s each")
+    if args.spares and args.replication > 1:
+        print(f"{n_taken} times a spare has taken the place of a server that shared a process")
     if latencies:
         latencies.sort()
         p50, p95 = (latencies[int(share * (len(latencies) - 1))] for share in (0.5, 0.95))

@@ -58,6 +58,7 @@ class Settings:
             wait for the place of a lost rank; each takes two MPI communicators.
         reserves: number of processes, after the spares, that sleep in init() until they are needed.
         ps_evaluators: number of evaluators that ps.init() makes by default.
+        ps_spares: number of spare servers that ps.init() makes by default, in an elastic job.
         tensorboard: folder for TensorBoard's files, which rank 0 writes; "" = none.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
@@ -81,6 +82,7 @@ class Settings:
     spares: int = 0
     reserves: int = 0
     ps_evaluators: int = 0
+    ps_spares: int = 0
 
     @property
     def forced(self) -> dict[str, str]:
@@ -228,7 +230,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             f"{_PREFIX}PS_SERVERS is 0, and ps.init() needs one server at least. Set it to 1 or "
             "more, or unset it"
         )
-    for name in ("SPARES", "RESERVES"):
+    for name in ("SPARES", "RESERVES", "PS_SPARES"):
         if values.get(name.lower()) and not found.elastic:
             raise ConfigError(
                 f"{_PREFIX}{name} is {values[name.lower()]}, and {_PREFIX}ELASTIC is 0: only an "

@@ -82,13 +82,16 @@ class Process:
 
     def __init__(self, net, rank):
         self.net, self.rank, self.wire = net, rank, net.wire(rank)
-        self.layout = Layout(net.workers, net.servers, (), replication=net.replication)
+        self.layout = Layout(
+            net.workers, net.servers, (), replication=net.replication, spares=net.spares
+        )
         self.takeovers = Takeovers(self.layout)
 
     def receive(self, frame):
         if frame.header.kind == Kind.HOMES:
-            homes = json.loads(frame.meta)
-            for home in self.takeovers.said(frame.source, frame.header.clock, homes):
+            said = json.loads(frame.meta)
+            self.note_copied(frame.source, said["copied"])
+            for home in self.takeovers.said(frame.source, frame.header.clock, said["runs"]):
                 self.taken(home)
         else:
             self.take(frame)
@@ -98,6 +101,9 @@ class Process:
             self.takeovers.died(rank)
 
     def look(self):
+        pass
+
+    def note_copied(self, rank, homes):
         pass
 
 
@@ -113,7 +119,7 @@ class ServerProcess(Process):
             self.wire.make_pushes,
         )  # fmt: skip
         self.take, self.taken = self.homes.on_request, self.homes.on_taken
-        self.look = self.homes.look
+        self.look, self.note_copied = self.homes.look, self.homes.on_homes
 
     def hear(self, rank):
         super().hear(rank)
@@ -179,7 +185,9 @@ class Client(Process):
             if reply.header.view == header.view and asked[0] is not None:  # else it came twice
                 self.again(partition, self.owners.returned(partition, sequence, reply.meta))
             return
-        assert reply.header.status in (Status.OK, Status.LATE), reply.meta
+        is_of_places = header.kind == Kind.MOVE and header.option == Step.PLACES
+        may_be_refused = is_of_places and reply.header.status == Status.REFUSED
+        assert reply.header.status in (Status.OK, Status.LATE) or may_be_refused, reply.meta
         del self.asked[sequence]
         if header.table and order is not None and order.sent_in(sequence) is not None:
             self.again(partition, order.answered(sequence))
@@ -231,6 +239,16 @@ class Client(Process):
         body = as_body([[self.table, part, -1, dest]])
         self.ask(0, Kind.MOVE, body=body, option=Step.ASK, take=moved)
 
+    def change_places(self):
+        server = self.net.choices.below(len(self.net.servers))
+        is_added = self.net.choices.below(2)
+        meta = packed_json({"add": [server]} if is_added else {"remove": server})
+
+        def changed(reply):
+            self.net.n_changed += reply.header.status == Status.OK
+
+        self.ask(0, Kind.MOVE, meta, option=Step.PLACES, take=changed)
+
     def part_at(self, home):
         """Return a partition that a home has."""
         return next(p for p in range(N_PARTS) if self.owners.view.owner((self.table, p)) == home)
@@ -243,12 +261,17 @@ class Client(Process):
             if self.asked:
                 return False
             self.has_left = True
-            for home in self.layout.server_numbers:
+            layout = self.layout
+            for home in {*range(len(layout.servers))} - layout.lost - {*layout.server_numbers}:
+                self.send_frame(home, Header(Kind.LEAVE, origin=self.rank))
+            for home in layout.server_numbers:
                 self.ask(home, Kind.LEAVE)
             return True
         self.step += 1
         if self.net.moves and self.net.choices.below(3) == 1:
             self.move()
+        if self.net.changes_places and self.net.choices.below(3) == 1:
+            self.change_places()
         choice = self.net.choices.below(8)
         if self.net.mode.has_rounds or choice < 4:
             self.push()
@@ -332,6 +355,8 @@ class Net:
         choices: see ps_simulation.
         is_patient: a server dies only while there are two copies of each.
         moves: clients let partitions move.
+        spares: so many of the servers.
+        changes_places: clients add and remove servers.
         n_servers, n_workers, n_steps, n_deaths: how many there are.
     """
 
@@ -339,9 +364,10 @@ class Net:
 
     def __init__(
         self, mode, choices, *, n_servers, n_workers, n_steps, n_deaths, is_patient=False,
-        moves=False,
+        moves=False, spares=0, changes_places=False,
     ):  # fmt: skip
-        self.is_patient, self.moves = is_patient, moves
+        self.changes_places, self.n_changed = changes_places, 0
+        self.is_patient, self.moves, self.spares = is_patient, moves, spares
         self.n_moved = self.n_resent = 0
         self.mode, self.choices, self.n_deaths = mode, choices, n_deaths
         self.workers = tuple(range(n_workers))
@@ -470,6 +496,15 @@ class Net:
         if pair is not None:
             self.deliver(pair)
         return pair is not None
+
+    def parts_by_rank(self):
+        """Return how many partitions the process of each live server answers for."""
+        found = Counter({rank: 0 for rank in self.servers if rank not in self.dead})
+        for rank in found:
+            for home in self.ranks[rank].homes._homes.values():
+                if home.is_primary:
+                    found[rank] += len(home.server.catalog.contents[1].parts)
+        return found
 
     # --- what must hold
     def least(self, part):

@@ -88,7 +88,7 @@ def run_all(
 
     size = n_workers + options.get("evaluators", 0)
     if not options.get("colocated"):
-        size += n_servers
+        size += n_servers + options.get("spares", 0)
     try:
         return outcomes(size, main, hub=hub, faults=faults, settings=settings)
     finally:

@@ -150,8 +150,11 @@ class RecoveringClient(Client):
 
     # --- a recovery
     def hear(self, rank):
+        number = self.layout.number_of(rank)
+        had_place = number in self.layout.server_numbers
         self.layout.lose(rank, ())
-        self.lose(self.layout.number_of(rank))
+        if had_place:
+            self.lose(number)
 
     def lose(self, lost):
         """A server is lost."""
@@ -165,7 +168,11 @@ class RecoveringClient(Client):
         if self.has_met or any(header.kind == Kind.TICK for _, header, *_ in self.asked.values()):
             return False
         self.has_met = True
-        self.come(Meeting.BEGIN, {"tables": ["w"], "found": True}, self.reopened)
+        self.come(
+            Meeting.BEGIN,
+            {"tables": {"w": [self.table, self.net.spec.to_json()]}, "found": True},
+            self.reopened,
+        )
         return True
 
     def come(self, meeting, said, take):
@@ -174,7 +181,7 @@ class RecoveringClient(Client):
 
     def reopened(self, reply):
         answer = json.loads(reply.body.tobytes() or reply.meta)
-        self.layout.lost.update({*range(len(self.layout.servers))} - {*answer["servers"]})
+        self.layout.know(answer["servers"])
         (table,) = answer["tables"]
         self.know(table)
         self.n_rounds, self.n_pushed = 0, Counter()
@@ -325,6 +332,14 @@ class LossyNet(Net):
         live = [self.server(number) for number in self.live_numbers()]
         assert all(server.is_over for server in live)
         self.require_values(live)
+        self.require_places(live)
+
+    def require_places(self, live):
+        """Fail if a spare stands by while others have the parts of those that died."""
+        n_with_parts = sum(any(c.parts for c in s.catalog.contents.values()) for s in live)
+        places = min(len(self.servers) - self.spares, N_PARTS)
+        if self.n_recovered and len(live) >= places:
+            assert n_with_parts == places
 
     def live_numbers(self):
         return [n for n, rank in enumerate(self.servers) if rank not in self.dead]

@@ -23,6 +23,7 @@ from ringcomm.ps.job import (
     stop,
     workers,
 )
+from ringcomm.ps.placement.add_and_remove_servers import add_servers, remove_server
 from ringcomm.ps.placement.rebalance import Rebalanced, rebalance
 from ringcomm.ps.row_policies import Admit, Evict
 from ringcomm.ps.session import is_chief, live_workers
@@ -42,6 +43,7 @@ __all__ = [
     "Recovered",
     "Report",
     "Table",
+    "add_servers",
     "complete_step",
     "evaluator",
     "export_safetensors",
@@ -59,6 +61,7 @@ __all__ = [
     "rank",
     "rebalance",
     "recover",
+    "remove_server",
     "report",
     "reports",
     "restore",

@@ -14,7 +14,7 @@ from ringcomm.engine.progress.deadlines import refuse_hopeless
 from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Kind, Step, Stop
+from ringcomm.ps.protocol.frames import Header, Kind, Step, Stop
 from ringcomm.ps.snapshot_numbers_and_request_names import PAUSE, RELEASE, moment_number
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def rest(client: Client) -> None:
     """
     try:
         _settle(client)
-        ask_servers(client, "rest", Kind.LEAVE, client.servers, ignore, option=1).wait()
+        _say_gone(client, "rest", rests=True)
     finally:
         _ask_leader(client, {"do": RELEASE, "id": moment_number(client.rank), "moves": True})
 
@@ -204,7 +204,16 @@ def leave(client: Client) -> None:
     except ServerLostError:
         pass  # nothing of this rank is under way any more
     finally:
-        ask_servers(client, _LABEL, Kind.LEAVE, client.servers, ignore).wait()
+        _say_gone(client, _LABEL, rests=False)
+
+
+def _say_gone(client: Client, label: str, *, rests: bool) -> None:
+    """Report it to all servers; spares without a place do not answer, and may die meanwhile."""
+    servers, layout = client.servers, client.layout
+    for number in {*range(len(layout.servers))} - layout.lost - {*servers}:
+        header = Header(Kind.LEAVE, origin=client.rank, option=int(rests))
+        client.link.send(layout.rank_of(number), header)
+    ask_servers(client, label, Kind.LEAVE, servers, ignore, option=int(rests)).wait()
 
 
 def _settle(client: Client) -> None:

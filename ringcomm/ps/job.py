@@ -27,7 +27,7 @@ from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.protocol.link import Delivery, Link
 from ringcomm.ps.protocol.node_pipes import Pipes
-from ringcomm.ps.roles import InitOptions, Layout, Role, assign
+from ringcomm.ps.roles import InitOptions, Layout, Role, assign, refuse_what_cannot_be
 from ringcomm.ps.server.homes.homes import Homes
 from ringcomm.ps.server.homes.pushes_without_python import make_pushes
 from ringcomm.ps.server.server import Server
@@ -47,6 +47,7 @@ def init(
     servers: int | None = None,
     *,
     evaluators: int | None = None,
+    spares: int | None = None,
     role: Role | None = None,
     replication: int = 1,
     placement: str = "balanced",
@@ -69,6 +70,9 @@ def init(
             taken one per host in turn from the highest rank down.
         evaluators: how many of the ranks below the servers evaluate; None: RINGCOMM_PS_EVALUATORS,
             or none.
+        spares: servers more, on the highest ranks, that have no partitions until they take the
+            place of one that died, or are added: docs/parameter_server.md says how. None:
+            RINGCOMM_PS_SPARES, or none. They need RINGCOMM_ELASTIC=1.
         role: of this command; None: what remains. Where one command declares servers
             (`python -m ringcomm.ps.server`), no others are made.
         replication: copies of each partition, 1 or 2. With 2, another server goes on in the place
@@ -94,16 +98,18 @@ def init(
     init_rank_size.init()
     engine = init_rank_size.engine()
     if (begun := engine.extensions.get(SESSION)) is not None:
-        _require_alike(begun.layout, servers, evaluators, replication, colocated=colocated)
+        _require_alike(begun.layout, servers, evaluators, spares, replication, colocated=colocated)
         return
     _refuse_other_views(engine)
     if servers is None and role != "server":
         servers = read_settings().ps_servers or None
     if evaluators is None:
         evaluators = read_settings().ps_evaluators
+    if spares is None:
+        spares = read_settings().ps_spares
     functions, is_evaluating = registered(), is_marked()
     options = InitOptions(
-        role, servers, evaluators, colocated, replication, placement, is_evaluating,
+        role, servers, evaluators, spares, colocated, replication, placement, is_evaluating,
         tuple(sorted(functions)),
     )  # fmt: skip
     all_options = allgather_object(options)
@@ -111,7 +117,7 @@ def init(
     if engine.page is not None:
         engine.page.set_role(_role_text(layout, engine.job_rank))
     _refuse_what_is_not_there(placement)
-    _refuse_what_copies_cannot(layout, engine)
+    refuse_what_cannot_be(layout, is_elastic=bool(engine.settings.elastic))
     names = {rank: all_options[rank].functions for rank in layout.servers}
     if deadline_s is None:
         deadline_s = engine.settings.timeout_or_inf
@@ -147,14 +153,16 @@ def _require_alike(
     begun: Layout,
     servers: int | None,
     evaluators: int | None,
+    spares: int | None,
     replication: int,
     *,
     colocated: bool,
 ) -> None:
     """Raise ConfigError if a second call asks for another job than the one that has begun."""
-    n_servers, n_evaluators = len(begun.servers), len(begun.evaluators)
+    n_servers, n_evaluators = begun.n_places, len(begun.evaluators)
     asked = {
         "servers": (n_servers if servers is None else servers, n_servers),
+        "spares": (begun.spares if spares is None else spares, begun.spares),
         "evaluators": (n_evaluators if evaluators is None else evaluators, n_evaluators),
         "replication": (begun.replication if replication == 1 else replication, begun.replication),
         "colocated": (colocated or begun.is_colocated, begun.is_colocated),
@@ -177,25 +185,10 @@ def _refuse_other_views(engine: Engine) -> None:
         what = f"RINGCOMM_SPARES={settings.spares} and RINGCOMM_RESERVES={settings.reserves}"
     if what:
         raise ConfigError(
-            f"ps.init: it does not go with {what}: in a job with parameter servers nobody takes "
-            "the place of a rank that died, and the others go on without a new view. Leave it out"
+            f"ps.init: it does not go with {what}: in a job with parameter servers the others go "
+            "on after a death without a new view, and nobody takes the place of a worker. Leave it "
+            "out; spares of servers are ps.init(spares=), or RINGCOMM_PS_SPARES"
         )
-
-
-def _refuse_what_copies_cannot(layout: Layout, engine: Engine) -> None:
-    """Raise ConfigError for what does not go together with replication=."""
-    n = layout.replication
-    why = ""
-    if n > 2:
-        why = "there are at most 2 copies"
-    elif n == 2 and len(layout.servers) < 2:
-        why = f"each copy needs a server of its own, and servers={len(layout.servers)}"
-    elif n == 2 and layout.is_colocated:
-        why = "it does not go with colocated=True yet"
-    elif n == 2 and not engine.settings.elastic:
-        why = "without RINGCOMM_ELASTIC=1 any death ends the job, whatever is copied"
-    if why:
-        raise ConfigError(f"ps.init: replication={n}: {why}")
 
 
 def _refuse_what_is_not_there(placement: str) -> None:
@@ -254,12 +247,12 @@ def _start(
     training = EndOfTraining(
         me,
         lambda to, option, clock: link.send(
-            to, Header(Kind.STOP, view=len(layout.lost), origin=me, option=option, clock=clock)
+            to, Header(Kind.STOP, view=layout.n_losses, origin=me, option=option, clock=clock)
         ),
     )
 
     def on_stop(frame: Delivery) -> None:
-        if frame.header.view >= len(layout.lost):  # else it is older than ps.recover()
+        if frame.header.view >= layout.n_losses:  # else it is older than ps.recover()
             training.on_frame(frame.source, frame.header.option, frame.header.clock)
 
     dispatcher.takes[Kind.STOP] = on_stop

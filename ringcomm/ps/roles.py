@@ -21,6 +21,7 @@ class InitOptions:
         role: of its command; None: what remains.
         servers: how many; None: as other ranks say.
         evaluators: how many among the ranks without a role.
+        spares: how many servers more there are than hold partitions.
         colocated: servers live in the processes of workers.
         dead: ranks that died.
         replication: copies of each partition.
@@ -32,6 +33,7 @@ class InitOptions:
     role: str | None = None
     servers: int | None = None
     evaluators: int = 0
+    spares: int = 0
     colocated: bool = False
     replication: int = 1
     placement: str = "balanced"
@@ -45,10 +47,12 @@ class Layout:
 
     Attributes:
         workers: train. The default group, in this order.
-        servers: own partitions, by server number.
+        servers: own partitions, by server number; the spares are the last ones.
         evaluators: read snapshots.
         gone: workers that cannot follow a chief that died: they died, or had left by then.
         replication: copies of what each server has.
+        spares: how many servers begin without partitions, to take the places of others. With copies
+            they take part in all else from the start; without, once they have a place.
         lost: numbers of servers that died, with all copies of what they had.
         hosts: ranks of the servers whose first process died, by number; see rank_of().
     """
@@ -59,6 +63,7 @@ class Layout:
     gone: set[int] = field(default_factory=set, compare=False)
     dead: set[int] = field(default_factory=set, compare=False)
     replication: int = 1
+    spares: int = 0
     lost: set[int] = field(default_factory=set, compare=False)
     hosts: dict[int, int] = field(default_factory=dict, compare=False)
 
@@ -93,11 +98,38 @@ class Layout:
         return self.chief != before
 
     @property
+    def n_places(self) -> int:
+        """So many servers are to have partitions: all but the spares."""
+        return len(self.servers) - self.spares
+
+    @property
     def server_numbers(self) -> tuple[int, ...]:
-        """The numbers of the servers that live, by which messages and views name them."""
+        """The numbers of the servers that live, by which messages and views name them.
+
+        Without copies, of the spares only those that have a place: the lowest for each server lost.
+        """
         if not self.lost:
-            return tuple(range(len(self.servers)))
-        return tuple(n for n in range(len(self.servers)) if n not in self.lost)
+            n = len(self.servers) if self.replication > 1 else self.n_places
+            return tuple(range(n))
+        live = tuple(n for n in range(len(self.servers)) if n not in self.lost)
+        return live if self.replication > 1 else live[: self.n_places]
+
+    @property
+    def n_losses(self) -> int:
+        """How many servers were lost that had a place.
+
+        Ranks that know the same servers know the same number, in whatever order they have heard of
+        the deaths: a spare that died without a place counts once a higher one has a place.
+        """
+        servers = self.server_numbers
+        if self.replication > 1 or len(servers) < self.n_places:
+            return len(self.lost)
+        return sum(number < servers[-1] for number in self.lost)
+
+    def know(self, servers: Collection[int]) -> None:
+        """Take note of losses of which another rank has heard, which knows these servers."""
+        is_full = self.replication == 1 and len(servers) == self.n_places
+        self.lost.update({*range(max(servers) if is_full else len(self.servers))} - {*servers})
 
     @property
     def leader(self) -> int:
@@ -131,8 +163,9 @@ class Layout:
 def assign(all_options: Sequence[InitOptions], hosts: Sequence[int]) -> Layout:
     """Return the role of each rank.
 
-    Of the ranks whose command declares no role, servers are one per host in turn, from the highest
-    rank down, and evaluators the highest of the rest; so rank 0 is a worker.
+    Of the ranks whose command declares no role, the highest are spares, servers are one per host in
+    turn, from the highest of the others down, and evaluators the highest of the rest; so rank 0 is
+    a worker. Of the ranks that declare to be servers the highest are the spares.
 
     Args:
         all_options: of every rank.
@@ -146,7 +179,8 @@ def assign(all_options: Sequence[InitOptions], hosts: Sequence[int]) -> Layout:
     _require_alike(all_options)
     declared = {role: _declared(all_options, role) for role in ROLES}
     open_ranks = [rank for rank, options in enumerate(all_options) if options.role is None]
-    servers = _servers(all_options, hosts, declared, open_ranks)
+    n_spares = next((w.spares for w in all_options if w.role != "server"), 0)
+    servers = _servers(all_options, hosts, declared, open_ranks, n_spares)
     if not all_options[0].colocated:
         open_ranks = [rank for rank in open_ranks if rank not in servers]
     evaluators, open_ranks = _evaluators(all_options, declared, open_ranks)
@@ -158,7 +192,30 @@ def assign(all_options: Sequence[InitOptions], hosts: Sequence[int]) -> Layout:
             "no worker. Start more ranks, or ask for fewer servers"
         )
     replication = next(w.replication for w in all_options if w.role != "server")
-    return Layout(workers, tuple(servers), tuple(sorted(evaluators)), replication=replication)
+    return Layout(
+        workers, tuple(servers), tuple(sorted(evaluators)), replication=replication, spares=n_spares
+    )
+
+
+def refuse_what_cannot_be(layout: Layout, *, is_elastic: bool) -> None:
+    """Raise ConfigError for what does not go together with copies, or spares."""
+    n, why = layout.replication, ""
+    if n > 2:
+        why = "there are at most 2 copies"
+    elif n == 2 and len(layout.servers) < 2:
+        why = f"each copy needs a server of its own, and servers={len(layout.servers)}"
+    elif n == 2 and layout.is_colocated:
+        why = "it does not go with colocated=True yet"
+    elif n == 2 and not is_elastic:
+        why = "without RINGCOMM_ELASTIC=1 any death ends the job, whatever is copied"
+    if why:
+        raise ConfigError(f"ps.init: replication={n}: {why}")
+    if layout.spares and layout.is_colocated:
+        why = "it does not go with colocated=True, where the death of a server ends the job"
+    elif layout.spares and not is_elastic:
+        why = "without RINGCOMM_ELASTIC=1 any death ends the job, and there is no place to take"
+    if why:
+        raise ConfigError(f"ps.init: spares={layout.spares}: {why}")
 
 
 def _require_sound(rank: int, options: InitOptions) -> None:
@@ -169,6 +226,7 @@ def _require_sound(rank: int, options: InitOptions) -> None:
     for name, value, least in (
         ("servers", options.servers, 1),
         ("evaluators", options.evaluators, 0),
+        ("spares", options.spares, 0),
         ("replication", options.replication, 1),
     ):
         if value is not None and value < least:
@@ -186,7 +244,7 @@ def _require_alike(all_options: Sequence[InitOptions]) -> None:
             values["evaluators"] = options.evaluators
         if options.role != "server":
             values |= {"replication": options.replication, "placement": options.placement}
-            values["colocated"] = options.colocated
+            values |= {"colocated": options.colocated, "spares": options.spares}
         for name, value in values.items():
             other, before = first.setdefault(name, (rank, value))
             if before != value:
@@ -205,15 +263,24 @@ def _servers(
     hosts: Sequence[int],
     declared: dict[str, list[int]],
     open_ranks: list[int],
+    n_spares: int,
 ) -> list[int]:
+    """Return the ranks of the servers, ascending; the last ones are the spares."""
     asked = next((w.servers for w in all_options if w.servers is not None), None)
     found = declared["server"]
     if found:
-        if asked is not None and asked != len(found):
+        if asked is not None and asked + n_spares != len(found):
+            of_spares = f" and spares={n_spares}" if n_spares else ""
             raise ConfigError(
-                f"ps.init: servers={asked}, and {_count(len(found), 'rank')} "
+                f"ps.init: servers={asked}{of_spares}, and {_count(len(found), 'rank')} "
                 f"({', '.join(map(str, found))}) declare role='server'. Leave servers= out, or "
-                f"start {asked} of them"
+                f"start {asked + n_spares} of them"
+            )
+        if n_spares >= len(found):
+            raise ConfigError(
+                f"ps.init: spares={n_spares}, and {_count(len(found), 'rank')} "
+                f"({', '.join(map(str, found))}) declare role='server', which leaves no server. "
+                f"Start more of them, or ask for fewer spares"
             )
         if all_options[open_ranks[0] if open_ranks else 0].colocated:
             raise ConfigError(
@@ -224,13 +291,15 @@ def _servers(
     colocated = all_options[0].colocated
     candidates = sorted([*open_ranks, *declared["worker"]]) if colocated else open_ranks
     spare = len(candidates) - (0 if colocated or declared["worker"] else 1)
-    if count > spare:
+    if count + n_spares > spare:
+        asked_for = _count(count, "server") + (f" and {_count(n_spares, 'spare')}" * bool(n_spares))
         raise ConfigError(
-            f"ps.init: {_count(count, 'server')} asked for, and {_count(len(all_options), 'rank')} "
+            f"ps.init: {asked_for} asked for, and {_count(len(all_options), 'rank')} "
             f"started, of which {max(spare, 0)} can be one. Start more ranks (mpirun -np N), or "
             "ask for fewer servers (servers=, RINGCOMM_PS_SERVERS)"
         )
-    return spread(candidates, hosts, count)
+    at = len(candidates) - n_spares
+    return [*spread(candidates[:at], hosts, count), *candidates[at:]]
 
 
 def spread(ranks: Sequence[int], hosts: Sequence[int], count: int) -> list[int]:

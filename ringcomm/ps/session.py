@@ -185,7 +185,7 @@ class Session:
         """Go on without a rank that died; in the thread that drives."""
         layout, peers, server = self.layout, self.engine.watch.peers, self.dispatcher.server
         is_server = rank in layout.servers
-        is_new_loss = is_server and layout.number_of(rank) not in layout.lost
+        is_new_loss = is_server and layout.number_of(rank) in layout.server_numbers
         self.client.link.forget(rank)  # its blocks, before anything is acknowledged in its place
         has_other_chief = layout.lose(rank, peers.left)
         peers.survivable = layout.survivable if rank in layout.servers else peers.survivable
@@ -214,8 +214,11 @@ class Session:
 
     def on_homes(self, frame: Delivery) -> None:
         """A server says which homes it runs, after the death of another."""
-        taken = self.takeovers.said(frame.source, frame.header.clock, json.loads(frame.meta))
+        said = json.loads(frame.meta)
+        taken = self.takeovers.said(frame.source, frame.header.clock, said["runs"])
         server = self.dispatcher.server
+        if isinstance(server, Homes):
+            server.on_homes(frame.source, said["copied"])
         for home in taken:
             self.client.outstanding.take_over(home)
             if isinstance(server, Homes):

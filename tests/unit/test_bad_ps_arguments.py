@@ -37,6 +37,7 @@ class Ahead:
 
 # What each function is called with where it is called as it should be.
 JOB = {
+    "add_servers": dict,
     "complete_step": dict,
     "export_safetensors": lambda: {"path": "saved", "file": "saved.safetensors"},
     "hashtable": lambda: {"dim": 3},
@@ -45,6 +46,7 @@ JOB = {
     "prefetching": lambda: {"loader": [], "collection": Ahead(), "ids": len},
     "pull_many": lambda: {"pulls": []},
     "rebalance": dict,
+    "remove_server": lambda: {"number": 1},
     "report": lambda: {"step": 1, "metrics": {}},
     "reports": dict,
     "restore": lambda: {"path": "saved"},

@@ -12,24 +12,27 @@ from ps_homes_model import MODES, ModelTime
 from ps_recovery_model import LossyCopiesNet, LossyNet
 from ps_simulation import Choices
 
-from ringcomm.ps.server.homes import home
+from ringcomm.ps.server.homes import home, homes
 
 ANY_ORDER = hypothesis_settings(5_000, 25, fast=10)
 
 
 @pytest.fixture(autouse=True)
 def model_time(monkeypatch):
-    monkeypatch.setattr(home, "time", ModelTime())
+    for module in (home, homes):
+        monkeypatch.setattr(module, "time", ModelTime())
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "ssp"])
 @ANY_ORDER
 @given(
-    numbers=st.binary(min_size=100, max_size=900), n_servers=st.integers(2, 4),
+    numbers=st.binary(min_size=100, max_size=900), n_servers=st.integers(1, 4),
     n_workers=st.integers(2, 3), n_steps=st.integers(3, 12), n_deaths=st.integers(1, 3),
+    spares=st.integers(0, 2),
 )  # fmt: skip
-def test_all_go_back_to_one_checkpoint_and_go_on_whoever_dies(mode, numbers, **sizes):
-    net = LossyNet(MODES[mode], Choices(numbers), **sizes)
+def test_all_go_back_to_one_checkpoint_and_go_on_whoever_dies(mode, numbers, n_servers, **sizes):
+    n_servers += sizes["spares"]
+    net = LossyNet(MODES[mode], Choices(numbers), n_servers=n_servers, **sizes)
     net.run()
     net.require_all()
 
@@ -39,6 +42,7 @@ def test_all_go_back_to_one_checkpoint_and_go_on_whoever_dies(mode, numbers, **s
 @given(
     numbers=st.binary(min_size=100, max_size=900), n_servers=st.integers(3, 5),
     n_workers=st.integers(2, 3), n_steps=st.integers(3, 12), n_deaths=st.integers(2, 4),
+    spares=st.integers(0, 2),
 )  # fmt: skip
 def test_so_it_is_if_both_copies_of_a_server_are_lost(mode, numbers, **sizes):
     net = LossyCopiesNet(MODES[mode], Choices(numbers), **sizes)

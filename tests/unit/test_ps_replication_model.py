@@ -15,7 +15,7 @@ from ps_simulation import Choices
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step
 from ringcomm.ps.protocol.link import Delivery
-from ringcomm.ps.server.homes import home
+from ringcomm.ps.server.homes import home, homes
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log
 
@@ -24,7 +24,8 @@ ANY_ORDER = hypothesis_settings(5_000, 25, fast=10)
 
 @pytest.fixture(autouse=True)
 def model_time(monkeypatch):
-    monkeypatch.setattr(home, "time", ModelTime())
+    for module in (home, homes):
+        monkeypatch.setattr(module, "time", ModelTime())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -92,6 +93,37 @@ def test_partitions_move_whoever_dies(mode, numbers, n_servers, **sizes):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@ANY_ORDER
+@given(
+    numbers=st.binary(min_size=200, max_size=1500), n_servers=st.integers(3, 5),
+    n_workers=st.integers(2, 3), n_steps=st.integers(4, 14), is_patient=st.booleans(),
+    spares=st.integers(1, 2), moves=st.booleans(), n_deaths=st.integers(0, 3),
+)  # fmt: skip
+def test_servers_are_added_and_removed_and_spares_take_places_whoever_dies(mode, numbers, **sizes):
+    net = Net(MODES[mode], Choices(numbers), changes_places=True, **sizes)
+    net.run()
+    net.require_all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_spare_has_as_much_as_a_server_that_died(mode, victim):
+    """It answers for what that one had, or the others do if the spare itself dies."""
+    net = Net(MODES[mode], Choices([0]), n_servers=3, spares=1, n_workers=2, n_steps=9, n_deaths=0)
+    net.settle()
+    assert sorted(net.parts_by_rank().values()) == [0, 2, 2]
+    for rank in net.workers:
+        net.client(rank).act()
+    net.kill(victim)
+    for _ in range(30):  # looks, between which time passes
+        net.settle()
+    assert sorted(net.parts_by_rank().values()) == [2, 2]
+    assert set(net.copies().values()) == {2}
+    net.run()
+    net.require_all()
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_move_commits_whichever_server_dies_in_it(mode, victim):
     """A server dies after each number of messages of one move."""
@@ -136,7 +168,7 @@ def test_clients_hear_of_a_move_of_which_a_dead_leader_was_about_to_tell():
     net.kill(0)
     net.settle()
     live = [net.ranks[rank].homes for rank in net.servers[1:]]
-    for home_of_it in (each for homes in live for each in homes._homes.values()):
+    for home_of_it in (each for process in live for each in process._homes.values()):
         assert not home_of_it.server.core.migration.state()["unnoted"]
 
 

@@ -1,9 +1,13 @@
 """Who is worker, server and evaluator: decided alike on every rank, or refused with both values."""
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringcomm.errors import ConfigError
-from ringcomm.ps.roles import InitOptions, assign, spread
+from ringcomm.ps.roles import InitOptions, Layout, assign, spread
 
 
 def layout(wishes, hosts=None):
@@ -104,3 +108,54 @@ def test_colocated_alone():
 def test_contradictions_are_refused_with_both_values(wishes, message):
     with pytest.raises(ConfigError, match=message):
         layout(wishes)
+
+
+# --- spares -------------------------------------------------------------------------------------
+def test_spares_are_the_highest_ranks_and_the_last_servers():
+    found = assign([InitOptions(servers=2, spares=1)] * 5, [0] * 5)
+    assert (found.workers, found.servers, found.spares) == ((0, 1), (2, 3, 4), 1)
+    assert found.server_numbers == (0, 1)
+    declared = [InitOptions(role="server")] * 3 + [InitOptions(spares=1)] * 2
+    found = assign(declared, [0] * 5)
+    assert (found.workers, found.servers, found.server_numbers) == ((3, 4), (0, 1, 2), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "why"),
+    [
+        ([InitOptions(servers=2, spares=1)] * 3, "2 servers and 1 spare asked for, and 3 ranks"),
+        ([InitOptions(role="server"), InitOptions(spares=1)], "leaves no server"),
+        ([InitOptions(spares=1), InitOptions()], "rank 0 says spares=1, rank 1 says spares=0"),
+        ([InitOptions(spares=-1)] * 3, "spares=-1; at least 0"),
+    ],
+)  # fmt: skip
+def test_spares_that_cannot_be_are_refused_with_the_numbers(wishes, why):
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        assign(wishes, [0] * len(wishes))
+
+
+@given(
+    deaths=st.permutations(range(6)), n_places=st.integers(1, 4), n=st.integers(1, 5),
+    other=st.randoms(),
+)  # fmt: skip
+def test_ranks_that_know_the_same_dead_servers_know_the_same_losses(deaths, n_places, n, other):
+    """In whatever order they have heard of them; and a rank that is told so knows as much."""
+    layouts = []
+    for _ in range(2):
+        layout = Layout((0,), tuple(range(1, 7)), (), spares=6 - n_places)
+        dead = deaths[:n]
+        other.shuffle(dead)
+        for number in dead:
+            before = layout.server_numbers, layout.n_losses
+            layout.lose(1 + number, ())
+            assert layout.n_losses >= before[1]
+            if number not in before[0]:  # a spare without a place
+                assert (layout.server_numbers, layout.n_losses) == before
+        layouts.append(layout)
+    first, second = layouts
+    assert first.server_numbers == second.server_numbers
+    assert first.n_losses == second.n_losses
+    told = Layout((0,), tuple(range(1, 7)), (), spares=6 - n_places)
+    told.know(first.server_numbers)
+    assert told.server_numbers == first.server_numbers
+    assert told.n_losses == first.n_losses

@@ -248,6 +248,11 @@ SITUATIONS = {
         "-np 5 --servers 2 --evaluators 1 train.py", {}, f"{MPIRUN} {FREE} -np 8",
         {"RINGCOMM_PS_SERVERS": "2", "RINGCOMM_PS_EVALUATORS": "1"},
     ),
+    "servers and a spare": (
+        "-np 4 --servers 2 --spares 1 --elastic 1:4 train.py", {},
+        f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 7",
+        {"RINGCOMM_PS_SERVERS": "2", "RINGCOMM_PS_SPARES": "1", "RINGCOMM_SPARES": None},
+    ),
     "workers are what places remain": (
         "-H h1:8 --servers 2 train.py", with_mpi(MPICH), f"{MPIRUN} -hosts h1:8 -np 8",
         {"RINGCOMM_PS_SERVERS": "2"},

@@ -172,7 +172,7 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
     if request.evaluators:
         made["RINGCOMM_PS_EVALUATORS"] = str(request.evaluators)
     if request.spares:
-        made["RINGCOMM_SPARES"] = str(request.spares)
+        made["RINGCOMM_PS_SPARES" if request.servers else "RINGCOMM_SPARES"] = str(request.spares)
     if request.elastic:
         low, _ = request.elastic
         made["RINGCOMM_ELASTIC"] = "1"

@@ -1,7 +1,8 @@
 """ps.recover(): after the death of a server, all go back to the newest checkpoint, and go on.
 
     workers -> leader     BEGIN: all who live have come
-    leader -> servers     all tables are opened anew, under new numbers, on the servers that live
+    leader -> servers     all tables are opened anew, under new numbers, on the servers that live:
+                          a spare in the place of each that was lost, if there are enough of them
     chief -> servers      restore; if it has left or dies, the lowest worker that has come does so
     workers -> leader     DONE: all go on
 
@@ -19,8 +20,8 @@ from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.client import limit_of, restore_tables
 from ringcomm.ps.client.json_requests import json_of
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Kind, Meeting, Status
+from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.session import Session, is_chief, session
 
 _LABEL: Final = "ps.recover"
@@ -114,7 +115,8 @@ def _await_loss(current: Session) -> None:
 def _recover(current: Session, root: Path, limit_s: float) -> Recovered:
     before, client = current.clock, current.client
     client.wait_until(lambda: not _has_ticks(current), _LABEL, client.servers)
-    said = {"tables": [*current.tables], "found": bool(files.complete(root))}
+    tables = {name: table.described() for name, table in current.tables.items()}
+    said = {"tables": tables, "found": bool(files.complete(root))}
     answer = _meet(current, Meeting.BEGIN, said, limit_s)
     if answer is None or answer["tables"] is None:
         raise FileNotFoundError(f"{_LABEL}: no complete checkpoint in {root}")
@@ -152,12 +154,12 @@ def _meet(current: Session, meeting: Meeting, said: Any, limit_s: float) -> dict
             return None
         answer: dict[str, Any] = json_of(reply)
         if answer.get("tables") is not None:  # deaths of which the leader has heard before
-            layout.lost.update({*range(len(layout.servers))} - {*answer["servers"]})
+            layout.know(answer["servers"])
             client.outstanding.loss = None
         return answer
 
-    meta = packed_json({"servers": client.servers, "said": said})
-    request = Request(Kind.RECOVER, server=client.leader, option=meeting, meta=meta)
+    body = as_body({"servers": client.servers, "said": said})
+    request = Request(Kind.RECOVER, server=client.leader, option=meeting, body=body)
     found: list[Any] = []
     request.on_reply = lambda reply: found.append(take(reply))
     client.call(_LABEL, [request], lambda: None).wait(limit_s)

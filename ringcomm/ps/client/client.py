@@ -40,6 +40,7 @@ class Client:
     Attributes:
         deadline_s: of each wait, in seconds.
         rank: of this rank in the job.
+        layout: who is who.
         link: the wire.
         outstanding: requests that are not answered.
         waits: for servers.
@@ -48,7 +49,7 @@ class Client:
 
     def __init__(self, engine: Engine, link: Link, layout: Layout, deadline_s: float) -> None:
         self._engine = engine
-        self._layout = layout
+        self.layout = layout
         self.deadline_s = deadline_s
         self.rank = engine.job_rank
         self.link = link
@@ -63,16 +64,16 @@ class Client:
     @property
     def servers(self) -> tuple[int, ...]:
         """The numbers of all servers."""
-        return self._layout.server_numbers
+        return self.layout.server_numbers
 
     @property
     def leader(self) -> int:
         """The server that opens tables, and decides what moves."""
-        return self._layout.leader
+        return self.layout.leader
 
     def shares_memory(self, server: int) -> bool:
         """Return True if a server reads this rank's shared memory in place."""
-        return self.link.shares_memory(self._layout.rank_of(server))
+        return self.link.shares_memory(self.layout.rank_of(server))
 
     def owner(self, partition: Partition) -> int:
         """Return the server of a partition."""
@@ -272,7 +273,7 @@ class Client:
         request = self.outstanding.requests.get(sequence)
         if request is None or request.body.nbytes > ACK_NBYTES:
             return future.done()
-        dest = self._layout.rank_of(request.server)
+        dest = self.layout.rank_of(request.server)
         clock = self.link.await_ack(dest, sequence, ACK_NS, self._acked)  # an interrupt loses none
         if clock >= 0:
             try:

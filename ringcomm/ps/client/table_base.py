@@ -100,6 +100,10 @@ class TableBase(ABC):
         """True if it begins with values of the chief."""
         return bool(self._spec.initial == "chief")
 
+    def described(self) -> tuple[int, dict[str, Any]]:
+        """Return its number and spec, for servers that do not know it."""
+        return self.number, self._spec.to_json()
+
     @property
     def first_of(self) -> FirstOfRounds | None:
         """The rounds of ps.FirstOf(k) of this worker, which other tables may share."""

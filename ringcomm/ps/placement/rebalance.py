@@ -46,7 +46,7 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
     push is lost or doubled. Partitions move one by one; those of a hash table 64 at a time, and the
     table stands still meanwhile. Rounds go on where they were. Nothing moves while a rank is within
     ps.snapshot(). A hash table with ps.Evict(max_rows=) that is small stays where it is. Servers
-    that run in one process, since another one died, count as one.
+    that run in one process, since another one died, count as one. Spares get nothing.
 
     Args:
         slack: a server may have this share more than the mean.
@@ -69,12 +69,19 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
     _before[current] = heat
     recent = {partition: x - before.get(partition, 0.0) for partition, x in heat.items()}
     servers = current.client.servers
-    heads = heads_of(servers, current.layout.rank_of)
-    busy = view.with_({part: (heads[chain[0]],) for part, chain in view.chains.items()})
+    vacant = vacant_in(answers, current.client.leader)
+    heads = heads_of([n for n in servers if n not in vacant], current.layout.rank_of)
+    chains = {part: chain for part, chain in view.chains.items() if chain[0] in heads}
+    busy = View(view.number, {part: (heads[chain[0]],) for part, chain in chains.items()})
     moves = plan_moves(busy, recent, sorted({*heads.values()}), slack, pinned_in(answers))
     after = view.with_({move.partition: (move.dest,) for move in moves})
     load, load_after = shares(view, recent, servers), shares(after, recent, servers)
     return move_all(current, moves, load, load_after)
+
+
+def vacant_in(answers: Sequence[dict[str, Any]], leader: int) -> set[int]:
+    """Return the servers without a place, which the leader knows, by the statistics of all."""
+    return next({*each["vacant"]} for each in answers if each["server"] == leader)
 
 
 def heads_of(servers: Sequence[int], rank_of: Callable[[int], int]) -> dict[int, int]:

@@ -55,7 +55,7 @@ class Kind(IntEnum):
     CLOSE = 24  # a client uses a table no more
     RECOVER = 25  # see ringcomm.ps.server.core.recovery
     RECORD = 26  # between the copies of a home, see Copy
-    HOMES = 27  # a server to all: a rank died, and these homes run here from now on
+    HOMES = 27  # a server to all: a rank died, and these homes run here; of some there are copies
 
 
 class Step(IntEnum):
@@ -66,6 +66,7 @@ class Step(IntEnum):
     NOTICE = 2
     NOTED = 3
     SETTLE = 4  # a client asks for a reply once nothing moves
+    PLACES = 5  # a client asks that servers get a place, or one has none any more
 
 
 class Meeting(IntEnum):
@@ -90,6 +91,7 @@ class Copy(IntEnum):
     PUSH = 8  # to the follower, without Python: carry out the push that is within
     LOST = 9  # within: a home has no copy any more
     DROP = 10  # to the follower: it has come to differ from the primary, and is no copy any more
+    PLACES = 11  # within: a spare takes the place of a home, or partitions are on homes without one
 
 
 class Entry(IntEnum):
@@ -199,7 +201,7 @@ def header_of_request(header: RequestHeader, status: int = 0) -> Header:
 def is_one_way(header: Header) -> bool:
     """Return True if a frame has no reply."""
     if header.kind == Kind.MOVE:
-        return header.option not in (Step.ASK, Step.SETTLE)
+        return header.option not in (Step.ASK, Step.SETTLE, Step.PLACES)
     return header.kind in _ONE_WAY
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from ringcomm.errors import RingcommError
 from ringcomm.ps.optim import from_json
 from ringcomm.ps.placement import view
+from ringcomm.ps.placement.places import Places
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.row_policies import Evict
@@ -35,6 +36,7 @@ from ringcomm.ps.table_spec import Spec
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.placement.view import Move
     from ringcomm.ps.protocol.link import Delivery
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.core.actions import Action
@@ -72,6 +74,7 @@ class Catalog:
         on_forget: called with the number of a table that is dropped; set before the first is.
         on_restart: called when all that there is goes; likewise.
         last: number of the table that was opened last.
+        places: which servers have partitions; for the leader.
         is_copy: another server, which has the same, has seen to it that there is room for both.
     """
 
@@ -96,6 +99,7 @@ class Catalog:
         self._by_name: dict[str, int] = {}
         self._opening: dict[int, _Opening] = {}
         self._loads: Counter[int] = Counter()  # bytes of dense tables, by server
+        self.places = Places(layout)
 
     def known(self) -> dict[int, Spec]:
         """Return the tables that all servers know; for the leader."""
@@ -121,7 +125,7 @@ class Catalog:
         self._open(number, ADOPT, [self.described(number)], [request])
 
     def _place(self, spec: Spec) -> list[int]:
-        servers = self._layout.server_numbers
+        servers = self.places.taken()
         if spec.kind == "hash":
             evict = spec.policies["evict"]
             n = len(servers) if evict is None else Evict(**evict).n_servers(len(servers))
@@ -131,6 +135,28 @@ class Catalog:
         itemsize = np.dtype(spec.dtype).itemsize
         sizes = [(b - a) * itemsize for a, b in itertools.pairwise(bounds)]
         return view.place_dense(sizes, self._loads, servers)
+
+    def displaced(self) -> list[Move]:
+        """Return moves of the partitions that are on servers without a place; for the leader."""
+        vacant, moves = self.places.vacant, []
+        for number, spec in sorted(self.known().items()):
+            owners = self._core.tables[number].owners
+            if not vacant.isdisjoint(owners) and not self._stays(spec):
+                moves += self.places.moves(number, owners)
+        return moves
+
+    def that_stay(self, server: int) -> list[str]:
+        """Return the tables of which partitions are on a server, and do not move."""
+        return [
+            spec.name for number, spec in sorted(self.known().items())
+            if server in self._core.tables[number].owners and self._stays(spec)
+        ]  # fmt: skip
+
+    def _stays(self, spec: Spec) -> bool:
+        """Return True if a hash table is to stay on few servers; see row_policies.Evict."""
+        evict = None if spec.kind == "dense" else spec.policies["evict"]
+        n = self.places.n_at_first
+        return evict is not None and Evict(**evict).n_servers(n) < n
 
     def note_moved(self, action: Moved) -> None:
         """Count where partitions are now."""
@@ -188,17 +214,26 @@ class Catalog:
         self._forget(number)
         self._tell_others(number, DROP)
 
-    def reopen(self, requests: Sequence[Delivery], users: Sequence[Iterable[str]]) -> None:
+    def reopen(
+        self,
+        requests: Sequence[Delivery],
+        users: Sequence[Mapping[str, tuple[int, dict[str, Any]]]],
+    ) -> None:
         """Open all tables anew on the servers that live, and answer clients.
 
         Args:
             requests: of the clients.
-            users: the names of the tables that each of them uses.
+            users: the tables that each of them uses: name -> old number, and the spec. They are all
+                that a spare knows which is in the first server's place.
         """
-        specs = [spec for _, spec in sorted(self.known().items())]
-        first = self.last = self.last + 1
+        used = {name: each for tables in users for name, each in tables.items()}
+        specs = {spec.name: spec for _, spec in sorted(self.known().items())}
+        for name, (_, text) in sorted(used.items(), key=lambda item: item[1][0]):
+            specs.setdefault(name, Spec.of_json(text))
+        first = self.last = 1 + max([self.last, *(number for number, _ in used.values())])
         self.on_restart()
-        for number, spec in enumerate(specs, first):
+        self.places.restart()
+        for number, spec in enumerate(specs.values(), first):
             self.install(number, spec, self._place(spec))
             for request, names in zip(requests, users, strict=True):
                 if spec.name in names:

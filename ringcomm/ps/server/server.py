@@ -100,9 +100,7 @@ class Server:
             Kind.MOVE: self._move,
             Kind.RECOVER: self._recover,
             Kind.CLOSE: lambda r: self._handle(on.Closed(r, r.header.table)),
-            Kind.LEAVE: lambda r: self._handle(
-                on.Left(r.header.origin, r, still_asks=bool(r.header.option))
-            ),
+            Kind.LEAVE: self._leave,
         }
 
     def answers_for(self, number: int) -> bool:
@@ -199,6 +197,12 @@ class Server:
         """Note a worker's clock; option 1: reply when the slowest has reached one."""
         self._handle(on.Awaited(request) if request.header.option else on.Ticked(request))
 
+    def _leave(self, request: Delivery) -> None:
+        """A client leaves, or rests; without a number nobody waits for a reply."""
+        header = request.header
+        asked = request if header.sequence else None
+        self._handle(on.Left(header.origin, asked, still_asks=bool(header.option)))
+
     def _snapshot(self, request: Delivery) -> None:
         content = json.loads(request.meta)
         what, number = content["do"], content["id"]
@@ -230,7 +234,7 @@ class Server:
             self._handle(on.Loaded(key))
 
     def _recover(self, request: Delivery) -> None:
-        content = json.loads(request.meta)
+        content = json.loads(request.body.tobytes() or request.meta)
         option = request.header.option
         self._handle(on.Met(request, option, content["servers"], content["said"]))
 
@@ -243,6 +247,8 @@ class Server:
                 for table, part, source, dest in json.loads(request.body.tobytes() or b"[]")
             ]
             self._handle(on.MovesAsked(request, moves))
+        elif header.option == Step.PLACES:
+            self._change_places(request, json.loads(request.meta))
         elif header.option == Step.SETTLE:
             self._handle(on.Settling(request))
         elif header.option == Step.NOTED:
@@ -250,6 +256,28 @@ class Server:
             self._handle(on.Noted(request.source, key, header.clock))
         else:
             self._on_said(request)
+
+    def _change_places(self, request: Delivery, asked: dict[str, Any]) -> None:
+        """Give servers a place, or take one's; the reply says what has moved."""
+        places = self.catalog.places
+        if "remove" in asked:
+            server = asked["remove"]
+            stay = self.catalog.that_stay(server)
+            if stay:
+                raise ValueError(
+                    f"ps.remove_server: server {server} has partitions of hash tables that stay "
+                    f"where they are, as ps.Evict(max_rows=) is small: {', '.join(stay[:8])}"
+                )
+            places.remove(server)
+        else:
+            places.add(asked["add"])
+        self._handle(on.MovesAsked(request, self.catalog.displaced(), changes_places=True))
+
+    def take_place(self, gives: int | None, takes: int | None) -> None:
+        """Let a spare take the place of another server, and move what is on servers without one."""
+        if gives is not None and takes is not None:
+            self.catalog.places.swap(gives, takes)
+        self._handle(on.MovesAsked(None, self.catalog.displaced(), changes_places=True))
 
     def _on_said(self, request: Delivery) -> None:
         message = json.loads(request.meta)
@@ -298,11 +326,12 @@ class Server:
             "hashtables": {shard.spec.name: shard.stats() for shard in shards.values()},
         }
         if json.loads(request.meta).get("keys"):
+            stats["vacant"] = sorted(self.catalog.places.vacant)
             stats["keys"] = {
                 number: {
                     "owned": shard.partitions,
                     "nbytes": shard.heat(),
-                    "stays": shard.is_capped_on_few(len(self.layout.server_numbers)),
+                    "stays": shard.is_capped_on_few(self.catalog.places.n_at_first),
                 }
                 for number, shard in shards.items()
             }

@@ -93,7 +93,7 @@ class Reopen(NamedTuple):
     """Open all tables anew on the servers that live, and answer with them; drop all else."""
 
     requests: Sequence[Any]
-    contents: Sequence[Any]  # of the requests: the names of tables that each rank uses
+    contents: Sequence[Any]  # of the requests: the tables that each rank uses, see Catalog.reopen()
 
 
 class Describe(NamedTuple):

@@ -139,10 +139,11 @@ class Settling(NamedTuple):
 
 
 class MovesAsked(NamedTuple):
-    """A client asks for moves."""
+    """A client asks for moves; or the leader itself, if there is no request."""
 
-    request: Request
+    request: Request | None
     moves: Sequence[Move]
+    changes_places: bool = False  # partitions leave servers that have no place any more
 
 
 class Noted(NamedTuple):

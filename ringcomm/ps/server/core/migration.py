@@ -96,7 +96,9 @@ class Migration:
         self.handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
             on.Paused: self._on_paused,
             on.Settling: self._on_settling,
-            on.MovesAsked: lambda event, _: self._leader.ask(event.request, event.moves),
+            on.MovesAsked: lambda event, _: self._leader.ask(
+                event.request, event.moves, changes_places=event.changes_places
+            ),
             on.Noted: self._on_noted,
             on.Taken: lambda event, _: self._participant.taken(*event),
             on.Finished: self._on_finished,
@@ -123,6 +125,11 @@ class Migration:
     def is_quiet(self) -> bool:
         """True if nothing moves, and nobody has a pause; for the leader."""
         return self._leader.is_quiet
+
+    @property
+    def changes_places(self) -> bool:
+        """True while partitions leave servers that have no place any more; for the leader."""
+        return self._leader.changes_places
 
     @property
     def is_under_way(self) -> bool:

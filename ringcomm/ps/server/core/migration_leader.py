@@ -22,10 +22,11 @@ Message = dict[str, Any]
 
 @dataclass
 class _Batch:
-    """Moves that a client asked for."""
+    """Moves that a client asked for; None: the leader itself."""
 
-    request: Any
+    request: Any | None
     moves: deque[Move]
+    changes_places: bool = False
     n_moved: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -85,9 +86,11 @@ class Leader:
         self._pauses: set[int] = set()
         self._asked: list[_Pause] = []
 
-    def ask(self, request: Any, moves: Iterable[Move]) -> list[Action]:
-        """Take moves that a client asks for. Raises ValueError if one is impossible."""
-        batch = _Batch(request, deque(moves))
+    def ask(
+        self, request: Any, moves: Iterable[Move], *, changes_places: bool = False
+    ) -> list[Action]:
+        """Take moves that are asked for. Raises ValueError if one is impossible."""
+        batch = _Batch(request, deque(moves), changes_places)
         for move in batch.moves:
             table = self._tables.get(move.partition[0])
             is_there = table is not None and 0 <= move.partition[1] < len(table.owners)
@@ -100,6 +103,11 @@ class Leader:
     def is_quiet(self) -> bool:
         """True if nothing moves, and nobody has a pause."""
         return self._current is None and not self._pauses
+
+    @property
+    def changes_places(self) -> bool:
+        """True while partitions leave servers that have no place any more."""
+        return any(batch.changes_places for batch in self._batches)
 
     def is_moving(self, key: Key) -> bool:
         """Return True if a migration of a unit is under way."""
@@ -135,7 +143,9 @@ class Leader:
         """End the pauses and the moves of a rank that has left; one that is under way ends."""
         self._pauses = {each for each in self._pauses if owner_of(each) != rank}
         self._asked = [each for each in self._asked if owner_of(each.number) != rank]
-        self._batches = deque(each for each in self._batches if each.request.source != rank)
+        self._batches = deque(
+            each for each in self._batches if each.request is None or each.request.source != rank
+        )
         return self._go_on()
 
     def _begin_pauses(self, now: float, *, moves_wait: bool) -> list[Action]:
@@ -151,7 +161,8 @@ class Leader:
             if not batch.moves:
                 self._batches.popleft()
                 content = {"moved": batch.n_moved, "problems": batch.problems[:5]}
-                actions.append(Reply(batch.request, content=content))
+                if batch.request is not None:
+                    actions.append(Reply(batch.request, content=content))
                 continue
             actions += self._start(batch, self._tables[batch.moves[0].partition[0]])
         return actions

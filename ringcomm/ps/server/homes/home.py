@@ -5,6 +5,7 @@ See ringcomm.ps.server.homes.replication for the protocol.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -60,6 +61,8 @@ class Home:
 
     Attributes:
         number, is_primary, follower, is_whole: see above.
+        on_copied: called when there are two copies again.
+        n_places_said: frames of Copy.PLACES that are not carried out yet.
         why_not: why it cannot be a copy; empty: it can.
         server: what this copy has, and decides.
     """
@@ -77,6 +80,8 @@ class Home:
         is_whole: bool = True,
     ) -> None:
         self.is_whole, self.why_not = is_whole, ""
+        self.on_copied: Callable[[], object] = lambda: None
+        self.n_places_said = 0
         self._early: list[Delivery] = []  # records that wait until it is whole
         self._sending: SendWholeCopy | None = None  # the follower has not got all yet
         self._refused: set[int] = set()  # ranks that cannot be the follower
@@ -239,6 +244,7 @@ class Home:
             self._give_up(delivery.meta.decode())
         elif delivery.header.clock:
             self._sending, self.server.n_copies = None, 2
+            self.on_copied()
             self._pushes.lead(self.follower)
             _log.warning("ps: of server %d there are two copies again", self.number)
         else:
@@ -334,6 +340,9 @@ class Home:
             self.server.on_loss(header.clock)
         elif header.option == Copy.TIME:
             self.server.let_time_pass()
+        elif header.option == Copy.PLACES:
+            self.n_places_said = max(0, self.n_places_said - 1)
+            self.server.take_place(*json.loads(delivery.meta))
         elif header.option == Copy.NAME:
             self.server.job = delivery.meta.decode()
         else:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from ringcomm.ps.placement.places import next_swap
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Copy, Header, Kind
 from ringcomm.ps.server.homes.home import Home
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.homes.pushes_without_python import HomePushes
     from ringcomm.ps.server.server import Server
 
+_PLACES_S: Final = 0.05  # between two looks at which servers have partitions
 _log: Final = logging.getLogger("ringcomm")
 
 
@@ -51,6 +54,8 @@ class Homes:
         self.index, self._layout, self._link = index, layout, link
         self.own_time = OwnTime()
         self._dead: set[int] = set()
+        self._copied: dict[int, set[int]] = {}  # by rank: homes there of which there are two copies
+        self._places_at = 0.0  # when it looks at the places again
         self._make_server, self._make_pushes = make_server, make_pushes
         link.enter()
         try:
@@ -91,8 +96,43 @@ class Homes:
         """Do what is due by now; at each poll."""
         for home in self._homes.values():
             home.look()
+        if self._layout.spares and self.answers_for(self._layout.leader):
+            self._look_at_places()
         if any(home.lacks_follower for home in self._homes.values()):
             self._restore_copies()
+
+    def _look_at_places(self) -> None:
+        """Let a spare take the place of a home that shares a process, once all have copies again.
+
+        And let partitions go on from homes without a place that have some: a move may have failed.
+        """
+        layout, home, now = self._layout, self._homes[self._layout.leader], time.monotonic()
+        catalog, migration = home.server.catalog, home.server.core.migration
+        is_busy = home.n_places_said or migration.changes_places or home.server.is_over
+        if now < self._places_at or is_busy:
+            return
+        self._places_at = now + _PLACES_S
+        hosts = {number: layout.rank_of(number) for number in layout.server_numbers}
+        are_copied = all(number in self._copied.get(rank, ()) for number, rank in hosts.items())
+        swap = next_swap(hosts, catalog.places.vacant) if self._copied and are_copied else None
+        if swap is not None:
+            _log.warning("ps: server %d, a spare, takes the place of server %d", swap[1], swap[0])
+        if swap is not None or catalog.displaced():
+            home.n_places_said += 1
+            home.say(Copy.PLACES, meta=packed_json(swap or (None, None)))
+
+    def on_homes(self, rank: int, copied: Collection[int]) -> None:
+        """Take note of which homes that a server runs there are two copies."""
+        self._copied[rank] = {*copied}
+
+    def _say_homes(self, dead: int) -> None:
+        """Tell all ranks which homes run here, and of which of them there are two copies."""
+        run = [home for home in self._homes.values() if home.is_primary]
+        copied = [home.number for home in run if home.server.n_copies > 1]
+        meta = packed_json({"runs": [home.number for home in run], "copied": copied})
+        layout = self._layout
+        for each in {*layout.workers, *layout.evaluators, *layout.servers} - self._dead:
+            self._link.send(each, Header(Kind.HOMES, clock=dead), meta)
 
     def _restore_copies(self) -> None:
         """Give each home that this server runs a copy on another server, if one lives."""
@@ -120,6 +160,7 @@ class Homes:
         """Go on without a client, or a server, that died; the link has forgotten it already."""
         layout, homes = self._layout, self._homes.values()
         self._dead.add(rank)
+        self._copied.clear()
         if rank not in layout.servers:
             for home in homes:
                 if home.is_primary:
@@ -138,9 +179,9 @@ class Homes:
                     home.say(Copy.DIED, client)
                 for lost in layout.lost:
                     home.say(Copy.LOST, lost)
-        run = [home.number for home in homes if home.is_primary]
-        for each in {*layout.workers, *layout.evaluators, *layout.servers} - self._dead:
-            self._link.send(each, Header(Kind.HOMES, clock=rank), packed_json(run))
+        for home in homes:
+            home.on_copied = partial(self._say_homes, rank)
+        self._say_homes(rank)
 
     def on_loss(self, number: int) -> None:
         """Go on without a home of which no copy is left, until all recover."""

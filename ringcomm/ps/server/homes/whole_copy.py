@@ -87,7 +87,7 @@ def pieces(server: Server, link: HomeLink) -> Iterator[Piece]:
     more = {
         "tables": tables, "last": catalog.last, "progress": core.progress.state(),
         "moves": core.migration.state(), "recovered": core.recovery.state(),
-        "lost": sorted(server.layout.lost),
+        "lost": sorted(server.layout.lost), "vacant": sorted(catalog.places.vacant),
         "job": server.job, "n_requests": server.n_requests,
     }  # fmt: skip
     shards = {n: _of_shard(server, n) for n, c in catalog.contents.items() if c.shard is not None}
@@ -180,6 +180,7 @@ def load(server: Server, link: HomeLink, piece: State) -> None:
             table.openers.update(each["openers"])
             table.without.update((n, {*workers}) for n, workers in each["without"])
         server.catalog.last = meta["last"]
+        server.catalog.places.vacant = {*meta["vacant"]}
         server.core.migration.load(meta["moves"])
         server.core.progress.load(meta["progress"])
         server.job, server.n_requests = meta["job"], meta["n_requests"]

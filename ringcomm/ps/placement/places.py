@@ -1,0 +1,114 @@
+"""Which servers have partitions, and which stand by. Pure.
+
+A job with copies begins with as many places as ps.init(servers=) says; its spares have none. All of
+them are homes, so a spare has all but partitions from the start: it knows the tables, hears of each
+step, and has a copy of its own. So it gets a place by moves alone, which nobody has to wait for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from ringcomm.ps.placement.view import Move
+
+
+class Members(Protocol):
+    """Who is who."""
+
+    @property
+    def server_numbers(self) -> tuple[int, ...]:
+        """The servers that live."""
+
+    @property
+    def n_places(self) -> int:
+        """So many of them had partitions at first."""
+
+
+class Places:
+    """The servers that have partitions, as the leader knows them.
+
+    Args:
+        members: who is who.
+
+    Attributes:
+        vacant: servers without a place.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self.vacant: set[int] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Give a place to the lowest servers that live, to as many as at first."""
+        self.vacant = {*self._members.server_numbers[self._members.n_places :]}
+
+    @property
+    def n_at_first(self) -> int:
+        """So many servers have a place after restart()."""
+        return min(self._members.n_places, len(self._members.server_numbers))
+
+    def taken(self) -> list[int]:
+        """Return the servers that have a place, ascending; all, if none of these lives."""
+        servers = self._members.server_numbers
+        return [n for n in servers if n not in self.vacant] or [*servers]
+
+    def swap(self, gives: int, takes: int) -> None:
+        """Give a spare the place of another server."""
+        if takes in self.vacant and gives not in self.vacant:
+            self.vacant.remove(takes)
+            self.vacant.add(gives)
+
+    def add(self, servers: Collection[int]) -> None:
+        """Give servers a place. Raises ValueError if one has one, or is lost."""
+        others = sorted({*servers} - (self.vacant & {*self._members.server_numbers}))
+        if others:
+            raise ValueError(f"ps.add_servers: server {others[0]} is no spare any more. Try again")
+        self.vacant.difference_update(servers)
+
+    def remove(self, server: int) -> None:
+        """Take the place of a server. Raises ValueError if it has none, or is the last."""
+        taken = self.taken()
+        if server not in taken:
+            raise ValueError(
+                f"ps.remove_server: server {server} has no partitions; those that have are "
+                f"{', '.join(map(str, taken))}"
+            )
+        if taken == [server]:
+            raise ValueError(f"ps.remove_server: server {server} is the only one with partitions")
+        self.vacant.add(server)
+
+    def moves(self, table: int, owners: Sequence[int]) -> list[Move]:
+        """Return moves of the partitions whose owner has no place, each to who has the fewest."""
+        taken, counts = self.taken(), Counter(owners)
+        moves = []
+        for part, owner in enumerate(owners):
+            if owner in self.vacant and owner not in taken:
+                dest = min(taken, key=lambda server: (counts[server], server))
+                counts[dest] += 1
+                moves.append(Move((table, part), owner, dest))
+        return moves
+
+
+def next_swap(hosts: Mapping[int, int], vacant: Collection[int]) -> tuple[int, int] | None:
+    """Return a server that shares a process with another, and a spare that shall take its place.
+
+    Args:
+        hosts: the rank of each server that lives.
+        vacant: servers without a place.
+
+    Returns:
+        None: no process has two with a place, or each has one.
+    """
+    by_rank: dict[int, list[int]] = {}
+    for server, rank in hosts.items():
+        if server not in vacant:
+            by_rank.setdefault(rank, []).append(server)
+    free = [server for server in vacant if server in hosts and hosts[server] not in by_rank]
+    crowded = [servers for servers in by_rank.values() if len(servers) > 1]
+    if not free or not crowded:
+        return None
+    most = max(crowded, key=len)
+    return min(most), min(free)

@@ -1,0 +1,286 @@
+"""A spare takes the place of a server that died; servers are added and removed while all go on."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from harness import DEADLINE_S, at_length
+from ps_jobs import ended, kill_server, run_all
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.config import Settings
+from ringcomm.ps.session import session
+
+ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
+KEYS = np.arange(60, dtype=np.uint64)
+N = 600
+MODES = ["sync", "async", ps.SSP(1), ps.FirstOf(2)]
+
+
+def run(body, n_servers, n_dead, spares=1, n_workers=2, **options):
+    """Return what the workers that live return."""
+    results = run_all(n_workers, body, n_servers, settings=ELASTIC, spares=spares, **options)
+    return [each for each in ended(results, n_dead) if not isinstance(each, str)]
+
+
+def tables(mode="async"):
+    add = ps.optim.Add()
+    table = ps.table("w", N, "float64", updater=add, mode=mode, block_nbytes=400)
+    return table, ps.hashtable("emb", 2, updater=add, mode=mode, dtype="float64")
+
+
+def train(table, rows, steps):
+    for step in steps:
+        pushed = table.push(np.full(N, 1.0 + step))
+        rows.push(KEYS[step % 9 :], np.full((60 - step % 9, 2), 1.0 + step)).wait()
+        pushed.wait()
+        table.pull().wait()
+        rows.pull(KEYS).wait()
+        ps.complete_step()
+
+
+def require_exact(table, rows, n_steps, mode):
+    """Fail unless each push of both workers counts once."""
+    rc.barrier()
+    n = 1 if str(mode) in ("sync", "FirstOf(2)") else 2
+    expected = [n * sum(1.0 + s for s in range(n_steps) if s % 9 <= key) for key in range(60)]
+    np.testing.assert_array_equal(table.pull().wait(), n * sum(1.0 + s for s in range(n_steps)))
+    np.testing.assert_array_equal(rows.pull(KEYS).wait(), np.repeat(expected, 2).reshape(60, 2))
+    rc.barrier()
+
+
+def blocks():
+    """Return how many blocks of the dense table each server has, by number."""
+    return {each["server"]: len(each["tables"].get("w", ())) for each in ps.stats()}
+
+
+def wait_until(is_so):
+    until = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < until, (blocks(), ps.stats())
+
+
+# --- without copies -----------------------------------------------------------------------------
+def recover_from(victims, mode, path, n_servers, spares):
+    def body(rank):
+        opened = tables(mode)
+        train(*opened, range(5))
+        rc.barrier()
+        if rank == 0:
+            ps.save(path, background=False)
+        rc.barrier()
+        for victim in victims:
+            rc.barrier()
+            if rank == 0:
+                kill_server(victim)
+            with pytest.raises(rc.ServerLostError):
+                train(*opened, range(5, 10_000))
+            ps.recover(path)
+        found = blocks()
+        train(*opened, range(5, 12))
+        require_exact(*opened, 12, mode)
+        return found
+
+    return run(body, n_servers, len(victims), spares)
+
+
+@pytest.mark.parametrize("mode", at_length(MODES, ["sync", MODES[3]]), ids=str)  # 1 s each
+def test_a_spare_takes_the_place_of_a_server_without_copies(mode, tmp_path):
+    for found in recover_from([1], mode, tmp_path, 2, 1):
+        assert found.keys() == {0, 2}
+        assert min(found.values()) == 6  # of 12: an equal share
+
+
+def test_spares_take_the_places_of_all_servers_and_of_spares(tmp_path):
+    """Spare 1 knows no table when it leads; then spare 2 takes its place."""
+    for found in recover_from([0, 1], "async", tmp_path, 1, 2):
+        assert found == {2: 12}
+
+
+def test_with_no_spare_left_there_is_a_server_less(tmp_path):
+    for found in recover_from([0, 2], "sync", tmp_path, 2, 1):
+        assert found == {1: 12}
+
+
+def test_nothing_fails_when_a_spare_dies_that_has_no_place(tmp_path):
+    def body(rank):
+        opened = tables("sync")
+        if rank == 0:
+            kill_server(2)
+        while 2 not in session().layout.lost:
+            opened[0].pull().wait()
+        train(*opened, range(9))
+        require_exact(*opened, 9, "sync")
+        rc.barrier()
+        return blocks()
+
+    for found in run(body, 2, 1):
+        assert found == {0: 6, 1: 6}
+
+
+def test_a_worker_that_rested_or_left_is_gone_for_a_spare_too(tmp_path):
+    """Else the spare would wait for it, in a round or at the end."""
+    has_rested = threading.Event()
+
+    def body(rank):
+        table, _ = tables(ps.FirstOf(1))
+        rc.barrier()
+        if rank == 0:
+            ps.save(tmp_path, background=False)
+        rc.barrier()
+        if rank == 1:
+            return "left"
+        if rank == 2:
+            session().rest()
+            has_rested.set()
+        if rank == 0:
+            assert has_rested.wait(DEADLINE_S)
+            kill_server(0)
+        with pytest.raises(rc.ServerLostError):
+            wait_until(lambda: table.pull().wait() is None)
+        ps.recover(tmp_path)
+        if rank == 0:
+            assert table.push(np.ones(N)).wait().applied
+        return "ended"
+
+    results = run_all(3, body, 1, settings=ELASTIC, spares=1)
+    assert ended(results, 1)[:3] == ["ended", "left", "ended"]
+
+
+# --- with copies --------------------------------------------------------------------------------
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("mode", at_length(MODES, ["sync", MODES[2]]), ids=str)  # 3 s each
+def test_a_spare_takes_the_place_of_a_server_with_copies_while_all_go_on(mode, victim):
+    def body(rank):
+        opened = tables(mode)
+        train(*opened, range(5))
+        rc.barrier()
+        if rank == 0:
+            kill_server(victim)
+        train(*opened, range(5, 40))
+        layout = session().layout
+
+        def has_place():
+            found, ranks = blocks(), {}
+            for server, n in found.items():
+                ranks[layout.rank_of(server)] = ranks.get(layout.rank_of(server), 0) + n
+            return sorted(ranks.values()) == [6, 6]
+
+        if rank == 0:
+            wait_until(has_place)
+            wait_until(lambda: all(each["copies"] == 2 for each in ps.stats()))
+        rc.barrier()
+        train(*opened, range(40, 44))
+        require_exact(*opened, 44, mode)
+        return rank
+
+    assert run(body, 2, 1, replication=2) == [0, 1]
+
+
+@pytest.mark.parametrize("mode", at_length(MODES, ["async", MODES[3]]), ids=str)  # 3 s each
+def test_servers_are_removed_and_added_while_workers_push(mode):
+    def body(rank):
+        opened = tables(mode)
+        assert blocks() == {0: 6, 1: 6, 2: 0}
+        changes = {
+            5: lambda: ps.remove_server(0), 20: lambda: ps.add_servers(2), 35: ps.rebalance,
+            50: lambda: ps.remove_server(1),
+        }  # fmt: skip
+        rc.barrier()
+        asked = []
+        for step in range(60):
+            train(*opened, [step])
+            if rank == 0 and step in changes:
+                for each in asked[-1:]:
+                    each.wait()
+                asked.append(changes[step]())
+        for each in asked:
+            each.wait()
+        require_exact(*opened, 60, mode)
+        found = blocks()
+        rc.barrier()
+        return found, [each.result() for each in asked]
+
+    (found, results), _ = run(body, 2, 0, replication=2)
+    assert found[1] == 0
+    assert results[0] > 6  # blocks, and rows
+    assert results[1] == (0, 2)
+    assert sum(found.values()) == 12
+
+
+def test_a_spare_has_a_share_of_the_load_once_it_is_added_and_not_before():
+    def body(rank):
+        table, _ = tables()
+        for _ in range(20):
+            table.push(np.ones(N)).wait()
+        rc.barrier()
+        if rank == 0:
+            ps.rebalance().wait()
+            assert blocks()[2] == 0
+            assert ps.add_servers().wait() == (2,)
+            assert blocks()[2] == 0
+            for _ in range(20):
+                table.push(np.ones(N)).wait()
+            load = ps.rebalance().wait()
+            assert len(load.load) == 3
+            assert blocks()[2] == 4
+        rc.barrier()
+        return rank
+
+    assert run(body, 2, 0, replication=2) == [0, 1]
+
+
+def test_what_cannot_be_added_or_removed_is_refused_and_changes_nothing():
+    def body(rank):
+        table, _ = tables()
+        small = ps.hashtable("small", 2, updater=ps.optim.Add(), evict=ps.Evict(max_rows=9))
+        small.push(KEYS[:9], np.ones((9, 2), np.float32)).wait()
+        (home,) = (each["server"] for each in ps.stats() if each["hashtables"]["small"]["rows"])
+        with pytest.raises(rc.RingcommError, match="2 asked for, and 1 stand by"):
+            ps.add_servers(2)
+        with pytest.raises(ValueError, match="1 or more"):
+            ps.add_servers(0)
+        with pytest.raises(
+            ValueError, match="server 2 has no partitions; those that have are 0, 1"
+        ):
+            ps.remove_server(2).wait()
+        with pytest.raises(ValueError, match=r"stay where they are.*: small"):
+            ps.remove_server(home).wait()
+        with ps.snapshot(), pytest.raises(rc.RingcommError, match=r"within ps\.snapshot"):
+            ps.remove_server(0)
+        assert blocks() == {0: 6, 1: 6, 2: 0}
+        small.close()
+        ps.remove_server(0).wait()
+        with pytest.raises(ValueError, match="server 1 is the only one with partitions"):
+            ps.remove_server(1).wait()
+        assert blocks() == {0: 0, 1: 12, 2: 0}
+        table.push(np.ones(N)).wait()
+        assert (table.pull().wait() == 1).all()
+        return rank
+
+    assert run(body, 2, 0, n_workers=1, replication=2) == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"settings": Settings()}, "spares=1: without RINGCOMM_ELASTIC=1 any death ends the job"),
+        ({"colocated": True}, "spares=1: it does not go with colocated=True"),
+    ],
+)
+def test_spares_that_could_take_no_place_are_refused(options, why):
+    options = {"settings": ELASTIC, **options}
+    results = run_all(4, lambda rank: None, 1, spares=1, **options)
+    assert all(why in str(each) for each in results), results
+
+
+def test_without_copies_servers_are_neither_added_nor_removed():
+    def body(rank):
+        for change in (ps.add_servers, lambda: ps.remove_server(0)):
+            with pytest.raises(rc.RingcommError, match=r"it needs ps\.init\(replication=2\)"):
+                change()
+        return rank
+
+    assert run(body, 1, 0, n_workers=1) == [0]
