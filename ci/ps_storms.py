@@ -12,8 +12,8 @@ server all go back to a checkpoint, and their state is that of it, and what was 
 --replication 2 nobody goes back, and a second server dies once lost copies are made again; then the
 last line has how long it took: from a death to the end of the first step, on the slowest worker,
 that began after it. Each step needs all servers. With --spares N there are two servers, and spares
-take the places of those that die; with copies, a worker adds and removes servers in some storms. With
---collectives workers also reduce together, and go on in a group of those that live.
+take the places of those that die; with copies, a worker adds and removes servers in some storms.
+With --collectives workers also reduce together, and go on in a group of those that live.
 """
 
 import argparse

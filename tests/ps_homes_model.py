@@ -555,6 +555,8 @@ class Net:
                 if share:
                     assert round(block.values.sum() * share) == total
                 for other in copies[number]:
+                    places = primary.server.catalog.places, other.server.catalog.places
+                    assert places[0].vacant == places[1].vacant or not other.is_whole
                     values = other.server.catalog.contents[1].parts[part]
                     assert values.values.tobytes() == block.values.tobytes()
         assert found == Counter(range(N_PARTS))

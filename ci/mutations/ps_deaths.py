@@ -4,6 +4,7 @@ from mutations.mutation import Mutation
 
 _TESTS = ("unit/test_ps_client_deaths.py",)
 _OF_SERVERS = ("unit/test_ps_lost_servers.py",)
+_OF_SPARES = ("unit/test_ps_spares.py",)
 _OF_COPIES = ("unit/test_ps_replication_model.py",)
 _WITHOUT_PYTHON = ("unit/test_ps_pushes_to_two_copies.py",)
 _IN_PLACE = ("unit/test_ps_reads_of_two_copies.py",)
@@ -459,5 +460,50 @@ PS_DEATHS = [
         "pass",
         "nobody learns of an operation that a death has ended while the rank leaves",
         _OF_GROUPS,
+    ),
+    Mutation(
+        "ps-a-spare-that-dies-without-a-place-is-a-loss",
+        "ps",
+        "ps/session.py",
+        "is_server and layout.number_of(rank) in layout.server_numbers",
+        "is_server",
+        "all calls fail, and nothing was lost",
+        _OF_SPARES,
+    ),
+    Mutation(
+        "ps-spares-have-partitions-at-first",
+        "ps",
+        "ps/placement/places.py",
+        "        self.vacant = {*self._members.server_numbers[self._members.n_places :]}\n",
+        "        self.vacant = set()\n",
+        "a spare is a server like the others, and takes nobody's place",
+        _OF_SPARES,
+    ),
+    Mutation(
+        "ps-partitions-stay-on-a-server-without-a-place",
+        "ps",
+        "ps/server/homes/homes.py",
+        "        if swap is not None or catalog.displaced():",
+        "        if swap is not None:",
+        "what could not move at once from a server that was removed stays there",
+        _OF_SPARES,
+    ),
+    Mutation(
+        "ps-a-spare-that-leads-gives-numbers-again",
+        "ps",
+        "ps/server/open_table_on_all_servers.py",
+        "1 + max([self.last, *(number for number, _ in used.values())])",
+        "1 + self.last",
+        "a table has a number that another had before the recovery",
+        _OF_SPARES,
+    ),
+    Mutation(
+        "ps-a-copy-does-not-know-the-places",
+        "ps",
+        "ps/server/homes/whole_copy.py",
+        '        server.catalog.places.vacant = {*meta["vacant"]}\n',
+        "",
+        "the next leader gives partitions to a server that was removed",
+        ("unit/test_ps_replication_model.py",),
     ),
 ]

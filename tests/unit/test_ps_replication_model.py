@@ -123,6 +123,23 @@ def test_a_spare_has_as_much_as_a_server_that_died(mode, victim):
     net.require_all()
 
 
+def test_the_next_leader_knows_who_has_a_place_though_its_copy_was_made_later():
+    net = Net(
+        MODES["sync"], Choices([0]), n_servers=4, spares=1, n_workers=2, n_steps=9, n_deaths=0
+    )
+    net.settle()
+    client, meta = net.client(0), packed_json({"remove": 2})
+    client.ask(0, Kind.MOVE, meta, option=Step.PLACES)
+    net.settle()
+    for victim in (1, 0):  # the copy of the leader; the leader, once it has another copy
+        net.kill(victim)
+        net.settle()
+        leader = next(home for home in net.homes if home.number == 0 and home.is_primary)
+        assert 2 in leader.server.catalog.places.vacant
+    net.run()
+    net.require_all()
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_move_commits_whichever_server_dies_in_it(mode, victim):

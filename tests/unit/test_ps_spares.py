@@ -11,6 +11,8 @@ from ps_jobs import ended, kill_server, run_all
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
+from ringcomm.ps.placement.rebalance import move_all
+from ringcomm.ps.placement.view import Move
 from ringcomm.ps.session import session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
@@ -67,6 +69,7 @@ def recover_from(victims, mode, path, n_servers, spares):
     def body(rank):
         opened = tables(mode)
         train(*opened, range(5))
+        numbers = [each.number for each in opened]
         rc.barrier()
         if rank == 0:
             ps.save(path, background=False)
@@ -78,6 +81,8 @@ def recover_from(victims, mode, path, n_servers, spares):
             with pytest.raises(rc.ServerLostError):
                 train(*opened, range(5, 10_000))
             ps.recover(path)
+            assert min(each.number for each in opened) > max(numbers)  # none is used again
+            numbers = [each.number for each in opened]
         found = blocks()
         train(*opened, range(5, 12))
         require_exact(*opened, 12, mode)
@@ -284,3 +289,18 @@ def test_without_copies_servers_are_neither_added_nor_removed():
         return rank
 
     assert run(body, 1, 0, n_workers=1) == [0]
+
+
+def test_what_is_on_a_spare_goes_on_to_a_server_by_itself():
+    """It may have come there by a move that was asked for before, or could not move at once."""
+
+    def body(rank):
+        table, _ = tables()
+        source = next(server for server, n in blocks().items() if n)
+        move_all(session(), [Move((table.number, 0), source, 2)]).wait()
+        wait_until(lambda: blocks()[2] == 0)
+        table.push(np.ones(N)).wait()
+        assert (table.pull().wait() == 1).all()
+        return rank
+
+    assert run(body, 2, 0, n_workers=1, replication=2) == [0]
