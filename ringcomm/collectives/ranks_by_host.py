@@ -28,6 +28,16 @@ def columns(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(Hashed, zip(*hosts(nodes), strict=False)))
 
 
+@functools.lru_cache(maxsize=64)
+def owned(nodes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return, for each column and host, the ranks whose elements the column's rank reduces.
+
+    The first of them is that rank. The others belong to no column.
+    """
+    k = len(columns(nodes))
+    return tuple(tuple(host[place::k] for host in hosts(nodes)) for place in range(k))
+
+
 def host_order(nodes: tuple[int, ...]) -> list[int]:
     """Return all ranks, host by host. A ring in this order enters and leaves each host once.
 

@@ -83,7 +83,10 @@ def estimate(algorithm: str, case: Case) -> float:
     effort = effort._replace(wire=effort.wire * _widening(algorithm, case))
     is_reduced = case.collective != "allgather"
     reducing_s = is_reduced * effort.reduced * case.nbytes / REDUCE_BPS
-    return n_phases * _sending_s(effort, case) + reducing_s
+    copying_s = 0.0
+    if algorithm == "hierarchical" and case.collective == "reduce_scatter":
+        copying_s = case.nbytes / MEMORY_BPS  # of the chunks, in another order
+    return n_phases * _sending_s(effort, case) + reducing_s + copying_s
 
 
 @functools.lru_cache(maxsize=1024)
@@ -176,9 +179,11 @@ def _hierarchical(nodes: tuple[int, ...], nbytes: int) -> Effort:
 def _widening(algorithm: str, case: Case) -> float:
     """Return by what factor more bytes are sent than of other dtypes of this many bytes.
 
-    The sums of hosts are float32 in the first of two phases.
+    The sums of hosts are float32 in the first of two phases, which a reduce-scatter consists of.
     """
-    return 1.5 if algorithm == "hierarchical" and case.dtype.is_16bit_float else 1.0
+    if algorithm != "hierarchical" or not case.dtype.is_16bit_float:
+        return 1.0
+    return 1.5 if case.collective == "allreduce" else 2.0
 
 
 def _node(nodes: tuple[int, ...], nbytes: int) -> Effort:
@@ -247,7 +252,7 @@ def _unfit(algorithm: str, case: Case) -> str:
             adds_on_the_way and case.op.is_at_once(case.dtype) and not is_widened
         ),
         "it does not reduce in rank order": adds_on_the_way and case.is_deterministic,
-        "it is for allreduce alone": is_hierarchical and case.collective != "allreduce",
+        "it is for reductions alone": is_hierarchical and case.collective == "allgather",
         "all ranks are on one host": is_hierarchical and len(n_ranks) == 1,
         "no host has more than one rank": is_hierarchical and max(n_ranks) == 1,
     }

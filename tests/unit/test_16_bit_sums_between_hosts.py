@@ -11,6 +11,7 @@ from loopback import LoopbackHub
 import ringcomm as rc
 from ringcomm.arrays import DTYPES, Flat
 from ringcomm.collectives.algorithms import direct, hierarchical
+from ringcomm.collectives.message_patterns import chunks
 from ringcomm.collectives.ranks_by_host import hosts
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
@@ -100,7 +101,7 @@ def test_so_it_is_if_the_ranks_of_a_host_share_no_memory(dtype):
     assert all(same_bits(x, whole) for x in run_ranks(6, body, hub=LoopbackHub(6, nodes)))
 
 
-def bytes_from_each_host(nodes, body):
+def bytes_from_each_host(nodes, body, **settings):
     """Return the bytes that each host sends to others while its ranks run body(rank)."""
 
     def main(rank):
@@ -116,7 +117,8 @@ def bytes_from_each_host(nodes, body):
         return sum(sent)
 
     hub = LoopbackHub(len(nodes), nodes, is_native=False)  # C++ would send past note()
-    sent = run_ranks(len(nodes), main, hub=hub)
+    settings = Settings(timeout_s=120, **settings)
+    sent = run_ranks(len(nodes), main, hub=hub, settings=settings)
     return [sum(sent[rank] for rank in host) for host in hosts(nodes)]
 
 
@@ -142,3 +144,82 @@ def test_deterministic_sums_stay_in_rank_order():
         6, lambda rank: rc.allreduce(data[rank], deterministic=True), hub=LoopbackHub(6, nodes)
     )
     assert all(same_bits(x, in_order) for x in results)
+
+
+@pytest.mark.parametrize(("layout", "count", "memory"), CASES)
+def test_the_rows_of_a_rank_are_rounded_once(layout, count, memory):
+    nodes = LAYOUTS[layout]
+
+    def body(rank):
+        results = {}
+        for dtype, op in itertools.product(HALVES, (rc.SUM, rc.AVERAGE, rc.MAX)):
+            is_registered = memory == "registered" or (memory == "mixed" and rank % 2)
+            x = rc.empty(count, dtype) if is_registered else np.empty(count, dtype)
+            x[:] = values(rank, count, dtype)
+            apart, whole = rc.reduce_scatter(x, op), rc.reduce(x, op, root=1)
+            assert same_bits(x, values(rank, count, dtype))
+            results[dtype, op] = apart, rc.reduce_scatter_(x, op), whole
+        return results
+
+    found = run_ranks(
+        len(nodes),
+        body,
+        hub=LoopbackHub(len(nodes), nodes),
+        settings=Settings(timeout_s=120, algorithm="reduce_scatter:hierarchical"),
+    )
+    for dtype, op in found[0]:
+        total = expected(len(nodes), count, dtype, op)
+        for rank, part in enumerate(chunks(count, len(nodes))):
+            apart, in_place, whole = found[rank][dtype, op]
+            assert same_bits(apart, total[part]), (dtype, op, rank)
+            assert same_bits(in_place, total[part]), (dtype, op, rank)
+            assert same_bits(whole, total) if rank == 1 else whole is None
+
+
+@pytest.mark.parametrize("seed", at_length(range(40), range(6)))
+def test_any_hosts_any_ranks_and_any_dtype_get_their_rows(seed):
+    random = np.random.default_rng(seed)
+    size, n_hosts = int(random.integers(3, 9)), int(random.integers(2, 4))
+    hub = [int(host) for host in random.integers(0, n_hosts, size)]
+    nodes = tuple(hub.index(host) for host in hub)  # the first rank of a host is its number
+    shape = (int(random.integers(0, 40)), *(3, 7)[: random.integers(0, 3)])
+    dtype = [np.float16, ml_dtypes.bfloat16, np.float32, np.int64][seed % 4]
+    rows = random.integers(-8, 8, (size, *shape)).astype(dtype)
+
+    def body(rank):
+        parts = rc.reduce_scatter(rows[rank])
+        return parts, rc.reduce(rows[rank], root=size - 1)
+
+    total = rows.astype(np.float64).sum(0).astype(dtype)
+    found = run_ranks(
+        size,
+        body,
+        hub=LoopbackHub(size, nodes),
+        settings=Settings(timeout_s=120, algorithm="reduce_scatter:hierarchical"),
+    )
+    assert np.array_equal(np.concatenate([part for part, _ in found]), total)
+    assert np.array_equal(found[-1][1], total)
+
+
+@pytest.mark.parametrize("n_hosts", [2, 3])
+@pytest.mark.parametrize("call", ["reduce_scatter", "reduce"])
+def test_a_host_of_four_ranks_sends_its_float32_sums_once(call, n_hosts):
+    """All pairs would send 4 values of 2 bytes where these are one of 4."""
+    nodes = tuple(host * 4 for host in range(n_hosts) for _ in range(4))
+    count = 1_000_003 // n_hosts * n_hosts * 4
+    sent = bytes_from_each_host(
+        nodes,
+        lambda rank: getattr(rc, call)(values(rank, count, ml_dtypes.bfloat16)),
+        algorithm="reduce_scatter:hierarchical",
+    )
+    results = 2 * count * (n_hosts - 1) // n_hosts if call == "reduce" else 0
+    assert sum(sent) == 4 * count * (n_hosts - 1) + results
+
+
+def test_reduce_scatters_in_rank_order_stay_so():
+    data = np.random.default_rng(3).standard_normal((6, 5001)).astype(ml_dtypes.bfloat16)
+    wide = data.astype(np.float32)
+    in_order = sum(wide[1:], wide[0]).astype(ml_dtypes.bfloat16)
+    hub = LoopbackHub(6, LAYOUTS["interleaved"])
+    results = run_ranks(6, lambda rank: rc.reduce_scatter(data[rank], deterministic=True), hub=hub)
+    assert same_bits(np.concatenate(results), in_order)

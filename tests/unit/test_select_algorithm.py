@@ -12,6 +12,7 @@ from ringcomm.engine.core.algorithm_choice import MODULES
 
 KIB, MIB = 1 << 10, 1 << 20
 THREE_HOSTS = (0, 1, 2)
+THREE_BY_FOUR = (0,) * 4 + (4,) * 4 + (8,) * 4
 THREE_BY_TWO = (0, 0, 2, 2, 4, 4)
 MANY_HOSTS = tuple(range(128))
 
@@ -60,6 +61,8 @@ def test_one_rounding_and_rank_order_go_all_pairs_at_once(nodes, how, collective
     [
         (case(MIB, THREE_BY_TWO, dtype="bfloat16"), "hierarchical"),
         (case(MIB, THREE_BY_TWO, "reduce_scatter", dtype="bfloat16"), "direct"),
+        (case(4 * MIB, THREE_BY_FOUR, "reduce_scatter", dtype="bfloat16"), "hierarchical"),
+        (case(4 * MIB, THREE_BY_FOUR, "reduce_scatter", dtype="bfloat16", exact=True), "direct"),
         (case(MIB, THREE_BY_TWO, dtype="bfloat16", exact=True), "direct"),
         (Case("allreduce", MIB, DTYPES["int32"], THREE_BY_TWO, op=AVERAGE), "direct"),
     ],
@@ -92,7 +95,7 @@ def test_an_allgather_rounds_nothing():
     [
         (case(KIB, (0, 0, 0)), "all ranks are on one host"),
         (case(KIB, THREE_HOSTS), "no host has more than one rank"),
-        (case(KIB, THREE_BY_TWO, "allgather"), "it is for allreduce alone"),
+        (case(KIB, THREE_BY_TWO, "allgather"), "it is for reductions alone"),
     ],
 )
 def test_two_dimensions_need_both_of_them(wanted, reason):

@@ -10,6 +10,11 @@ The sum of a host's 16-bit floats is in float32, and so it travels; the owner of
 the complete sum once, and the results travel in 16 bits. Each host sends 3 (hosts - 1) / hosts of
 the buffer, where direct.py sends 2 (hosts - 1) / hosts for each rank of the host.
 
+A reduce-scatter is the first half. So that each rank gets its chunk, the k ranks of a host reduce
+copies of the chunks in another order: the first one those of the first ranks of all hosts, and so
+on. Of 16-bit floats, each host sends 2 (hosts - 1) / hosts of the buffer, and direct.py half of
+that for each rank of the host.
+
 Not for deterministic sums, which are in rank order, nor for averages of integers, which would wrap:
 direct.py is for these.
 """
@@ -24,9 +29,9 @@ from ringcomm.arrays.base import Flat
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives import select_algorithm
 from ringcomm.collectives.algorithms import direct, node, segmented
-from ringcomm.collectives.message_patterns import chunks
+from ringcomm.collectives.message_patterns import chunks, consecutive
 from ringcomm.collectives.operators import AVERAGE, SUM, Op
-from ringcomm.collectives.ranks_by_host import columns, host_of
+from ringcomm.collectives.ranks_by_host import columns, host_of, hosts, owned
 from ringcomm.collectives.recording import live, perform
 from ringcomm.transport.channel import Channel
 
@@ -53,16 +58,14 @@ async def allreduce_(
     again.
     """
     of_place = columns(t.nodes)
-    k, n_hosts = len(of_place), len(of_place[0])
+    k = len(of_place)
     here = host_of(t.rank, t.nodes)
     place = here.index(t.rank)
     parts = chunks(x.count, k) + [slice(x.count, x.count)] * (len(here) - k)
-    if across is None:
-        across = _ACROSS[select_algorithm.across(x.bytes.nbytes, n_hosts)]
+    across = across or _across(x, t)
     partial = SUM if op is AVERAGE else op
     local = t.among(here)  # no pair is in `local` and in `column`: messages cannot mix
-    if within is None:
-        within = direct if local.meeting is None else node
+    within = within or _within(local)
     share = await _reduce_within(x, parts, local, partial, within)
     if place < k:
         column = t.among(of_place[place])
@@ -74,6 +77,68 @@ async def allreduce_(
             t.cast(result[pieces[column.rank]], own)
         await perform(across.allgather_, column, result, pieces)
     await perform(within.allgather_, local, x, parts)
+
+
+@live
+async def reduce_scatter_(
+    x: Flat,
+    parts: list[slice],
+    t: Channel,
+    op: Op = SUM,
+    *,
+    within: ModuleType | None = None,
+    across: ModuleType | None = None,
+) -> Flat:
+    """Return this rank's reduced chunk, a view of x; the rest of x keeps this rank's values.
+
+    The arguments are those of allreduce_(), and the chunk of each rank.
+    """
+    order = owned(t.nodes)
+    here = host_of(t.rank, t.nodes)
+    place, k = here.index(t.rank), len(order)
+    lengths = [[sum(_length(parts[r]) for r in ranks) for ranks in column] for column in order]
+    copied = t.scratch(x, sum(map(sum, lengths)))
+    wanted = (parts[r] for column in order for ranks in column for r in ranks)
+    at = 0
+    for part in wanted:
+        t.copy(copied[at : at + _length(part)], x[part])
+        at += _length(part)
+    local = t.among(here)
+    within = within or _within(local)
+    partial = SUM if op is AVERAGE else op
+    shares = consecutive([*map(sum, lengths), *[0] * (len(here) - k)])
+    share = await _reduce_within(copied, shares, local, partial, within)
+    own = x[parts[t.rank]]
+    if place >= k:  # another rank of this host has it
+        await t.wait(t.irecv(own.bytes, here[place % k]))
+        return own
+    column = t.among(columns(t.nodes)[place])
+    pieces = consecutive(lengths[place])
+    across = across or _across(x, t)
+    total = await perform(across.reduce_scatter_, column, share, pieces, op=partial)
+    t.finish(total, op, t.size)
+    result = total
+    if x.dtype.is_16bit_float:
+        result = t.scratch(x, total.count)
+        t.cast(result, total)
+    ranks = order[place][column.rank]
+    each = [result[part] for part in consecutive([_length(parts[r]) for r in ranks])]
+    t.copy(own, each[0])  # the first of them is this rank
+    await t.wait(*(t.isend(x.bytes, r) for x, r in zip(each[1:], ranks[1:], strict=True)))
+    return own
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
+
+
+def _within(local: Channel) -> ModuleType:
+    return direct if local.meeting is None else node
+
+
+def _across(x: Flat, t: Channel) -> ModuleType:
+    return _ACROSS[select_algorithm.across(x.bytes.nbytes, len(hosts(t.nodes)))]
 
 
 async def _reduce_within(
