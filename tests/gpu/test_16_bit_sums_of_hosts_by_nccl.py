@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import simulated_gpu as sim
 from gpu_ranks import on_gpus
+from harness import at_length
 from simulated_nccl import FakeCommunicator
 
 import ringcomm as rc
+from ringcomm.collectives.message_patterns import chunks
 from ringcomm.config import Settings
 from ringcomm.gpu.transports import nccl, slices
+from ringcomm.gpu.transports.nccl_by_host import SumsByHost
 
 LAYOUTS = {
     "2 hosts x 2": (0, 0, 2, 2),
@@ -82,6 +85,85 @@ def test_a_host_sends_float32_once_and_the_result_once(layout, tmp_path, sent):
     n_hosts = len(set(nodes))
     over = sum(n for rank, peer, n in sent if nodes[rank] != nodes[peer])
     assert over == (4 + 2) * count * (n_hosts - 1)
+
+
+WIDE_LAYOUTS = {
+    "2 hosts x 3": (0, 0, 0, 3, 3, 3),
+    "one and four": (0, 1, 1, 1, 1),
+    "interleaved": (0, 1, 0, 1, 0, 1, 1),
+}
+
+
+@pytest.mark.parametrize("layout", WIDE_LAYOUTS)
+def test_the_rows_of_a_rank_and_the_sum_for_one_are_rounded_once(layout, tmp_path, monkeypatch):
+    monkeypatch.setattr(slices, "STAGING_NBYTES", 1 << 15)  # several passes
+    nodes = WIDE_LAYOUTS[layout]
+    size, root = len(nodes), len(nodes) - 1
+    cases = list(itertools.product(HALVES, (rc.SUM, rc.AVERAGE, rc.MAX), (1, 10_007)))
+    cases = at_length(cases, cases[:: 3 if layout == "2 hosts x 3" else 5])
+
+    def body(rank):
+        found = []
+        for dtype, op, n in cases:
+            x = sim.array(values(rank, n, dtype))
+            apart, whole = rc.reduce_scatter(x, op).get(), rc.reduce(x, op, root=root)
+            assert np.array_equal(x.get(), values(rank, n, dtype))
+            found.append((apart, rc.reduce_scatter_(x, op).get(), whole and whole.get()))
+        return found
+
+    fits = []
+    is_fit = SumsByHost.is_fit
+    monkeypatch.setattr(SumsByHost, "is_fit", lambda *a: fits.append(is_fit(*a)) or fits[-1])
+    results = on_gpus(size, body, tmp_path, transport="nccl", nodes=nodes)
+    assert all(fits)
+    for k, (dtype, op, n) in enumerate(cases):
+        total = expected(size, n, dtype, op)
+        for rank, part in enumerate(chunks(n, size)):
+            apart, in_place, whole = results[rank][k]
+            assert np.array_equal(apart, total[part]), (dtype, op, n, rank)
+            assert np.array_equal(in_place, total[part]), (dtype, op, n, rank)
+            assert (whole is None) == (rank != root)
+        assert np.array_equal(whole, total), (dtype, op, n)
+
+
+@pytest.mark.parametrize("seed", at_length(range(30), range(4)))
+def test_any_ranks_on_any_hosts_get_their_rows(seed, tmp_path, monkeypatch):
+    monkeypatch.setattr(slices, "STAGING_NBYTES", 1 << 13)
+    random = np.random.default_rng(seed)
+    hub = [int(host) for host in random.integers(0, 2, int(random.integers(5, 9)))]
+    nodes = tuple(hub.index(host) for host in hub)
+    size, root = len(nodes), int(random.integers(0, len(nodes)))
+    shape = (int(random.integers(0, 60)), *(3, 7)[: random.integers(0, 3)])
+    rows = random.integers(-8, 8, (size, *shape)).astype(HALVES[seed % 2])
+
+    def body(rank):
+        x = sim.array(rows[rank])
+        whole = rc.reduce(x, root=root)
+        return rc.reduce_scatter(x).get(), whole and whole.get()
+
+    found = on_gpus(size, body, tmp_path, transport="nccl", nodes=nodes, seed=seed)
+    total = rows.astype(np.float32).sum(0).astype(rows.dtype)
+    assert np.array_equal(np.concatenate([part for part, _ in found]), total)
+    assert np.array_equal(found[root][1], total)
+
+
+@pytest.mark.parametrize("call", ["reduce_scatter", "reduce"])
+def test_a_host_of_three_sends_its_float32_sums_once(call, tmp_path, sent):
+    nodes, count = WIDE_LAYOUTS["2 hosts x 3"], 6 * 1234
+
+    def body(rank):
+        rc.allreduce_(sim.array(np.zeros(1, ml_dtypes.bfloat16)))  # connects
+        rc.barrier()
+        if rank == 0:
+            sent.clear()
+        rc.barrier()
+        made = getattr(rc, call)(sim.array(values(rank, count, ml_dtypes.bfloat16)))
+        return made and made.get()
+
+    on_gpus(len(nodes), body, tmp_path, transport="nccl", nodes=nodes)
+    over = sum(n for rank, peer, n in sent if nodes[rank] != nodes[peer])
+    results = count if call == "reduce" else 0  # half of the elements, with 2 bytes each
+    assert abs(over - 4 * count - results) <= 64  # pieces begin at multiples of 16 bytes
 
 
 @pytest.mark.parametrize("adds_16bit", [0, 1])
