@@ -58,6 +58,21 @@ struct Stream {
 struct Event {
     bool reached = true;
 };
+// CUstreamBatchMemOpParams of cuda.h, without the operations on 64 bits
+union BatchMemOp {
+    int operation;
+    struct {
+        int operation;
+        Address address;
+        union {
+            uint32_t value;
+            uint64_t value64;
+        };
+        unsigned flags;
+        Address alias;
+    } on_value;
+    uint64_t pad[6];
+};
 struct Handle {
     char raw[64];
 };
@@ -129,6 +144,21 @@ int cuStreamWaitValue32_v2(Stream* stream, Address at, uint32_t value, unsigned)
         while (static_cast<int32_t>(*word(at) - value) < 0) usleep(20);
     });
 }
+int cuStreamBatchMemOp_v2(Stream* stream, unsigned count, BatchMemOp* each, unsigned flags) {
+    if (flags != 0 || count > 255) return kInvalidValue;
+    for (const auto* op = each; op != each + count; ++op) {
+        const bool is_wait = op->operation == 1;
+        if (!is_wait && op->operation != 2) return kInvalidValue;
+        (is_wait ? cuStreamWaitValue32_v2 : cuStreamWriteValue32_v2)(
+            stream, op->on_value.address, op->on_value.value, op->on_value.flags);
+    }
+    return 0;
+}
+int cuDeviceGetUuid_v2(char*, int) { return 0; }
+int cuStreamIsCapturing(Stream*, int* is_capturing) { return *is_capturing = 0, 0; }
+int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
+int cuCtxPushCurrent_v2(void*) { return 0; }
+int cuCtxPopCurrent_v2(void**) { return 0; }
 int cuEventCreate(Event** out, unsigned) { return *out = new Event, 0; }
 int cuEventDestroy_v2(Event*) { return 0; }
 int cuEventRecord(Event* event, Stream* stream) {

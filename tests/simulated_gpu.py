@@ -294,6 +294,11 @@ class SimulatedGpu:
         is_there = lambda: (flag.value - value) % (1 << 32) < 1 << 31  # noqa: E731
         self.enqueue(stream, lambda: None, is_there)
 
+    def write_and_await(self, stream, own, others, value):
+        self.write_value(stream, own, value)
+        for address in others:
+            self.await_value(stream, address, value)
+
     def close(self):
         with self._lock:
             if self._is_closed:

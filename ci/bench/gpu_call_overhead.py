@@ -14,8 +14,6 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
-
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 import simulated_gpu as sim
@@ -27,13 +25,21 @@ from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import stop
 from ringcomm.gpu.device.shared_pinned_pool import whole_pages
+from ringcomm.gpu.executor import order_of_launches, prepared_jobs
 from ringcomm.gpu.executor import team as team_module
 from ringcomm.gpu.executor.gpus import Gpus
 from ringcomm.gpu.transports.ipc import IpcTransport, flags_nbytes
 from ringcomm.gpu.transports.nccl import NcclTransport
 
 _WARM_UP = 50
+_THREADS = {
+    "MainThread": "the caller",
+    "ringcomm-gpu-launch": "calls of CUDA",
+    "ringcomm": "in the background",
+}
+_GATHERING = (team_module, order_of_launches, prepared_jobs)
 _gather_alike = team_module.gather_alike
+_ACTIVE = contextlib.nullcontext()  # the real one pushes and pops a context of CUDA
 
 
 class InstantGpu(sim.SimulatedGpu):
@@ -51,6 +57,12 @@ class InstantGpu(sim.SimulatedGpu):
     def write_value(self, stream, address, value):
         self.n_calls += 1
         sim.ctypes.c_uint32.from_address(address).value = value
+
+    def write_and_await(self, stream, own, others, value):
+        self.write_value(stream, own, value)
+
+    def active(self):
+        return _ACTIVE
 
     def record(self, event, stream):
         self.n_calls += 1
@@ -90,17 +102,22 @@ def measure(kind, args, folder):
             rc.allreduce_(x, group=alone)
         found = []
         for _ in range(args.repeats):
-            before, n_calls = processor_time(), gpu.n_calls
+            before, n_calls = processor_times(), gpu.n_calls
             for _ in range(args.operations):
                 rc.allreduce_(x, group=alone)
-            found.append(1e6 * (processor_time() - before) / args.operations)
+            after = processor_times()
+            found.append({t: 1e6 * (after[t] - before[t]) / args.operations for t in before})
             n_calls = (gpu.n_calls - n_calls) / args.operations
+    whole = [sum(each.values()) for each in found]
+    least = found[whole.index(min(whole))]
+    parts = (f"{what} {least.get(name, 0):.0f}" for name, what in _THREADS.items())
     print(
-        f"{kind:5} N={args.ranks}: {min(found):5.0f} us of processor time per operation (median "
-        f"{statistics.median(found):.0f}), {n_calls:.1f} calls of CUDA",
+        f"{kind:5} N={args.ranks}: {min(whole):5.0f} us of processor time per operation (median "
+        f"{statistics.median(whole):.0f}): {', '.join(parts)}; {n_calls:.1f} calls of CUDA",
         flush=True,
     )
-    team_module.gather_alike = _gather_alike
+    for module in _GATHERING:
+        module.gather_alike = _gather_alike
     with contextlib.suppress(Exception):  # the other rank of the hub never was
         stop(engine)
     gpu.close()
@@ -118,14 +135,15 @@ def pretend(team, gpu, host, kind, size):
     async def gather_alike(mine, _):
         return [mine] * size if mine else []
 
-    team_module.gather_alike = gather_alike
+    for module in _GATHERING:
+        module.gather_alike = gather_alike
 
 
-def processor_time():
-    """Return the processor time of the threads of this rank."""
-    threads = [each for each in threading.enumerate() if each.name != "simulated-gpu"]
-    clocks = [time.pthread_getcpuclockid(each.ident) for each in threads]
-    return float(np.sum([time.clock_gettime(clock) for clock in clocks]))
+def processor_times():
+    """Return the processor time of each thread of this rank."""
+    threads = [each for each in threading.enumerate() if each.name in _THREADS]
+    clocks = {each.name: time.pthread_getcpuclockid(each.ident) for each in threads}
+    return {name: time.clock_gettime(clock) for name, clock in clocks.items()}
 
 
 def arguments(argv):

@@ -16,6 +16,19 @@ class IpcHandle(ctypes.Structure):
     _fields_ = (("raw", ctypes.c_ubyte * 64),)
 
 
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams, for operations on 32 bits."""
+
+    _fields_ = (
+        ("operation", c_int),
+        ("address", c_uint64),
+        ("value", c_uint64),
+        ("flags", c_uint),
+        ("alias", c_uint64),
+        ("pad", c_uint64),
+    )
+
+
 _ADDRESS, _HANDLE = c_uint64, c_void_p
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuInit": (c_uint,),
@@ -38,6 +51,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuStreamSynchronize": (_HANDLE,),
     "cuStreamWriteValue32_v2": (_HANDLE, _ADDRESS, c_uint32, c_uint),
     "cuStreamWaitValue32_v2": (_HANDLE, _ADDRESS, c_uint32, c_uint),
+    "cuStreamBatchMemOp_v2": (_HANDLE, c_uint, POINTER(_Operation), c_uint),
     "cuEventCreate": (POINTER(_HANDLE), c_uint),
     "cuEventDestroy_v2": (_HANDLE,),
     "cuEventRecord": (_HANDLE, _HANDLE),
@@ -69,6 +83,8 @@ class CudaError(Exception):
 
 class Driver:
     """The first GPU, in its primary context."""
+
+    AWAIT, WRITE = 1, 2  # for in_one_call()
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
@@ -149,6 +165,11 @@ class Driver:
     def await_value(self, stream: int, address: int, value: int) -> None:
         """Make a stream wait until the 32 bits there are `value` or more."""
         self.call("cuStreamWaitValue32_v2", stream, address, value, 0)
+
+    def in_one_call(self, stream: int, operations: list[tuple[int, int, int]]) -> None:
+        """Enqueue operations (WRITE or AWAIT, address, value) by one call."""
+        table = (_Operation * len(operations))(*operations)
+        self.call("cuStreamBatchMemOp_v2", stream, len(operations), table, 0)
 
     # --- a kernel ---------------------------------------------------------------------------------
     def load_module(self) -> int:

@@ -73,13 +73,18 @@ def memory_operations() -> None:
     assert flags[0] == 7, "the stream did not wait"
     flags[1] = 2  # "or more"
     assert until(lambda: flags[0] == 8), "the stream still waits after the host's write"
+    gpu.in_one_call(stream, [(gpu.AWAIT, at + LINE, 3), (gpu.WRITE, at, 9)])
+    time.sleep(0.2)
+    assert flags[0] == 8, "the stream did not wait in a call of several operations"
+    flags[1] = 3
+    assert until(lambda: flags[0] == 9), "several operations in one call are not carried out"
     times = []
     for turn in range(100):
         begin = time.perf_counter()
-        gpu.await_value(stream, at + LINE, 3 + turn)
-        gpu.write_value(stream, at, 9 + turn)
-        flags[1] = 3 + turn
-        assert until(lambda turn=turn: flags[0] == 9 + turn)
+        gpu.await_value(stream, at + LINE, 4 + turn)
+        gpu.write_value(stream, at, 10 + turn)
+        flags[1] = 4 + turn
+        assert until(lambda turn=turn: flags[0] == 10 + turn)
         times.append(time.perf_counter() - begin)
     figure(f"a wait and a write take {1e6 * statistics.median(times):.1f} us, with the host's part")
 

@@ -271,9 +271,9 @@ DTYPE = [
     Mutation(
         "factors-are-lost-on-a-gpu",
         "dtype",
-        "gpu/executor/team.py",
-        "            device.launch(stream, kernel)\n        if job.buffer is not None:",
-        "            pass\n        if job.buffer is not None:",
+        "gpu/executor/prepared_jobs.py",
+        "        device.launch(stream, kernel)\n    if job.buffer is not None:",
+        "        pass\n    if job.buffer is not None:",
         "prescale and postscale count for arrays in host memory alone",
         ("gpu/test_collectives.py",),
     ),

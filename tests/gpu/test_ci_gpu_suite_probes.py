@@ -64,6 +64,40 @@ def test_a_probe_ends_with_its_figure(name, said, tmp_path):
     assert done.stdout.splitlines()[-1].startswith(f"figure: {said}")
 
 
+MEET = """
+import ctypes, time
+import numpy as np
+from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
+
+driver, size = CudaDriver(), 600
+stream = ctypes.c_void_p()
+assert driver._cuda.cuStreamCreate(ctypes.byref(stream), 0) == 0
+flags = np.zeros(size, np.uint32)
+own, *others = (flags.ctypes.data + 4 * k for k in range(size))
+for value in (7, 8):
+    driver.write_and_await(stream.value, own, tuple(others), value, flushes=False)
+end = time.monotonic() + 30
+for late in (1, 255, 256, size - 1):  # in each of the three calls
+    flags[1:] = 7
+    flags[late] = 6
+    while flags[0] != 7 and time.monotonic() < end:
+        pass
+    assert flags[0] == 7, flags[0]
+    time.sleep(0.05)
+    assert flags[0] == 7, late
+flags[1:] = 2**31
+while flags[0] != 8 and time.monotonic() < end:
+    pass
+print(flags[0])
+"""
+
+
+def test_a_meeting_of_streams_is_one_call_of_cuda(tmp_path):
+    """The driver's own layout of the operations, for more ranks than one call takes."""
+    done = run(tmp_path, ("-c", MEET))
+    assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+
+
 def test_a_call_that_blocks_is_named_and_hides_no_other(tmp_path):
     done = probe(tmp_path, "blocked", FAKE_BLOCKS="1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -66,7 +66,7 @@ def test_a_gpu_that_stands_still_is_a_timeout(transport, tmp_path):
     def body(rank, gpu):
         x = sim.array(np.ones(1000))
         rc.allreduce_(x)
-        gpu.finish(0)
+        gpu.synchronize()  # also what comes after the result
         rc.barrier()
         if rank == 1:
             gpu.freeze()

@@ -2,14 +2,20 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import simulated_gpu as sim
-from gpu_ranks import on_gpus
+from gpu_ranks import choose, on_gpus
 
 import ringcomm as rc
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.gpu.executor import team as team_module
+from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.executor.order_of_launches import LaunchOrder
 from ringcomm.gpu.transports import ipc_stream_commands
+from ringcomm.transport.channel import Until, Wait
 
 BENCH = Path(__file__).parents[2] / "ci" / "bench"
 
@@ -62,5 +68,37 @@ def test_the_measurement_of_an_operation_runs():
     assert done.returncode == 0, done.stderr
     ipc, nccl = done.stdout.splitlines()
     assert ipc.startswith("ipc   N=4: ")
-    assert ipc.endswith(" 14.0 calls of CUDA")
+    assert ipc.endswith(" 8.0 calls of CUDA")  # whatever the number of ranks
     assert nccl.endswith(" 6.0 calls of CUDA")
+
+
+def test_a_rank_may_begin_an_operation_before_it_has_a_transport(tmp_path, monkeypatch):
+    """In the round of the second operation, rank 0 has an outline, and rank 1 has none yet."""
+    told, tell, set_up = [], LaunchOrder.place_and_told, team_module.set_up_transport
+
+    async def note(order, t, mine):
+        told.append((t.rank, mine[-1]))
+        return await tell(order, t, mine)
+
+    async def set_up_late(provider, engine, memory, t):
+        made = await set_up(provider, engine, memory, t)
+        if t.rank == 1:
+            await Wait((Until(lambda: len([r for r, _ in told if r == 1]) == 2),))
+        return made
+
+    monkeypatch.setattr(LaunchOrder, "place_and_told", note)
+    monkeypatch.setattr(team_module, "set_up_transport", set_up_late)
+
+    def body(rank):
+        a, b = (rc.zeros(100, "float32", device="cuda").fill(rank + k) for k in range(2))
+        handles = [rc.allreduce_async_(a, name="a")]
+        team = Gpus.of(engine()).team(engine().groups.default)
+        while rank == 0 and team.transport is None:
+            time.sleep(1e-3)  # the background thread sets it up
+        handles.append(rc.allreduce_async_(b, name="b"))
+        for handle in handles:
+            handle.wait()
+        return a.get().tolist(), b.get().tolist()
+
+    assert on_gpus(2, body, tmp_path, **choose("ipc")) == [([1] * 100, [3] * 100)] * 2
+    assert sorted(told) == [(0, 0), (0, 1), (1, 0), (1, 0)]

@@ -103,7 +103,7 @@ class Extensions:
         """
         task = Task(label, ticket, members)
         task.late_elsewhere = late
-        task.is_asked = True
+        task.is_asked = task.is_patient = True
         task.start(coroutine)
         with self._pending.lock:
             self._pending.add(PendingOperation(task, None, ticket, 0))

@@ -70,7 +70,8 @@ class Progress:
             return  # C++ wakes a thread at the end
         with self._turn.lock:
             if self._turn.driver is not None:
-                self._turn.wake_driver()
+                if not task.is_patient:
+                    self._turn.wake_driver()
             elif not is_awaited:
                 self._loop.wake()
 
@@ -246,6 +247,8 @@ class Progress:
         if self._is_in_cpp and self._tasks.waits_in_cpp():
             # Often the operation ends within this nap.
             self._park(_LONG_NAP_S, is_background=spins == _BACKGROUND_SPINS)
+        elif self._tasks.is_patient:
+            self._park(_LONG_NAP_S, is_background=True)
         while not is_enough():
             turns += 1
             if turns % _LOOK_EVERY and self._tasks.take_news():
@@ -259,7 +262,8 @@ class Progress:
                 polls, nap, moved_at = 0, _NAP_S, now
             polls += 1
             is_in_cpp = self._tasks.waits_in_cpp()
-            is_slow = polls >= limit
+            is_patient = self._tasks.is_patient
+            is_slow = polls >= limit or is_patient
             if (is_slow and turns > 1) or turns % _LOOK_EVERY == 0:
                 self._tasks.look_around(now)
             if is_slow and self._peers.has_lost and is_enough():
@@ -267,6 +271,7 @@ class Progress:
             if is_slow:
                 # CPU time, not wall time: other processes may have had the core.
                 look_s = 0.0 if has_moved else time.thread_time() - began_at
+                nap = max(nap, _LONG_NAP_S) if is_patient else nap
                 self._park(nap, is_background=spins == _BACKGROUND_SPINS)
                 nap = max(_longer(nap, now - moved_at, is_in_cpp=is_in_cpp), _PASS_SHARE * look_s)
                 if self._tasks.is_streaming:

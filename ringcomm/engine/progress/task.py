@@ -45,6 +45,7 @@ class Task:
         self.late_elsewhere: Callable[[], tuple[int, ...]] = tuple
         self.needs_admission = False  # see Admission
         self.ends_alone = False  # if a rank dies and the job goes on, only its group ends
+        self.is_patient = False  # its end may be noticed a millisecond late
         self._callbacks: deque[Callable[[], None]] = deque()
         self._coroutines: list[tuple[TaskCoroutine, list[Request]]] = []
         self._first: TaskCoroutine | None = None

@@ -69,6 +69,14 @@ class TaskSet:
         return any(service.is_busy for service in self.services)
 
     @property
+    def is_patient(self) -> bool:
+        """True if there are tasks, all of them are patient, and no service is busy."""
+        for task in (*self._tasks, *self.inbox):
+            if not task.is_patient:
+                return False
+        return self.has_work and not any(service.is_busy for service in self.services)
+
+    @property
     def is_streaming(self) -> bool:
         """True while a service sends or receives a long message."""
         return any(service.is_streaming for service in self.services)

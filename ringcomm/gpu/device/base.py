@@ -82,6 +82,12 @@ class Device(Allocator, Protocol):
     def write_value(self, stream: int, address: int, value: int) -> None:
         """Write 32 bits to registered host memory once the stream's work so far is done."""
 
+    def write_and_await(self, stream: int, own: int, others: tuple[int, ...], value: int) -> None:
+        """Do write_value() to `own`, then await_value() at all `others`, in one call of CUDA.
+
+        Only the launcher's thread calls this.
+        """
+
     def await_value(self, stream: int, address: int, value: int) -> None:
         """Make the stream wait until int32(*address - value) >= 0, in registered host memory."""
 

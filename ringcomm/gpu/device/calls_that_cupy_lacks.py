@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import uuid
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ringcomm.errors import ConfigError, RingcommError
 
@@ -14,6 +19,17 @@ _ERROR_IMPLICIT_CAPTURE = 906  # of the default stream, while a stream that it w
 _CAPTURE_MODE_RELAXED = 2
 CAN_FLUSH_REMOTE_WRITES = 98
 _WAIT_FLUSH = 1 << 30
+_MOST_AT_ONCE = 255  # operations of cuStreamBatchMemOp
+# CUstreamBatchMemOpParams, for operations on 32 bits
+_OPERATION: Final = np.dtype(
+    {
+        "names": ["operation", "address", "value", "flags"],
+        "formats": ["u4", "u8", "u4", "u4"],
+        "offsets": [0, 8, 16, 24],
+        "itemsize": 48,
+    }
+)
+_AWAIT, _WRITE = 1, 2  # values of "operation"
 
 
 class CudaDriver:
@@ -28,6 +44,7 @@ class CudaDriver:
             self._cuda = ctypes.CDLL("libcuda.so.1")
             self._write = self._cuda.cuStreamWriteValue32_v2
             self._wait = self._cuda.cuStreamWaitValue32_v2
+            self._batch = self._cuda.cuStreamBatchMemOp_v2
             self._uuid = self._cuda.cuDeviceGetUuid_v2
             self._device_pointer = self._cuda.cuMemHostGetDevicePointer_v2
             self._retain = self._cuda.cuDevicePrimaryCtxRetain
@@ -42,6 +59,7 @@ class CudaDriver:
             ) from error
         for function in (self._write, self._wait):
             function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        self._batch.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
         self._is_capturing.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 
     def write_value(self, stream: int, address: int, value: int) -> None:
@@ -53,6 +71,15 @@ class CudaDriver:
         """See Device; `flushes`: the stream then sees earlier writes of other GPUs, too."""
         flags = _WAIT_GEQ | (_WAIT_FLUSH if flushes else 0)
         self.require("cuStreamWaitValue32", self._wait(stream, address, value, flags))
+
+    def write_and_await(
+        self, stream: int, own: int, others: tuple[int, ...], value: int, *, flushes: bool
+    ) -> None:
+        """See Device; for flushes see await_value()."""
+        for table, at, count in _batches(own, others, flushes=flushes):
+            table["value"] = value
+            code: int = self._batch(stream, count, at, 0)
+            self.require("cuStreamBatchMemOp", code)
 
     def can_write_values(self, stream: int, address: int) -> bool:
         """Return True if write_value() works; sets 32 bits of registered memory to 0.
@@ -132,3 +159,15 @@ class Context:
     def __exit__(self, *_: object) -> None:
         code = self._driver.pop(ctypes.byref(ctypes.c_void_p()))
         self._driver.require("cuCtxPopCurrent", code)
+
+
+@functools.lru_cache(maxsize=64)
+def _batches(
+    own: int, others: tuple[int, ...], *, flushes: bool
+) -> list[tuple[NDArray[Any], int, int]]:
+    """Return tables of operations that lack the value: (table, its address, its length) of each."""
+    flags = _WAIT_GEQ | (_WAIT_FLUSH if flushes else 0)
+    rows = [(_WRITE, own, 0, _WRITE_WITH_BARRIER), *((_AWAIT, at, 0, flags) for at in others)]
+    cuts = [rows[k : k + _MOST_AT_ONCE] for k in range(0, len(rows), _MOST_AT_ONCE)]
+    tables = [np.array(cut, _OPERATION) for cut in cuts]
+    return [(table, table.ctypes.data, len(table)) for table in tables]

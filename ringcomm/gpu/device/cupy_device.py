@@ -164,6 +164,9 @@ class _CudaDevice:
     def await_value(self, stream: int, address: int, value: int) -> None:
         self._driver.await_value(stream, address, value, flushes=self._flushes)
 
+    def write_and_await(self, stream: int, own: int, others: tuple[int, ...], value: int) -> None:
+        self._driver.write_and_await(stream, own, others, value, flushes=self._flushes)
+
     def synchronize(self) -> None:
         with self.active():
             self._runtime.deviceSynchronize()

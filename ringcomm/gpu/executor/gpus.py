@@ -180,10 +180,11 @@ def issue_of(group: Group, adapter: DeviceAdapter, *arrays: Array) -> Issue:
         RingcommError: the caller's stream captures a CUDA graph.
         ValueError: the arrays are on several GPUs.
     """
-    indices = sorted({adapter.device(x) for x in arrays})
-    if len(indices) > 1:
+    index = adapter.device(arrays[0])
+    if any(adapter.device(x) != index for x in arrays[1:]):
+        indices = sorted({adapter.device(x) for x in arrays})
         raise ValueError(f"the arrays are on GPUs {indices}: one call takes arrays of one GPU")
-    memory = Gpus.of(group.engine).memory(indices[0])
-    stream = adapter.stream(indices[0])
+    memory = Gpus.of(group.engine).memory(index)
+    stream = adapter.stream(index)
     refuse_capture(memory.device, stream)
     return Issue(adapter, memory, stream, [Event(memory, stream)])

@@ -36,10 +36,11 @@ from ringcomm.engine.operations.reduction_base import Reduction
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.gpus import Gpus, issue_of
+from ringcomm.gpu.executor.prepared_jobs import Jobs
 from ringcomm.gpu.executor.streams import Issue
-from ringcomm.gpu.executor.team import GpuTeam, Jobs
 from ringcomm.gpu.executor.via_host_memory import Staging, through_host
 from ringcomm.gpu.kernels.scale import can_scale
+from ringcomm.gpu.transports.base import GpuTransport
 from ringcomm.gpu.transports.works import Job, Move, Pull, Reduce, Update, UpdatePiece
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
@@ -54,7 +55,7 @@ def plan(operation: Operation) -> Plan[Any]:
     raise TypeError(f"{operation.call.kind} takes only arrays in host memory")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class _Course:
     """One operation, for any transport.
 
@@ -82,10 +83,14 @@ class _Course:
     async def run(self, t: Channel, jobs: Jobs) -> Any:
         """Carry out the operation; for `jobs` see GpuTeam.carry_out()."""
         team = Gpus.of(self.group.engine).team(self.group)
-        async with team.turn(t, self.issue):
+        prepared = await team.take_turn(t, self.issue, None if self.host_only else jobs)
+        try:
             if team.transport is not None and not self.host_only:
-                keeps = self.sources
-                return await team.carry_out(t, self.issue, jobs, self.finish, keeps)
+                return await team.carry_out(
+                    t, self.issue, jobs, self.finish, self.sources, prepared=prepared
+                )
+        finally:
+            team.end_turn()
         if team.transport is not None:
             team.announce(self.host_only)
         return await through_host(
@@ -108,6 +113,7 @@ class _Course:
 def _reduction(o: Reduction) -> Plan[Any]:
     x, adapter, group, options = o.x, o.adapter, o.group, o.options
     source, shape = contiguous(x, adapter), adapter.shape(x)
+    span = adapter.span(source)
     parts: list[slice] = []
     out = None
     if o.to is To.OWNER:
@@ -131,17 +137,17 @@ def _reduction(o: Reduction) -> Plan[Any]:
         [out],
         finish,
         o.on_mirrors,
-        _why_on_host(options, [adapter.span(source)]),
+        _why_on_host(options, [span]),
         is_elementwise=o.to is To.ALL,
     )
-    span, target = adapter.span(source), None if out is None else adapter.span(out)
+    target = span if out is source else None if out is None else adapter.span(out)
 
     def work(source: Span) -> Reduce:
         is_ordered = options.deterministic
         return Reduce(source, target, options.op, o.to, o.root, tuple(parts), is_ordered)
 
-    def jobs(team: GpuTeam) -> list[Job]:
-        here = _scratch(team, [span])
+    def jobs(transport: GpuTransport) -> list[Job]:
+        here = _scratch(transport, [span])
         return [Job(work(here), [span], (), here, options.prescale, options.postscale)]
 
     if options.prescale == 1.0:  # nothing is copied
@@ -168,9 +174,9 @@ def _grouped(o: GroupedAllreduce | Adasum) -> Plan[Any]:
         # The current stream copies results to strided arrays.
         return [written(x, w, a) for x, w, a in zip(xs, work, o.adapter, strict=True)]
 
-    def jobs(team: GpuTeam) -> list[Job]:
+    def jobs(transport: GpuTransport) -> list[Job]:
         return [
-            _fused(team, [spans[i] for i in each], [targets[i] for i in each], options)
+            _fused(transport, [spans[i] for i in each], [targets[i] for i in each], options)
             for each in batches
         ]
 
@@ -339,20 +345,23 @@ def _broadcast(o: Broadcast) -> Plan[Any]:
 
 
 def _fused(
-    team: GpuTeam, sources: Sequence[Span], targets: Sequence[Span], options: ReductionOptions
+    transport: GpuTransport,
+    sources: Sequence[Span],
+    targets: Sequence[Span],
+    options: ReductionOptions,
 ) -> Job:
     """Return one reduction for several arrays of one dtype."""
     reduce = partial(Reduce, op=options.op, is_deterministic=options.deterministic)
     factors = options.prescale, options.postscale
     if len(sources) == 1 and options.prescale == 1.0:
         return Job(reduce(sources[0], targets[0]), postscale=options.postscale)
-    whole = _scratch(team, sources)
+    whole = _scratch(transport, sources)
     return Job(reduce(whole, whole), sources, targets, whole, *factors)
 
 
-def _scratch(team: GpuTeam, sources: Sequence[Span]) -> Span:
+def _scratch(transport: GpuTransport, sources: Sequence[Span]) -> Span:
     """Return memory for copies of arrays of one dtype."""
-    memory = team.scratch(sum(source.nbytes for source in sources))
+    memory = transport.scratch(sum(source.nbytes for source in sources))
     count = sum(source.count for source in sources)
     return Span(memory.address, count, sources[0].dtype, memory.owner)
 

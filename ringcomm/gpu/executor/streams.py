@@ -120,7 +120,7 @@ class Marks:
         memory.give_line(self._line, self._address)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Mark:
     """A point in the work of a stream."""
 
@@ -172,7 +172,7 @@ class Reached:
         """Do nothing: a stream cannot be stopped."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Issue:
     """The point on the caller's stream at which an operation was called."""
 

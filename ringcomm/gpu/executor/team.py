@@ -15,29 +15,31 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-import numpy as np
-
-from ringcomm.arrays import DTYPES, Flat, Span
-from ringcomm.collectives.algorithms import tree
-from ringcomm.engine.core.agreement import gather_alike, node_or
+from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.engine.core.engine_state import EngineState
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.device import packing
 from ringcomm.gpu.executor.launcher import Launcher
+from ringcomm.gpu.executor.order_of_launches import LaunchOrder
+from ringcomm.gpu.executor.prepared_jobs import (
+    Jobs,
+    LoadedKernels,
+    Prepared,
+    enqueue,
+    prepare,
+)
 from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Mark, Marks, Reached
 from ringcomm.gpu.executor.transport_setup import set_up_transport
-from ringcomm.gpu.kernels.base import Kernel
-from ringcomm.gpu.kernels.scale import ScaleKernel
 from ringcomm.gpu.transports.base import GpuTransport
+from ringcomm.gpu.transports.ipc_stream_commands import Outline
 from ringcomm.gpu.transports.nccl_base import NcclBinding
 from ringcomm.gpu.transports.transport_choice import GpuChoice
-from ringcomm.gpu.transports.works import Job, Reduce
-from ringcomm.transport.channel import Channel, Until, Wait
+from ringcomm.gpu.transports.works import Job
+from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.group import Group
@@ -47,9 +49,9 @@ _RELEASE_EVERY_S, _RELEASE_OFTEN_FOR_S, _RELEASE_SELDOM_S = 0.005, 10.0, 0.2
 # A stream with about 1000 entries blocks a thread that adds more; a phase adds 4 per rank, and most
 # operations have 3 phases or fewer.
 MOST_UNDER_WAY: Final = 16
-_PHASES_AHEAD = 16
 _ERROR_WITHIN_S = 1.0
 R = TypeVar("R")
+_NOTHING: Final = bytes(Outline.NBYTES + 1)  # from a rank that has prepared nothing
 
 
 class _UnderWay:
@@ -63,9 +65,6 @@ class _UnderWay:
     def ask(self) -> bool:
         """Return True once the operation's work on the stream is done."""
         return self.is_over()
-
-
-Jobs = Sequence[Job] | Callable[["GpuTeam"], Sequence[Job]]
 
 
 class GpuTeam:
@@ -91,22 +90,32 @@ class GpuTeam:
         self._base = base_of(group_id, "on the GPU")
         self._own = base_of(NO_GROUP, f"rank {self._engine.job_rank} on the GPU, {group_id}")
         self._n_alone = 0  # operations that do not wait for other ranks
-        self._n_ordered = 0  # on the first rank: the number of operations that have a place
-        self._turn = 0  # the place of the operation that may launch
+        self._order = LaunchOrder()
         self._under_way: deque[Mark] = deque()  # of operations that wait for other ranks
         self._marks: Marks | None = None
         self._memory: GpuMemory | None = None
         self.choice: GpuChoice | None = None
         self.transport: GpuTransport | None = None
         self.n_launched = 0
+        self._is_one_host: bool | None = None  # so that ipc is possible
         self._announced: set[str] = set()
-        self._loaded_by_all: set[tuple[str, ...]] = set()  # kernels, if there are no outlines
-        self._engine.extensions.add_entered(self._base, self._has_entered)
+        self._loaded = LoadedKernels()
+        has_entered = lambda number: number <= self.n_launched  # noqa: E731
+        self._engine.extensions.add_entered(self._base, has_entered)
 
     # --- order ------------------------------------------------------------------------------------
-    @contextlib.asynccontextmanager
-    async def turn(self, t: Channel, issue: Issue) -> AsyncIterator[None]:
-        """Return a context in which it is this operation's turn, and the transport is set up.
+    async def take_turn(self, t: Channel, issue: Issue, jobs: Jobs | None) -> Prepared | None:
+        """Return once it is this operation's turn, and the transport is set up.
+
+        If this returns, the caller has to call end_turn().
+
+        Args:
+            t: the operation's channel.
+            issue: the operation's Issue.
+            jobs: what to prepare for carry_out(), see there; None: nothing.
+
+        Returns:
+            What was prepared, if all ranks have already exchanged what they need to know of it.
 
         Raises:
             ConfigError: on all ranks, if RINGCOMM_GPU_TRANSPORT names an unusable transport.
@@ -114,9 +123,14 @@ class GpuTeam:
         """
         if t.meeting is not None and not t.has_met:
             await t.meet()
-        place = await self._place(t)
-        if self._turn != place:
-            await Wait((Until(lambda: self._turn == place),))
+        if self._is_one_host is None:
+            self._is_one_host = len(set(t.nodes)) == 1
+        prepared = None
+        if self._is_one_host:
+            place, prepared = await self._place_and_outlines(t, issue, jobs)
+        else:
+            place = await self._order.place(t)
+        await self._order.take_turn(place)
         try:
             if self._memory is None:
                 made = await set_up_transport(self._provider, self._engine, issue.memory, t)
@@ -126,9 +140,14 @@ class GpuTeam:
                     self._marks = await issue.memory.idle_calls.call(make)
             else:
                 self._require_same_gpu(t, issue)
-            yield
-        finally:
-            self._turn += 1
+        except BaseException:
+            self.end_turn()
+            raise
+        return prepared
+
+    def end_turn(self) -> None:
+        """Let the next operation have its turn."""
+        self._order.end_turn()
 
     def _require_same_gpu(self, t: Channel, issue: Issue) -> None:
         now, before = issue.memory.device.index, self._gpu.device.index
@@ -139,14 +158,28 @@ class GpuTeam:
                 "torch.cuda.set_device() or cupy.cuda.Device().use() once, before the first array"
             )
 
-    async def _place(self, t: Channel) -> int:
-        """Return the place that the first rank gives this operation; collective."""
-        number = np.zeros(1, np.int64)
-        if t.rank == 0:
-            number[0] = self._n_ordered
-            self._n_ordered += 1
-        await node_or(tree, t).broadcast_(Flat(number.view(np.uint8), DTYPES["int64"]), 0, t)
-        return int(number[0])
+    async def _place_and_outlines(
+        self, t: Channel, issue: Issue, jobs: Jobs | None
+    ) -> tuple[int, Prepared | None]:
+        """Return the place, and the jobs if all ranks know the outlines of the first one.
+
+        The ranks say all that in one round, which is always of the same form: this rank may not
+        have a transport yet when others have.
+        """
+        prepared = None
+        transport = self.transport
+        if jobs is not None and transport is not None and transport.has_outlines:
+            self._require_same_gpu(t, issue)
+            prepared = await prepare(transport, jobs, issue.memory.launcher)
+            await self._loaded.load(prepared.jobs, transport, self._gpu.idle_calls, t)
+        known = _NOTHING if prepared is None else prepared.outlines[0] + b"\1"
+        place, told = await self._order.place_and_told(t, known)
+        if prepared is not None:
+            outlines = [each[:-1] for each in told if each[-1]]
+            if len(outlines) == len(told):
+                prepared.first = outlines
+                return place, prepared
+        return place, None
 
     # --- launches ---------------------------------------------------------------------------------
     async def carry_out(
@@ -156,6 +189,8 @@ class GpuTeam:
         jobs: Jobs,
         finish: Callable[[], R],
         keeps: Sequence[object],
+        *,
+        prepared: Prepared | None,
     ) -> Launched[R]:
         """Enqueue an operation in its turn, and watch the stream until the operation is done.
 
@@ -166,17 +201,22 @@ class GpuTeam:
             finish: function that is called last, while the team's stream is the current stream;
                 returns the result.
             keeps: objects that live until the stream's work is done.
+            prepared: from take_turn().
         """
         await self._await_room()
-        todo, outlines = await _prepared(self, jobs, issue.memory.launcher)
+        if prepared is None:
+            transport = self._own_transport
+            prepared = await prepare(transport, jobs, issue.memory.launcher)
+            await self._loaded.load(prepared.jobs, transport, self._gpu.idle_calls, t)
+        todo, first = prepared.jobs, prepared.first
         keeps = (*todo, *keeps)
-        await self._load_kernels(t, todo)
         under_way = _UnderWay()
+        launched = None
         try:
-            for job, outline in zip(todo[:-1], outlines, strict=False):
-                await self.put(t, job, outline, issue, under_way)
-            end = partial(self._end, issue, finish)
-            launched = await self.put(t, todo[-1], outlines[-1], issue, under_way, end=end)
+            for number, (job, outline) in enumerate(zip(todo, prepared.outlines, strict=True), 1):
+                end = partial(self._end, issue, finish) if number == len(todo) else None
+                told, first = first or await gather_alike(outline, t), None
+                launched = await self.put(t, job, told, issue, under_way, end=end)
         except BaseException:  # a death, or an error of CUDA: nothing watches the stream so far
             under_way.is_over = self._break_off(keeps)
             raise
@@ -194,23 +234,11 @@ class GpuTeam:
         while len(self._under_way) >= MOST_UNDER_WAY:
             await Wait((Reached(self._under_way.popleft()),))
 
-    async def _load_kernels(self, t: Channel, todo: Sequence[Job]) -> None:
-        """Load the kernels of jobs, before all ranks exchange outlines, or else meet here."""
-        transport = self._own_transport
-        kernels = [kernel for job in todo for kernel in _kernels(job, transport)]
-        await self._gpu.idle_calls.load(kernels)
-        if transport.has_outlines:
-            return
-        new = {kernel.defines for kernel in kernels} - self._loaded_by_all
-        if new:
-            await gather_alike(b"loaded", t)
-            self._loaded_by_all |= new
-
     async def put(
         self,
         t: Channel,
         job: Job,
-        outline: bytes,
+        outlines: Sequence[bytes],
         issue: Issue,
         under_way: _UnderWay,
         *,
@@ -218,7 +246,7 @@ class GpuTeam:
     ) -> R | None:
         """Enqueue a job, then call end(), if any; return its result."""
         call, transport, device = self._gpu.launcher.call, self._own_transport, self._gpu.device
-        steps = self._enqueue(job, await gather_alike(outline, t), issue)
+        steps = enqueue(job, outlines, issue, transport, self._own_marks)
         if not under_way.is_noted:  # not before: the other ranks may have to load kernels first
             under_way.is_noted = True
             self._gpu.idle_calls.note_under_way(under_way.ask)
@@ -236,28 +264,6 @@ class GpuTeam:
             await Wait((Reached(made),))
             if not transport.meets_on_stream:
                 await gather_alike(b"here", t)
-
-    def _enqueue(self, job: Job, outlines: Sequence[bytes], issue: Issue) -> Iterator[Mark]:
-        """Enqueue a job. Yield a mark where this rank has to wait until it is reached.
-
-        Where the streams of the ranks do not meet, the ranks have to meet after each such wait.
-        """
-        transport, device, stream = self._own_transport, self._gpu.device, self._stream
-        phases = transport.phases(job.work, outlines)
-        issue.let_wait(stream)
-        if job.buffer is not None:
-            packing.pack(device, stream, job.packed, job.buffer)
-        for kernel in _scaling(job.buffer, job.prescale):
-            device.launch(stream, kernel)
-        for number, _ in enumerate(phases, 1):
-            if transport.meets_on_stream:
-                transport.meet()
-            if not transport.meets_on_stream or number % _PHASES_AHEAD == 0:
-                yield self._own_marks.make()
-        for kernel in _scaling(job.work.target, job.postscale):
-            device.launch(stream, kernel)
-        if job.buffer is not None:
-            packing.unpack(device, stream, job.unpacked, job.buffer)
 
     def _end(self, issue: Issue, finish: Callable[[], R]) -> Launched[R]:
         with issue.on(self._stream):
@@ -308,18 +314,11 @@ class GpuTeam:
     def _late(self) -> tuple[int, ...]:
         return tuple(self._members[rank] for rank in self._own_transport.late)
 
-    def scratch(self, nbytes: int) -> Span:
-        """See GpuTransport."""
-        return self._own_transport.scratch(nbytes)
-
     def announce(self, why: str) -> None:
         """Warn, on the first rank and once per reason, that an operation uses host memory."""
         if self._rank == 0 and why not in self._announced:
             self._announced.add(why)
             _log.warning("an operation on a GPU goes through host memory: %s", why)
-
-    def _has_entered(self, number: int) -> bool:
-        return number <= self.n_launched
 
     def close(self, *, is_clean: bool) -> None:
         """Free everything; see GpuTransport."""
@@ -392,43 +391,3 @@ def _release(
             is_soon = time.monotonic() < begin + _RELEASE_OFTEN_FOR_S
             time.sleep(_RELEASE_EVERY_S if is_soon else _RELEASE_SELDOM_S)
     keeps.clear()
-
-
-async def _prepared(
-    team: GpuTeam, jobs: Jobs, launcher: Launcher
-) -> tuple[Sequence[Job], list[bytes]]:
-    """Return the jobs of an operation and this rank's outlines, without the launcher if possible.
-
-    To hand something to that thread, and to wait for it, takes longer than all else here.
-    """
-    transport = team.transport
-    assert transport is not None
-    if not callable(jobs):
-        known = [transport.known_outline(job.work) for job in jobs]
-        outlines = [each for each in known if each is not None]
-        if len(outlines) == len(jobs):
-            return jobs, outlines
-
-    def prepare() -> tuple[Sequence[Job], list[bytes]]:
-        todo = jobs(team) if callable(jobs) else jobs
-        return todo, [transport.outline(job.work) for job in todo]
-
-    return await launcher.call(prepare)
-
-
-def _kernels(job: Job, transport: GpuTransport) -> list[Kernel]:
-    """Return all kernels of a job; the same on all ranks if those of the transport are."""
-    kernels = [*transport.kernels(job.work)]
-    if job.buffer is not None:
-        kernels += packing.kernels(job.buffer.dtype.itemsize)
-    if (job.prescale, job.postscale) != (1.0, 1.0):
-        assert isinstance(job.work, Reduce)
-        kernels.append(ScaleKernel(0, 0, job.work.dtype, 1.0))
-    return kernels
-
-
-def _scaling(x: Span | None, factor: float) -> list[ScaleKernel]:
-    """Return the kernel that multiplies an array by a factor; none if nothing would change."""
-    if x is None or factor == 1.0 or not x.count:
-        return []
-    return [ScaleKernel(x.address, x.count, x.dtype, factor)]

@@ -74,6 +74,7 @@ class IpcTransport:
         self._flag_memory, self._host = flags, host
         start = host.register(flags)
         self._flag_addresses = [start + LINE * r for r in range(size)]
+        self._flags_of_others = tuple(others_of(self._flag_addresses, rank))
         self._peers = [PeerMemory(device) for _ in range(size)]
         self._phase = 0  # value of this rank's flag once the stream's work is done
         self._capacity = staging_nbytes(size)
@@ -129,9 +130,8 @@ class IpcTransport:
     def meet(self) -> None:
         """See GpuTransport."""
         self._phase = (self._phase + 1) % (1 << 32)
-        self._device.write_value(self.stream, self._flag_addresses[self._rank], self._phase)
-        for address in others_of(self._flag_addresses, self._rank):
-            self._device.await_value(self.stream, address, self._phase)
+        own, others = self._flag_addresses[self._rank], self._flags_of_others
+        self._device.write_and_await(self.stream, own, others, self._phase)
 
     def release(self) -> None:
         """Set the flags of the others to a value for which no stream waits.

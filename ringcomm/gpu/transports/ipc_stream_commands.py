@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DType
@@ -50,8 +50,10 @@ class Outline:
     staging: Address = NOWHERE  # staging memory, for a source or target that they cannot map
     shown: int = 0  # Move: bytes of the source that go through the staging memory
 
+    NBYTES: ClassVar = 8 + 3 * Address.NBYTES
+
     def pack(self) -> bytes:
-        """Return the form that is sent to other ranks; all outlines have the same length."""
+        """Return the NBYTES bytes that are sent to other ranks."""
         parts = (self.source.pack(), self.target.pack(), self.staging.pack())
         return self.shown.to_bytes(8, "little") + b"".join(parts)
 

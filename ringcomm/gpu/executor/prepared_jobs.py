@@ -1,0 +1,134 @@
+"""The jobs of an operation: what other ranks must know of them, their kernels, and their launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ringcomm.arrays.base import Span
+from ringcomm.engine.core.agreement import gather_alike
+from ringcomm.gpu.device import packing
+from ringcomm.gpu.executor.calls_made_while_idle import IdleCalls
+from ringcomm.gpu.executor.launcher import Launcher
+from ringcomm.gpu.executor.streams import Issue, Mark, Marks
+from ringcomm.gpu.kernels.base import Kernel
+from ringcomm.gpu.kernels.scale import ScaleKernel
+from ringcomm.gpu.transports.base import GpuTransport
+from ringcomm.gpu.transports.works import Job, Reduce
+from ringcomm.transport.channel import Channel
+
+Jobs = Sequence[Job] | Callable[[GpuTransport], Sequence[Job]]  # a function may call CUDA
+_PHASES_AHEAD = 16  # on a stream
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """The jobs of an operation, ready to be enqueued.
+
+    Attributes:
+        jobs: all jobs.
+        outlines: this rank's outline of each job.
+        first: the outlines of the first job, by rank; None: the ranks have not exchanged them yet.
+    """
+
+    jobs: Sequence[Job]
+    outlines: Sequence[bytes]
+    first: Sequence[bytes] | None = None
+
+
+async def prepare(transport: GpuTransport, jobs: Jobs, launcher: Launcher) -> Prepared:
+    """Return the jobs of an operation and this rank's outlines, without the launcher if possible.
+
+    To hand something to that thread, and to wait for it, takes longer than all else here.
+    """
+    if not callable(jobs):
+        known = [transport.known_outline(job.work) for job in jobs]
+        outlines = [each for each in known if each is not None]
+        if len(outlines) == len(jobs):
+            return Prepared(jobs, outlines)
+
+    def make() -> Prepared:
+        todo = jobs(transport) if callable(jobs) else jobs
+        return Prepared(todo, [transport.outline(job.work) for job in todo])
+
+    return await launcher.call(make)
+
+
+class LoadedKernels:
+    """What is known to be loaded of the kernels of one team."""
+
+    def __init__(self) -> None:
+        self._kinds: set[object] = set()  # kinds of jobs of which all kernels are loaded
+        self._by_all: set[tuple[str, ...]] = set()  # kernels, if there are no outlines
+
+    async def load(
+        self, todo: Sequence[Job], transport: GpuTransport, idle_calls: IdleCalls, t: Channel
+    ) -> None:
+        """Load the kernels of jobs, before all ranks exchange outlines, or else meet here."""
+        kinds = {_kind(job) for job in todo}
+        if kinds <= self._kinds:
+            await idle_calls.load([])
+            return
+        kernels = [kernel for job in todo for kernel in _kernels(job, transport)]
+        await idle_calls.load(kernels)
+        if not transport.has_outlines:
+            new = {kernel.defines for kernel in kernels} - self._by_all
+            if new:
+                await gather_alike(b"loaded", t)
+                self._by_all |= new
+        self._kinds |= kinds - {None}
+
+
+def _kind(job: Job) -> object:
+    """Return what _kernels() of a reduction depends on; None for other works."""
+    work = job.work
+    if not isinstance(work, Reduce):
+        return None
+    buffer, is_scaled = job.buffer, job.prescale != 1.0 or job.postscale != 1.0
+    packed = None if buffer is None else buffer.dtype.itemsize
+    lengths = work.parts and {part.stop - part.start for part in work.parts}
+    is_even = len(lengths) < 2  # is_native() of NCCL asks for it
+    return work.dtype, work.op, work.to, work.is_deterministic, is_even, packed, is_scaled
+
+
+def _kernels(job: Job, transport: GpuTransport) -> list[Kernel]:
+    """Return all kernels of a job; the same on all ranks if those of the transport are."""
+    kernels = [*transport.kernels(job.work)]
+    if job.buffer is not None:
+        kernels += packing.kernels(job.buffer.dtype.itemsize)
+    if (job.prescale, job.postscale) != (1.0, 1.0):
+        assert isinstance(job.work, Reduce)
+        kernels.append(ScaleKernel(0, 0, job.work.dtype, 1.0))
+    return kernels
+
+
+def enqueue(
+    job: Job, outlines: Sequence[bytes], issue: Issue, transport: GpuTransport, marks: Marks
+) -> Iterator[Mark]:
+    """Enqueue a job. Yield a mark where this rank has to wait until it is reached.
+
+    Where the streams of the ranks do not meet, the ranks have to meet after each such wait.
+    """
+    device, stream = issue.memory.device, transport.stream
+    phases = transport.phases(job.work, outlines)
+    issue.let_wait(stream)
+    if job.buffer is not None:
+        packing.pack(device, stream, job.packed, job.buffer)
+    for kernel in _scaling(job.buffer, job.prescale):
+        device.launch(stream, kernel)
+    for number, _ in enumerate(phases, 1):
+        if transport.meets_on_stream:
+            transport.meet()
+        if not transport.meets_on_stream or number % _PHASES_AHEAD == 0:
+            yield marks.make()
+    for kernel in _scaling(job.work.target, job.postscale):
+        device.launch(stream, kernel)
+    if job.buffer is not None:
+        packing.unpack(device, stream, job.unpacked, job.buffer)
+
+
+def _scaling(x: Span | None, factor: float) -> list[ScaleKernel]:
+    """Return the kernel that multiplies an array by a factor; none if nothing would change."""
+    if x is None or factor == 1.0 or not x.count:
+        return []
+    return [ScaleKernel(x.address, x.count, x.dtype, factor)]
