@@ -182,16 +182,29 @@ def program_parameters(environ: Mapping[str, str] = os.environ) -> tuple[str, di
 
 def tuning_folder(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder of the tables of `ringcomm tune`; None if this user has no home."""
-    from pathlib import Path  # takes 8 ms, which `import ringcomm` saves
-
     if settings.tuning:
+        from pathlib import Path  # takes 8 ms, which `import ringcomm` saves
+
         return Path(settings.tuning)
+    cache = _user_cache(environ)
+    return cache and cache / "tuning"
+
+
+def kernel_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of compiled kernels for GPUs; None if this user has no home."""
+    cache = _user_cache(environ)
+    return cache and cache / "kernels"
+
+
+def _user_cache(environ: Mapping[str, str]) -> Path | None:
+    from pathlib import Path
+
     xdg = environ.get("XDG_CACHE_HOME", "")
     try:
         cache = Path(xdg) if xdg.startswith("/") else Path.home() / ".cache"  # XDG: not a relative
     except RuntimeError:  # HOME is not set, and the user's number has no entry
         return None
-    return cache / "ringcomm" / "tuning"
+    return cache / "ringcomm"
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:

@@ -194,6 +194,7 @@ runtime = SimpleNamespace(deviceGetAttribute=lambda *_: 9, deviceSynchronize=lam
 """,
     "cuda/nvrtc.py": """
 getSupportedArchs, NVRTCError, destroyProgram = lambda: [99], RuntimeError, lambda _: None
+getVersion = lambda: (13, 0)
 createProgram = lambda *_: []
 compileProgram = lambda program, options: program.extend(options)
 getCUBIN = lambda program: " ".join(program).encode()
@@ -209,7 +210,8 @@ def test_the_kernels_stage_launches_kernels_on_the_gpu(tmp_path):
     tests = ("-k", "do_not_depend_on_the_grid or shards_of_all_ranks")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", *suite.KERNELS, *tests],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "XDG_CACHE_HOME": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

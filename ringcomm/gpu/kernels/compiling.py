@@ -1,4 +1,4 @@
-"""Compiles kernels for one GPU when they are first launched."""
+"""Compiles kernels for one GPU when they are first loaded, or takes them from the user's cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 import cupy
 from cupy.cuda import nvrtc
 
+from ringcomm.config import kernel_folder
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.kernels.base import BLOCK, ENTRY, OPTIONS, Kernel, source
+from ringcomm.gpu.kernels.compiled_on_disk import compiled_once
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _N_PROCESSORS = 75, 76, 16  # as cuda.h numbers them
 
 
 class Kernels:
-    """The compiled kernels of one GPU. Compiling a kernel takes a fraction of a second.
+    """The compiled kernels of one GPU. Compiling one takes a fraction of a second, once per user.
 
     cupy.RawModule cannot compile them: it flushes denormal numbers to zero even if its options
     forbid that, and needs CUDA's headers, although kernels.cu includes none.
@@ -74,14 +76,20 @@ def compile_for(capability: int, defines: Sequence[str]) -> bytes:
     known = nvrtc.getSupportedArchs()
     is_known = capability in known
     target = f"sm_{capability}" if is_known else f"compute_{max(known)}"
+    options = (*OPTIONS, *defines, f"--gpu-architecture={target}")
+    key = ("1", "NVRTC", *map(str, nvrtc.getVersion()), source(), *options)  # "1": of this format
+    return compiled_once(kernel_folder(), key, lambda: _compile(options, is_known=is_known))
+
+
+def _compile(options: Sequence[str], *, is_known: bool) -> bytes:
     program = nvrtc.createProgram(source(), "kernels.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, *defines, f"--gpu-architecture={target}"))
+        nvrtc.compileProgram(program, options)
         return bytes(nvrtc.getCUBIN(program) if is_known else nvrtc.getPTX(program))
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         raise ConfigError(
-            f"a kernel cannot be compiled for {target} ({' '.join(defines)}): {error}\n{log}"
+            f"a kernel cannot be compiled with {' '.join(options)}: {error}\n{log}"
         ) from error
     finally:
         nvrtc.destroyProgram(program)
