@@ -48,7 +48,10 @@ def with_fault(size, body, folder, *, timeout_s=120, settings=None, **options):
 
 def begin(rank, folder, transport="auto", seed=0, **options):
     """Let this rank have a simulated GPU."""
-    own = {"uuid": f"gpu-{rank}"} if transport == "nccl" else {}
+    # Without NCCL, ranks 0, 2, 4 ... share a GPU, and so do the others.
+    own = {"uuid": f"gpu-{rank % 2}", "reaches": ("gpu-0", "gpu-1")}
+    if transport == "nccl":
+        own = {"uuid": f"gpu-{rank}"}
     gpu = sim.SimulatedGpu(folder, 1000 * seed + rank, **own | options)
     sim.use(gpu)
     nccl = FakeNccl(gpu, folder) if transport == "nccl" else None

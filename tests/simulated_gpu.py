@@ -78,7 +78,8 @@ class SimulatedGpu:
         failure: what a stream has raised; None: nothing.
         n_done: entries of streams that have been carried out.
         longest: the most entries that a stream has had.
-        n_updates: launches of the kernel that updates.
+        n_reductions: launches of the kernel that reduces.
+        n_updates: of the one that updates.
         n_packs: of the one that packs.
         n_late_loads: kernels that a launch had to load.
         strays: streams that were left for GPU 0, as its thread used no other GPU.
@@ -119,7 +120,8 @@ class SimulatedGpu:
         self._is_frozen = False
         self.failure = None
         self.set_room(1 << 20)
-        self.n_done = self.longest = self.n_updates = self.n_packs = 0
+        self.n_done = self.longest = 0
+        self.n_reductions = self.n_updates = self.n_packs = 0
         self.n_late_loads = self.strays = 0
         self.depth = 1000
         self.context = threading.RLock()
@@ -234,6 +236,7 @@ class SimulatedGpu:
             self._launch(stream, kernel)
 
     def _launch(self, stream, kernel):
+        self.n_reductions += isinstance(kernel, ReduceKernel)
         self.n_updates += isinstance(kernel, UpdateKernel)
         self.n_packs += isinstance(kernel, PackKernel)
 

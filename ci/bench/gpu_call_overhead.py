@@ -128,7 +128,9 @@ def pretend(team, gpu, host, kind, size):
     if kind == "ipc":
         flags = whole_pages(flags_nbytes(size))
         flags[:] = 0
-        team.transport = IpcTransport(gpu, 0, size, flags=flags, host=host)
+        team.transport = IpcTransport(
+            gpu, 0, size, flags=flags, host=host, owners=tuple(range(size))
+        )
     else:
         team.transport = NcclTransport(gpu, lambda *_: gpu.enqueue(0, None), 0, size)
 

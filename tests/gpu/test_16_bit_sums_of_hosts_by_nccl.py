@@ -114,7 +114,8 @@ def test_the_rows_of_a_rank_and_the_sum_for_one_are_rounded_once(layout, tmp_pat
     fits = []
     is_fit = SumsByHost.is_fit
     monkeypatch.setattr(SumsByHost, "is_fit", lambda *a: fits.append(is_fit(*a)) or fits[-1])
-    results = on_gpus(size, body, tmp_path, transport="nccl", nodes=nodes)
+    settings = Settings(timeout_s=40)
+    results = on_gpus(size, body, tmp_path, transport="nccl", nodes=nodes, settings=settings)
     assert all(fits)
     for k, (dtype, op, n) in enumerate(cases):
         total = expected(size, n, dtype, op)

@@ -15,6 +15,7 @@ from sample_values import whole_numbers
 from simulated_nccl import FakeCommunicator
 
 import ringcomm as rc
+from ringcomm.collectives.message_patterns import chunks
 from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
@@ -25,6 +26,7 @@ from ringcomm.engine.operations.into_array import plan_allgather_into
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.gpu.executor import plans
 from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.transports import slices
 from ringcomm.gpu.transports.ipc import IpcTransport
 from ringcomm.gpu.transports.nccl import NcclTransport
 from ringcomm.transport.tags import TagLayout
@@ -340,3 +342,37 @@ def test_nothing_of_50_groups_is_left_on_the_gpu(transport, tmp_path, monkeypatc
     n_allocated = on_gpus(3, body, tmp_path, **choose(transport))
     assert max(n_allocated) < 12  # which the groups used in turn
     assert len(destroyed) == (17 * 3 + 17 * 2 + 16 * 2 if transport == "nccl" else 0)
+
+
+@pytest.mark.parametrize(
+    ("n_gpus", "is_mapped"), [(1, True), (1, False), (2, True), (2, False), (4, True)]
+)
+def test_one_rank_of_each_gpu_reduces(n_gpus, is_mapped, tmp_path, monkeypatch):
+    monkeypatch.setattr(slices, "STAGING_NBYTES", 1 << 14)  # an array takes several passes
+    count = 20_011
+
+    def body(rank):
+        gpu = sim.current_gpu()
+        gpu.uuid, gpu.reaches = f"gpu-{rank % n_gpus}", tuple(f"gpu-{k}" for k in range(n_gpus))
+        x = sim.array(whole_numbers(rank, count, "f4"))
+        if is_mapped:
+            y = rc.zeros(count, "float32", device="cuda").fill_later(
+                whole_numbers(rank, count, "f4")
+            )
+            x = y
+        total, first = rc.allreduce(x), rc.reduce(x, root=3)
+        gpu.synchronize()
+        n_before = gpu.n_reductions
+        part = rc.reduce_scatter(x)
+        gpu.synchronize()
+        scattered = gpu.n_reductions - n_before
+        return total.get(), first and first.get(), part.get(), n_before, scattered
+
+    found = on_gpus(4, body, tmp_path, **choose("ipc"))
+    total = total_of(4, count, "f4")
+    for rank, (whole, first, part, n_reduced, n_scattered) in enumerate(found):
+        assert np.array_equal(whole, total)
+        assert (first is None) if rank != 3 else np.array_equal(first, total)
+        assert np.array_equal(part, total[chunks(count, 4)[rank]])
+        assert (n_reduced > 0) == (rank < n_gpus)
+        assert n_scattered > 0

@@ -10,6 +10,7 @@ import simulated_gpu as sim
 from gpu_ranks import choose, on_gpus
 
 import ringcomm as rc
+from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor import team as team_module
 from ringcomm.gpu.executor.gpus import Gpus
@@ -100,5 +101,8 @@ def test_a_rank_may_begin_an_operation_before_it_has_a_transport(tmp_path, monke
             handle.wait()
         return a.get().tolist(), b.get().tolist()
 
-    assert on_gpus(2, body, tmp_path, **choose("ipc")) == [([1] * 100, [3] * 100)] * 2
+    assert (
+        on_gpus(2, body, tmp_path, settings=Settings(timeout_s=20), **choose("ipc"))
+        == [([1] * 100, [3] * 100)] * 2
+    )
     assert sorted(told) == [(0, 0), (0, 1), (1, 0), (1, 0)]

@@ -59,6 +59,8 @@ async def set_up_transport(
     setup = _Setup(provider, engine, memory, t)
     own = await memory.idle_calls.call(setup.facts)
     facts = [Facts.unpack(each) for each in await gather_bytes(own.pack(), t)]
+    first = {each.uuid: r for r, each in reversed(list(enumerate(facts)))}
+    setup.owners = tuple(sorted(first.values()))
     choice = choose_transport(facts, engine.settings.gpu_transport)
     transport = None
     while choice.transport != "staged":
@@ -88,6 +90,7 @@ class _Setup:
         self._adds_16bit = bool(engine.settings.nccl_16bit_sums)
         self._memory, self._device = memory, memory.device
         self._t = t
+        self.owners: tuple[int, ...] = ()  # one rank of each GPU, for IpcTransport
 
     def facts(self) -> Facts:
         """Return the facts about this rank, from which all ranks choose."""
@@ -182,7 +185,9 @@ class _Setup:
         t, memory, regions = self._t, self._memory, self._device.regions
         signed = regions.take(1)
         address = regions.find(signed)
-        transport = IpcTransport(self._device, t.rank, t.size, flags=flags, host=memory.host)
+        transport = IpcTransport(
+            self._device, t.rank, t.size, flags=flags, host=memory.host, owners=self.owners
+        )
         transport.sign(signed)
         return transport, address
 

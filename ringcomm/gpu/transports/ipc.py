@@ -1,4 +1,4 @@
-"""The transport over CUDA IPC: one kernel per rank reads from all ranks, and writes to all.
+"""The transport over CUDA IPC: one kernel per GPU reads from all ranks, and writes to all.
 
 ipc_stream_commands.py decides on the commands; IpcTransport enqueues them on the stream. Streams
 wait for each other through flags, one number per rank in host memory that all ranks map. To meet
@@ -58,13 +58,22 @@ class IpcTransport:
         size: number of ranks.
         flags: zeroed host memory of flags_nbytes() that all ranks map.
         host: the pool that registers the flags with the GPU.
+        owners: one rank of each GPU, ascending, which reduces the elements.
     """
 
     has_outlines = True
 
     def __init__(
-        self, device: Device, rank: int, size: int, *, flags: Bytes, host: HostPool
+        self,
+        device: Device,
+        rank: int,
+        size: int,
+        *,
+        flags: Bytes,
+        host: HostPool,
+        owners: tuple[int, ...],
     ) -> None:
+        self._owners = owners
         self._device = device
         self._rank = rank
         self._regions = device.regions
@@ -200,6 +209,7 @@ class IpcTransport:
     def _view(self, outlines: Sequence[bytes]) -> View:
         return View(
             self._rank,
+            self._owners,
             [Outline.unpack(each) for each in outlines],
             self._capacity,
             lambda: self._own_staging().address,

@@ -1,10 +1,11 @@
 """Returns the commands for one rank's stream that carry out a Work over IPC, by phase. Pure.
 
-Every rank owns a part of the elements. It reads that part from the memory of all ranks, combines it
-in the order of ranks, and writes the result to the memory of each rank that gets it. That moves
-2 * size * nbytes through memory, the least possible. Arrays in memory of device/ipc_memory.py
-are used directly. Elements of other arrays go through staging memory, unless the rank that has the
-array also owns them.
+One rank of each GPU owns a part of the elements. It reads that part from the memory of all ranks,
+combines it in the order of ranks, and writes the result to the memory of each rank that gets it.
+That moves 2 * size * nbytes through memory, the least possible, and a GPU that ranks share need not
+switch between their contexts. In a reduce-scatter, each rank owns the elements that it gets. Arrays
+in memory of device/ipc_memory.py are used directly. Elements of other arrays go through staging
+memory, unless the rank that has the array also owns them.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class View:
 
     Attributes:
         rank: this rank.
+        owners: one rank of each GPU, ascending.
         outlines: the outlines of all ranks for the same work, by rank.
         capacity: bytes of each rank's staging memory.
         staging: function that returns the address of this rank's staging memory.
@@ -78,6 +80,7 @@ class View:
     """
 
     rank: int
+    owners: tuple[int, ...]
     outlines: Sequence[Outline]
     capacity: int
     staging: Callable[[], int]
@@ -133,10 +136,14 @@ def _reduce_kernel(size: int, n_targets: int, dtype: DType, op: Op) -> ReduceKer
 # --- reductions -----------------------------------------------------------------------------------
 def _reduce(work: Reduce, view: View) -> Iterator[list[Command]]:
     item = work.dtype.itemsize
-    parts = work.parts or even_parts(work.source.count, view.size, item)
+    owners = range(view.size) if work.to is To.OWNER else view.owners
+    parts = work.parts or even_parts(work.source.count, len(owners), item)
     is_staged = any(outline.staging.region for outline in view.outlines)
     ready: list[Command] = []
-    for slices in passes(parts, item, view.capacity if is_staged else None):
+    nothing = Slice(0, 0, 0)
+    for owned in passes(parts, item, view.capacity if is_staged else None):
+        by_owner = dict(zip(owners, owned, strict=True))
+        slices = [by_owner.get(rank, nothing) for rank in range(view.size)]
         theirs = others_of(slices, view.rank)
         yield ready + _stage(work, view, theirs)
         yield _combine(work, view, slices[view.rank])
@@ -148,7 +155,7 @@ def _stage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]:
     """Copy the slices of other ranks to the staging memory if those cannot map the source."""
     if view.mine.source.region:
         return []
-    pieces = [(piece, work.source[piece.start : piece.stop]) for piece in slices]
+    pieces = [(piece, work.source[piece.start : piece.stop]) for piece in slices if piece.count]
     return [Copy(view.staging() + p.staged_at, span.address, span.nbytes) for p, span in pieces]
 
 
@@ -156,7 +163,7 @@ def _unstage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]
     """Copy the slices of other ranks from the staging memory if those cannot map the target."""
     if view.mine.target.region or work.target is None or not is_written_by_others(work):
         return []
-    pieces = [(piece, work.target[piece.start : piece.stop]) for piece in slices]
+    pieces = [(piece, work.target[piece.start : piece.stop]) for piece in slices if piece.count]
     return [Copy(span.address, view.staging() + p.staged_at, span.nbytes) for p, span in pieces]
 
 

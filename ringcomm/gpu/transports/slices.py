@@ -49,8 +49,8 @@ def passes(parts: Sequence[slice], itemsize: int, capacity: int | None) -> list[
     Args:
         parts: the elements that each rank owns, by rank.
         itemsize: bytes per element.
-        capacity: bytes of the staging memory, a multiple of 256 * len(parts); None: nothing is
-            staged, so one pass suffices.
+        capacity: bytes of the staging memory, at least 256 * len(parts); None: nothing is staged,
+            so one pass suffices.
 
     Returns:
         For each pass, a slice per rank. Staged elements have the same offset modulo 16 as in the
@@ -58,7 +58,7 @@ def passes(parts: Sequence[slice], itemsize: int, capacity: int | None) -> list[
     """
     if capacity is None:
         return [tuple(Slice(part.start, part.stop, 0) for part in parts)]
-    room = capacity // len(parts)
+    room = capacity // len(parts) // _GRAIN * _GRAIN
     grain = max(1, ALIGNMENT // itemsize)
     step = (room - ALIGNMENT) // itemsize // grain * grain
     longest = max(part.stop - part.start for part in parts)
