@@ -78,7 +78,7 @@ def test_a_rank_may_begin_an_operation_before_it_has_a_transport(tmp_path, monke
     told, tell, set_up = [], LaunchOrder.place_and_told, team_module.set_up_transport
 
     async def note(order, t, mine):
-        told.append((t.rank, mine[-1]))
+        told.append((t.rank, mine[0]))
         return await tell(order, t, mine)
 
     async def set_up_late(provider, engine, memory, t):

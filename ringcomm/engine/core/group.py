@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
@@ -94,6 +95,10 @@ class Group:
             self.neighbours = node.team_or_none(ledger.context, here)
 
     def __repr__(self) -> str:
+        return self._text
+
+    @functools.cached_property
+    def _text(self) -> str:  # part of the label of each operation
         return f"Group({list(self.ranks)})"
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from ringcomm.collectives.algorithms import tree
 from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.transport.channel import Channel, Until, Wait
 
-_PLACE_NBYTES = 8
+PLACE_NBYTES = 8
 
 
 class LaunchOrder:
@@ -29,10 +29,15 @@ class LaunchOrder:
         return int(number[0])
 
     async def place_and_told(self, t: Channel, mine: bytes) -> tuple[int, list[bytes]]:
-        """Return the place, and every rank's bytes, which are equally many; in one round."""
-        told = await gather_alike(mine + self._next(t).to_bytes(_PLACE_NBYTES, "little"), t)
-        place = int.from_bytes(told[0][-_PLACE_NBYTES:], "little")
-        return place, [each[:-_PLACE_NBYTES] for each in told]
+        """Return the place, and what every rank told, in one round.
+
+        Args:
+            t: the operation's channel.
+            mine: this rank's bytes, equally many on all ranks; PLACE_NBYTES others follow them.
+        """
+        told = await gather_alike(mine + self._next(t).to_bytes(PLACE_NBYTES, "little"), t)
+        place = int.from_bytes(told[0][-PLACE_NBYTES:], "little")
+        return place, told
 
     def _next(self, t: Channel) -> int:
         """Return the next place on the first rank, 0 on the others."""

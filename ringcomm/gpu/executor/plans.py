@@ -67,6 +67,7 @@ class _Course:
         finish: function that is called last, after the operation was enqueued on the current
             stream; returns the result.
         on_mirrors: function that plans the operation for copies of the sources in host memory.
+        enqueues: finish() enqueues copies; False: it enqueues nothing.
         host_only: why the operation always goes through host memory; "": it need not.
         is_elementwise: see through_host().
     """
@@ -77,6 +78,7 @@ class _Course:
     results: Sequence[Array | None]
     finish: Callable[[], Any]
     on_mirrors: Callable[[list[Any]], Plan[Any]]
+    enqueues: bool = True
     host_only: str = ""
     is_elementwise: bool = False
 
@@ -87,10 +89,12 @@ class _Course:
         try:
             if team.transport is not None and not self.host_only:
                 return await team.carry_out(
-                    t, self.issue, jobs, self.finish, self.sources, prepared=prepared
+                    *(t, self.issue, jobs, self.finish, self.sources),
+                    enqueues=self.enqueues,
+                    prepared=prepared,
                 )
         finally:
-            team.end_turn()
+            team.order.end_turn()
         if team.transport is not None:
             team.announce(self.host_only)
         return await through_host(
@@ -137,7 +141,8 @@ def _reduction(o: Reduction) -> Plan[Any]:
         [out],
         finish,
         o.on_mirrors,
-        _why_on_host(options, [span]),
+        enqueues=o.in_place and source is not x,
+        host_only=_why_on_host(options, [span]),
         is_elementwise=o.to is To.ALL,
     )
     target = span if out is source else None if out is None else adapter.span(out)
@@ -181,7 +186,7 @@ def _grouped(o: GroupedAllreduce | Adasum) -> Plan[Any]:
         ]
 
     issue = issue_of(group, adapter, *xs)
-    course = _Course(group, issue, sources, work, finish, o.on_mirrors, host_only)
+    course = _Course(group, issue, sources, work, finish, o.on_mirrors, host_only=host_only)
     return _plan(o.call, sum(span.nbytes for span in spans), lambda t: course.run(t, jobs))
 
 

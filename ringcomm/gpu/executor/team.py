@@ -24,7 +24,7 @@ from ringcomm.engine.core.engine_state import EngineState
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.launcher import Launcher
-from ringcomm.gpu.executor.order_of_launches import LaunchOrder
+from ringcomm.gpu.executor.order_of_launches import PLACE_NBYTES, LaunchOrder
 from ringcomm.gpu.executor.prepared_jobs import (
     Jobs,
     LoadedKernels,
@@ -79,6 +79,7 @@ class GpuTeam:
         choice: the choice of the transport; None before the first operation.
         transport: the transport; None: the CPU's collectives are used, through host memory.
         n_launched: the number of operations that this rank has enqueued on its stream.
+        order: the turns of the operations.
     """
 
     def __init__(self, provider: Callable[[], NcclBinding], group: Group, group_id: int) -> None:
@@ -90,7 +91,7 @@ class GpuTeam:
         self._base = base_of(group_id, "on the GPU")
         self._own = base_of(NO_GROUP, f"rank {self._engine.job_rank} on the GPU, {group_id}")
         self._n_alone = 0  # operations that do not wait for other ranks
-        self._order = LaunchOrder()
+        self.order = LaunchOrder()
         self._under_way: deque[Mark] = deque()  # of operations that wait for other ranks
         self._marks: Marks | None = None
         self._memory: GpuMemory | None = None
@@ -107,7 +108,7 @@ class GpuTeam:
     async def take_turn(self, t: Channel, issue: Issue, jobs: Jobs | None) -> Prepared | None:
         """Return once it is this operation's turn, and the transport is set up.
 
-        If this returns, the caller has to call end_turn().
+        If this returns, the caller has to call order.end_turn().
 
         Args:
             t: the operation's channel.
@@ -129,8 +130,8 @@ class GpuTeam:
         if self._is_one_host:
             place, prepared = await self._place_and_outlines(t, issue, jobs)
         else:
-            place = await self._order.place(t)
-        await self._order.take_turn(place)
+            place = await self.order.place(t)
+        await self.order.take_turn(place)
         try:
             if self._memory is None:
                 made = await set_up_transport(self._provider, self._engine, issue.memory, t)
@@ -141,13 +142,9 @@ class GpuTeam:
             else:
                 self._require_same_gpu(t, issue)
         except BaseException:
-            self.end_turn()
+            self.order.end_turn()
             raise
         return prepared
-
-    def end_turn(self) -> None:
-        """Let the next operation have its turn."""
-        self._order.end_turn()
 
     def _require_same_gpu(self, t: Channel, issue: Issue) -> None:
         now, before = issue.memory.device.index, self._gpu.device.index
@@ -172,10 +169,10 @@ class GpuTeam:
             self._require_same_gpu(t, issue)
             prepared = await prepare(transport, jobs, issue.memory.launcher)
             await self._loaded.load(prepared.jobs, transport, self._gpu.idle_calls, t)
-        known = _NOTHING if prepared is None else prepared.outlines[0] + b"\1"
-        place, told = await self._order.place_and_told(t, known)
+        known = _NOTHING if prepared is None else b"\1" + prepared.outlines[0]
+        place, told = await self.order.place_and_told(t, known)
         if prepared is not None:
-            outlines = [each[:-1] for each in told if each[-1]]
+            outlines = [each[1:-PLACE_NBYTES] for each in told if each[0]]
             if len(outlines) == len(told):
                 prepared.first = outlines
                 return place, prepared
@@ -190,6 +187,7 @@ class GpuTeam:
         finish: Callable[[], R],
         keeps: Sequence[object],
         *,
+        enqueues: bool,
         prepared: Prepared | None,
     ) -> Launched[R]:
         """Enqueue an operation in its turn, and watch the stream until the operation is done.
@@ -201,6 +199,7 @@ class GpuTeam:
             finish: function that is called last, while the team's stream is the current stream;
                 returns the result.
             keeps: objects that live until the stream's work is done.
+            enqueues: finish() enqueues work; False: it enqueues nothing.
             prepared: from take_turn().
         """
         await self._await_room()
@@ -214,7 +213,11 @@ class GpuTeam:
         launched = None
         try:
             for number, (job, outline) in enumerate(zip(todo, prepared.outlines, strict=True), 1):
-                end = partial(self._end, issue, finish) if number == len(todo) else None
+                end = (
+                    partial(self._end, issue, finish, enqueues=enqueues)
+                    if number == len(todo)
+                    else None
+                )
                 told, first = first or await gather_alike(outline, t), None
                 launched = await self.put(t, job, told, issue, under_way, end=end)
         except BaseException:  # a death, or an error of CUDA: nothing watches the stream so far
@@ -265,10 +268,12 @@ class GpuTeam:
             if not transport.meets_on_stream:
                 await gather_alike(b"here", t)
 
-    def _end(self, issue: Issue, finish: Callable[[], R]) -> Launched[R]:
-        with issue.on(self._stream):
+    def _end(self, issue: Issue, finish: Callable[[], R], *, enqueues: bool) -> Launched[R]:
+        stream = self._own_transport.stream
+        # To enter a stream of torch, and to leave it, takes longer than a launch.
+        with issue.on(stream) if enqueues else contextlib.nullcontext():
             result = finish()
-        return self.launched(issue, self._own_marks, self._stream, result)
+        return self.launched(issue, self._own_marks, stream, result)
 
     def launched(self, issue: Issue, marks: Marks, stream: int, result: R) -> Launched[R]:
         """Return the deferred result of what is on a stream now; see Launcher.call()."""
@@ -287,13 +292,12 @@ class GpuTeam:
     def _watch(
         self, t: Channel, launched: Launched[R], keeps: Sequence[object], *, waits_for_others: bool
     ) -> None:
+        members: tuple[int, ...] = (self._engine.job_rank,)
         if waits_for_others:  # their deaths end the operation
             self.n_launched += 1
-            members: tuple[int, ...] = self._members
-            ticket = Ticket(None, self._base, self.n_launched)
+            members, ticket = self._members, Ticket(None, self._base, self.n_launched)
         else:
             self._n_alone += 1
-            members = (self._engine.job_rank,)
             ticket = Ticket(None, self._own, self._n_alone)
         group, mark = self._group(), launched.mark
 
@@ -342,10 +346,6 @@ class GpuTeam:
     def _own_marks(self) -> Marks:
         assert self._marks is not None
         return self._marks
-
-    @property
-    def _stream(self) -> int:
-        return self._own_transport.stream
 
     def _break_off(self, keeps: object) -> Callable[[], bool]:
         """End the stream's waits after an operation was enqueued only in part.

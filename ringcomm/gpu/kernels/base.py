@@ -57,7 +57,11 @@ class Kernel(ABC):
 
     def grid(self, n_processors: int) -> int:
         """Return how many blocks to launch on a GPU with `n_processors`."""
-        return max(1, min(self._n_blocks(), n_processors * _BLOCKS_PER_PROCESSOR))
+        return max(1, min(self._most_blocks, n_processors * _BLOCKS_PER_PROCESSOR))
+
+    @functools.cached_property
+    def _most_blocks(self) -> int:
+        return self._n_blocks()
 
     @abstractmethod
     def _macros(self) -> dict[str, object]:
