@@ -8,7 +8,7 @@ import pytest
 from faulty_transport import Faults
 from harness import DEADLINE_S, listen, outcomes, run_ranks
 from loopback import LoopbackHub
-from ps_jobs import Boom, ended, run_all
+from ps_ranks_as_threads import Boom, ended, run_all
 
 import ringcomm as rc
 from ringcomm import ps

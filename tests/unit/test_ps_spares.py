@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 from harness import DEADLINE_S, at_length
-from ps_jobs import ended, kill_server, run_all
+from ps_ranks_as_threads import ended, kill_server, run_all
 
 import ringcomm as rc
 from ringcomm import ps
