@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ringcomm.arrays.base import Span
 from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.gpu.device import packing
-from ringcomm.gpu.executor.calls_made_while_idle import IdleCalls
 from ringcomm.gpu.executor.launcher import Launcher
+from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
 from ringcomm.gpu.executor.streams import Issue, Mark, Marks
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.scale import ScaleKernel
