@@ -169,13 +169,14 @@ class PeerTable:
         """True once a rank has died without which the job does not go on."""
         return bool(self.dead) and not self.survivable.issuperset(self.dead)
 
-    def are_parted(self, members: Collection[int]) -> bool:
-        """Return True if some of these ranks died or left, and the job goes on without them.
+    def are_parted(self, members: Collection[int], *, or_left: bool = False) -> bool:
+        """Return True if some of these ranks died, or left, and the job goes on without them.
 
         So it does if it goes on after deaths at all, and without all ranks that died.
         """
         goes_on = bool(self.survivable) and not self.is_fatal
-        return goes_on and any(rank in self._gone for rank in members)
+        missing = self._gone if or_left else self.dead
+        return goes_on and any(rank in missing for rank in members)
 
     @property
     def are_all_gone(self) -> bool:

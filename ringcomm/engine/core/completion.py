@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from ringcomm.config import Settings
 from ringcomm.engine.core.engine_state import EngineState
-from ringcomm.engine.core.ledger import Ledger
 from ringcomm.engine.core.pending_operations import Pending, PendingOperation
 from ringcomm.engine.core.plan import Deferred
 from ringcomm.engine.progress.deadlines import ANSWER_S, ask_around, describe_wait
@@ -142,10 +141,10 @@ class Completion:
                 is_fatal = has_failed and not self._ends_alone(task, error)
                 if work.lane is not None:
                     work.lane.end(_outcome(work, error, has_failed=has_failed))
+                if has_failed and work.ledger is not None:
+                    work.ledger.is_spoiled = True  # its context must not be used again
                 self._pending.remove(task.key, has_failed=is_fatal)
             self._watch.peers.forget(task.key)
-            if has_failed and not is_fatal and work.ledger is not None:
-                self._end_group(work.ledger)
         finally:
             task.error = error
             task.is_over = True
@@ -158,20 +157,15 @@ class Completion:
     def _ends_alone(self, task: Task, error: BaseException | None) -> bool:
         """Return True if the group of a failed task ends, and the engine goes on.
 
-        A rank died or left without which the job goes on. It belongs to the group, so all others
-        that live have the same error, in this operation or in the next: see refuse_hopeless().
+        A rank died without which the job goes on. It belongs to the group, so all others that live
+        have the same error, in this operation or in the next: see refuse_hopeless(). They hear of
+        the death before they can see that this rank has given the operation up.
         """
         if not (task.ends_alone and isinstance(error, PeerFailedError)):
             return False
         is_own_fault = error.rank == self._watch.transport.rank
-        return not is_own_fault and self._watch.peers.are_parted(task.members)
-
-    def _end_group(self, ledger: Ledger) -> None:
-        """Let no rank use this one's arrays in a group that ended, nor another group its tags."""
-        ledger.is_spoiled = True
-        node = self._watch.transport.node
-        if node is not None:
-            node.abandon(ledger.context)
+        peers, or_left = self._watch.peers, task.ends_alone_if_left
+        return not is_own_fault and peers.are_parted(task.members, or_left=or_left)
 
     def _warn_of_names(self, n_cached: int) -> None:
         self._has_warned_of_names = True

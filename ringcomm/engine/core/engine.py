@@ -278,6 +278,13 @@ class Engine(EngineContext):
 
         with self.pending.lock:
             task = self._make_task(Plan(plan.call, plan.nbytes, run), entered)
+        loop = self.transport.loop
+
+        def give_up() -> None:
+            if not step.is_over:  # its coroutine may never have begun
+                loop.abandon(step)
+
+        task.give_up = give_up
         self.progress.begin(task, is_awaited=entered.is_awaited, at_once=True)
         return task
 

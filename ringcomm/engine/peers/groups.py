@@ -136,7 +136,7 @@ class Groups:
 
         def talk(task: Task, _: int) -> TaskCoroutine:
             self._n_made[members] = number  # now that the task is under way
-            task.ends_alone = True
+            task.ends_alone = task.ends_alone_if_left = True
             return self._agree(task, group, number, pause_s)
 
         result: tuple[Ledger | None, int]

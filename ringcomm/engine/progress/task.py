@@ -15,6 +15,10 @@ from ringcomm.transport.channel import Channel
 TaskCoroutine = Coroutine[tuple[Request, ...], None, Any]  # yields requests to wait for
 
 
+def _nothing() -> None:
+    pass
+
+
 class Task:
     """An operation in flight: coroutines that advance when their requests are done.
 
@@ -45,6 +49,9 @@ class Task:
         self.late_elsewhere: Callable[[], tuple[int, ...]] = tuple
         self.needs_admission = False  # see Admission
         self.ends_alone = False  # if a rank dies and the job goes on, only its group ends
+        self.ends_alone_if_left = False  # likewise if a rank leaves: no data moves
+        # Gives up what began before the coroutines, and may be over.
+        self.give_up: Callable[[], None] = _nothing
         self.is_patient = False  # its end may be noticed a millisecond late
         self._callbacks: deque[Callable[[], None]] = deque()
         self._coroutines: list[tuple[TaskCoroutine, list[Request]]] = []
@@ -107,6 +114,7 @@ class Task:
         self._coroutines.clear()
         for channel in self.channels:
             channel.abandon()
+        self.give_up()
 
     @property
     def has_work(self) -> bool:

@@ -74,14 +74,14 @@ class SharedNode:
         for context in {0, *(context for context, _ in self._teams)}:
             self.clear(context)
 
-    def abandon(self, context: int | None = None) -> None:
-        """Give up the operations of this rank in shared memory: of one context, or all.
+    def abandon(self) -> None:
+        """Give up all operations of this rank in shared memory.
 
         Returns once no other rank uses this rank's registered arrays. Ranks that enter one of these
         operations later do not touch the arrays; their operation fails.
         """
-        for (of, _), team in list(self._teams.items()):
-            if team is not None and context in (None, of):
+        for team in list(self._teams.values()):
+            if team is not None:
                 team.team.abandon()
 
     def empty(self, nbytes: int) -> Bytes:
