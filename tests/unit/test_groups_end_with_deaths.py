@@ -120,8 +120,10 @@ def test_live_workers_are_all_without_a_death():
 
 def test_two_deaths_one_in_the_midst_of_the_new_group():
     has_begun = {0: threading.Event(), 3: threading.Event()}
+    all_are_there = threading.Barrier(4)  # a death within ps.init() ends the job
 
     def body(rank):
+        all_are_there.wait(DEADLINE_S)
         if rank == 1:
             raise Boom
         with pytest.raises(rc.PeerFailedError):
