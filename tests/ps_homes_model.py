@@ -494,6 +494,7 @@ class Net:
     def deliver_one(self):
         pair = next((pair for pair, channel in self.channels.items() if channel), None)
         if pair is not None:
+            self.channels[pair] = self.channels.pop(pair)  # all have their turn
             self.deliver(pair)
         return pair is not None
 
