@@ -244,10 +244,11 @@ class Progress:
 
     def _drive(self, is_enough: Callable[[], bool], spins: int) -> None:
         turns, polls, nap, moved_at = 0, 0, _NAP_S, time.monotonic()
+        is_background = spins == _BACKGROUND_SPINS
         if self._is_in_cpp and self._tasks.waits_in_cpp():
             # Often the operation ends within this nap.
-            self._park(_LONG_NAP_S, is_background=spins == _BACKGROUND_SPINS)
-        elif self._tasks.is_patient:
+            self._park(_LONG_NAP_S, is_background=is_background)
+        elif is_background and self._tasks.is_patient:
             self._park(_LONG_NAP_S, is_background=True)
         while not is_enough():
             turns += 1
@@ -262,7 +263,7 @@ class Progress:
                 polls, nap, moved_at = 0, _NAP_S, now
             polls += 1
             is_in_cpp = self._tasks.waits_in_cpp()
-            is_patient = self._tasks.is_patient
+            is_patient = is_background and self._tasks.is_patient
             is_slow = polls >= limit or is_patient
             if (is_slow and turns > 1) or turns % _LOOK_EVERY == 0:
                 self._tasks.look_around(now)
@@ -272,7 +273,7 @@ class Progress:
                 # CPU time, not wall time: other processes may have had the core.
                 look_s = 0.0 if has_moved else time.thread_time() - began_at
                 nap = max(nap, _LONG_NAP_S) if is_patient else nap
-                self._park(nap, is_background=spins == _BACKGROUND_SPINS)
+                self._park(nap, is_background=is_background)
                 nap = max(_longer(nap, now - moved_at, is_in_cpp=is_in_cpp), _PASS_SHARE * look_s)
                 if self._tasks.is_streaming:
                     nap = min(nap, _STREAM_NAP_S)

@@ -71,10 +71,10 @@ class TaskSet:
     @property
     def is_patient(self) -> bool:
         """True if there are tasks, all of them are patient, and no service is busy."""
-        for task in (*self._tasks, *self.inbox):
-            if not task.is_patient:
-                return False
-        return self.has_work and not any(service.is_busy for service in self.services)
+        tasks = (*self._tasks, *self.inbox)
+        if not tasks or not all(task.is_patient for task in tasks):
+            return False
+        return not any(service.is_busy for service in self.services)
 
     @property
     def is_streaming(self) -> bool:
