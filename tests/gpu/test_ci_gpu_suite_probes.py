@@ -74,6 +74,7 @@ stream = ctypes.c_void_p()
 assert driver._cuda.cuStreamCreate(ctypes.byref(stream), 0) == 0
 flags = np.zeros(size, np.uint32)
 own, *others = (flags.ctypes.data + 4 * k for k in range(size))
+assert driver.can_write_values(stream.value, own)
 for value in (7, 8):
     driver.write_and_await(stream.value, own, tuple(others), value, flushes=False)
 end = time.monotonic() + 30

@@ -82,12 +82,16 @@ class CudaDriver:
             self.require("cuStreamBatchMemOp", code)
 
     def can_write_values(self, stream: int, address: int) -> bool:
-        """Return True if write_value() works; sets 32 bits of registered memory to 0.
+        """Return True if writes work, alone and as a batch; sets 32 registered bits to 0.
 
         No attribute of the device says whether it works.
         """
-        code: int = self._write(stream, address, 0, _WRITE_WITH_BARRIER)
-        return code != _ERROR_NOT_SUPPORTED
+        ((_, at, count),) = _batches(address, (), flushes=False)
+        codes = (
+            self._write(stream, address, 0, _WRITE_WITH_BARRIER),
+            self._batch(stream, count, at, 0),
+        )
+        return _ERROR_NOT_SUPPORTED not in codes
 
     def is_capturing(self, stream: int) -> bool:
         """See Device."""
