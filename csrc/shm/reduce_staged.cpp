@@ -8,8 +8,6 @@
 namespace ringcomm {
 namespace {
 
-constexpr std::size_t kLine = 64;
-
 std::size_t segment_nbytes(std::size_t size) {
   return std::max(kSegment / size / kLine, std::size_t{1}) * kLine;
 }

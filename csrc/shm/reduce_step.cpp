@@ -12,7 +12,6 @@ namespace ringcomm {
 namespace {
 
 constexpr std::size_t kInlineTotal = 64u << 10;  // the most that a rank reads to do it all itself
-constexpr std::size_t kLine = 64;
 
 }  // namespace
 
