@@ -43,6 +43,17 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
+def model_time(monkeypatch):
+    """Let time pass in homes of servers by how often they look at it."""
+    from ps_homes_model import ModelTime
+
+    from ringcomm.ps.server.homes import home, homes
+
+    for module in (home, homes):
+        monkeypatch.setattr(module, "time", ModelTime())
+
+
+@pytest.fixture
 def start_rank():
     """Start ranks as real processes, without MPI, and end them."""
     started = []

@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict, deque
 
 import numpy as np
+from hypothesis_settings import hypothesis_settings
 
 from ringcomm.ps import optim
 from ringcomm.ps.client.partition_owners import PartitionOwners
@@ -33,6 +34,9 @@ def memory(nbytes):
     raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + nbytes]
+
+
+ANY_ORDER = hypothesis_settings(5_000, 25, fast=10)
 
 
 class ModelTime:

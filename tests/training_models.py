@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from harness import run_ranks
 from torch import nn
@@ -12,6 +13,7 @@ from ringcomm.config import Settings
 
 torch.set_num_threads(1)
 BATCH = 6
+SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 SMALL = Settings(timeout_s=120, fusion_mib=0.0005)  # 524 bytes: some buckets for each model here
 
 

@@ -9,6 +9,7 @@ import simulated_gpu as sim
 from gpu_ranks import on_gpus
 from harness import at_length
 from simulated_nccl import FakeCommunicator
+from sums_rounded_once import HALVES, expected, values
 
 import ringcomm as rc
 from ringcomm.collectives.message_patterns import chunks
@@ -22,21 +23,6 @@ LAYOUTS = {
     "uneven": (0, 1, 1, 1),
     "interleaved": (0, 1, 0, 1),
 }
-HALVES = [np.float16, ml_dtypes.bfloat16]
-
-
-def values(rank, count, dtype):
-    """Return integers whose sums are exact in float32, and have too many bits for `dtype`."""
-    top = 2048 if dtype is np.float16 else 256
-    return np.random.default_rng(rank).integers(-top // 2, top, count).astype(dtype)
-
-
-def expected(size, count, dtype, op):
-    rows = np.stack([values(r, count, dtype).astype(np.float32) for r in range(size)])
-    if op is rc.MAX:
-        return rows.max(0).astype(dtype)
-    exact = rows.sum(0)
-    return (exact / np.float32(size) if op is rc.AVERAGE else exact).astype(dtype)
 
 
 @pytest.fixture

@@ -5,29 +5,19 @@ The model of ps_home_pipes_model has the real pipes, and what C++ does with them
 
 import numpy as np
 import pytest
-from harness import at_length, is_fast
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis_settings import hypothesis_settings
 from ps_home_pipes_model import PipeNet
-from ps_homes_model import MODES, ModelTime
+from ps_homes_model import MODES
 from ps_simulation import Choices
 
 from ringcomm.ps.protocol.frames import Kind
-from ringcomm.ps.server.homes import home
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import Log
 
-ANY_ORDER = settings(
-    max_examples=at_length(5_000, 20 if is_fast() else 50), derandomize=True, database=None,
-    deadline=None, suppress_health_check=[*HealthCheck],
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def model_time(monkeypatch):
-    monkeypatch.setattr(home, "time", ModelTime())
-
-
+ANY_ORDER = hypothesis_settings(5_000, 50, fast=20)
+pytestmark = pytest.mark.usefixtures("model_time")
 PRIMARY, FOLLOWER = 2, 3  # ranks of a job of two workers, as to the blocks of server 0
 
 

@@ -7,20 +7,11 @@ then; none is doubled; each request is answered, be it by ServerLostError.
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis_settings import hypothesis_settings
-from ps_homes_model import MODES, ModelTime
+from ps_homes_model import ANY_ORDER, MODES
 from ps_recovery_model import LossyCopiesNet, LossyNet
 from ps_simulation import Choices
 
-from ringcomm.ps.server.homes import home, homes
-
-ANY_ORDER = hypothesis_settings(5_000, 25, fast=10)
-
-
-@pytest.fixture(autouse=True)
-def model_time(monkeypatch):
-    for module in (home, homes):
-        monkeypatch.setattr(module, "time", ModelTime())
+pytestmark = pytest.mark.usefixtures("model_time")
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "ssp"])

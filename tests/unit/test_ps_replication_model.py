@@ -8,24 +8,16 @@ import pytest
 from harness import at_length
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis_settings import hypothesis_settings
-from ps_homes_model import MODES, NOTHING, ModelTime, Net
+from ps_homes_model import ANY_ORDER, MODES, NOTHING, Net
 from ps_simulation import Choices
 
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step
 from ringcomm.ps.protocol.link import Delivery
-from ringcomm.ps.server.homes import home, homes
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log
 
-ANY_ORDER = hypothesis_settings(5_000, 25, fast=10)
-
-
-@pytest.fixture(autouse=True)
-def model_time(monkeypatch):
-    for module in (home, homes):
-        monkeypatch.setattr(module, "time", ModelTime())
+pytestmark = pytest.mark.usefixtures("model_time")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import (
     BATCH,
+    SIZES,
     SMALL,
     assert_close,
     assert_equals_one_process,
@@ -25,8 +26,6 @@ from training_models import (
 )
 
 import ringcomm as rc
-
-SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 
 
 @pytest.mark.parametrize("shard_state", [0, 1])

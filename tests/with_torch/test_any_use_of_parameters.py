@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import (
     BATCH,
+    SIZES,
     SMALL,
     Checkpointed,
     assert_close,
@@ -26,8 +27,6 @@ from training_models import (
 
 import ringcomm as rc
 from ringcomm.torch.backward.autograd_hooks import Hooks
-
-SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 
 
 # --- which parameters are used ------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import (
     BATCH,
+    SIZES,
     SMALL,
     assert_close,
     assert_equals_one_process,
@@ -29,7 +30,6 @@ import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.errors import RingcommError
 
-SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 SHARDED = pytest.mark.parametrize("shard_state", [0, 1])
 
 

@@ -7,6 +7,7 @@ from harness import at_length, run_ranks
 from torch import nn, optim
 from torch.nn.functional import mse_loss
 from training_models import (
+    SIZES,
     SMALL,
     Checkpointed,
     Counting,
@@ -30,9 +31,6 @@ from training_models import (
 import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.torch.zero.sharded_optimizer import ShardedOptimizer
-
-SIZES = pytest.mark.parametrize("size", [1, 2, 3])
-
 
 ADAPTIVE = {
     "ASGD": optim.ASGD,

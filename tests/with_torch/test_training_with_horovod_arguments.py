@@ -9,6 +9,7 @@ from harness import run_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import (
+    SIZES,
     assert_close,
     assert_equals_one_process,
     copies,
@@ -23,8 +24,6 @@ from training_models import (
 )
 
 import ringcomm.torch as hvd
-
-SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 
 
 def train(model, optimizer, batches):
