@@ -6,7 +6,7 @@ A choice of it, for the time it takes: what knows of hosts, three random program
 from pathlib import Path
 
 import pytest
-from harness import at_length, run_job
+from harness import at_length, run_job, suite_command
 
 ROOT = Path(__file__).parents[2]
 BY_NODE, BY_SLOT = ("--map-by", "node"), ("--map-by", "slot")
@@ -22,12 +22,10 @@ CHOSEN = "ranks or neighbours or many_named or [0] or [1] or [2] or (large and 3
 @pytest.mark.parametrize("layout", at_length(LAYOUTS, ["h0 h0 h1 h2"]))
 def test_suite_passes_on_every_rank(layout, cluster, tmp_path):
     suite = ROOT / "tests" / "mpi" / "spmd_suite.py"
-    options = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-xq"]
-    options += ["-k", CHOSEN]
     size = len(layout.split())
     job = run_job(
         size,
-        *("-P", "-m", "pytest", *options, suite),
+        *suite_command(suite, "-k", CHOSEN),
         cwd=tmp_path,
         env={"LAYOUT": layout},
         options=LAYOUTS[layout],

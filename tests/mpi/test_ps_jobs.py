@@ -29,14 +29,6 @@ print(f"worker {rc.rank()} of {rc.size()} has {values[0]}, {kv}", flush=True)
 PROGRAMS = [(4, "dict(servers=2)", 2), (2, "{}", 1), (3, "dict(servers=2, colocated=True)", 3)]
 
 
-# Who serves is decided above MPI.
-@pytest.mark.parametrize(("n", "options", "workers"), PROGRAMS[:1] if IS_MPICH else PROGRAMS)
-def test_one_program(n, options, workers, tmp_path):
-    job = run_script(n, TRAIN, options, cwd=tmp_path)
-    assert job.code == 0, job.output
-    assert job.output.count(f"of {workers} has") == workers
-
-
 @pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
 def test_the_environment_says_how_many_servers(tmp_path):
     job = run_script(4, TRAIN, "{}", cwd=tmp_path, env={"RINGCOMM_PS_SERVERS": "3"})
@@ -75,13 +67,8 @@ def test_a_command_of_servers_imports_modules_with_functions(tmp_path):
     assert "done" in job.output
 
 
+# After TRAIN, in its job.
 PULLS = """
-import sys
-import numpy as np
-import ringcomm as rc
-from ringcomm import ps
-
-ps.init(**eval(sys.argv[1]))
 init = ps.initializers.normal(std=0.1)
 tables = [
     ps.hashtable(f"t{k}", 1 + 3 * k, updater=ps.optim.SGD(1.0), init=init, mode=mode,
@@ -103,11 +90,12 @@ print(f"worker {rc.rank()} of {rc.size()} has {len(rows)} arrays", flush=True)
 """
 
 
-@pytest.mark.parametrize(("n", "options", "workers"), PROGRAMS)
-@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
-def test_rows_of_many_tables_at_once(n, options, workers, tmp_path):
-    job = run_script(n, PULLS, options, cwd=tmp_path)
+# Who serves is decided above MPI.
+@pytest.mark.parametrize(("n", "options", "workers"), PROGRAMS[:1] if IS_MPICH else PROGRAMS)
+def test_one_program_trains_and_pulls_rows_of_many_tables_at_once(n, options, workers, tmp_path):
+    job = run_script(n, TRAIN + PULLS, options, cwd=tmp_path)
     assert job.code == 0, job.output
+    assert len(re.findall(rf"of {workers} has -?[\d.]+, ", job.output)) == workers
     assert job.output.count(f"of {workers} has 13 arrays") == workers
 
 

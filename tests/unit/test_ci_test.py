@@ -78,6 +78,7 @@ def run_gate(folder, broken, *arguments, silent="-none-", pytest="stub"):
         ["bash", folder / "test", *arguments],
         env={
             "PATH": "/usr/bin:/bin",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # of other packages, which take time to load
             "TMPDIR": str(folder),
             "BROKEN": broken,
             "SILENT": silent,
