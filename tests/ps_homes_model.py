@@ -564,7 +564,17 @@ class Net:
                     assert places[0].vacant == places[1].vacant or not other.is_whole
                     values = other.server.catalog.contents[1].parts[part]
                     assert values.values.tobytes() == block.values.tobytes()
+                    assert values.version == block.version
+                    assert values.all_last() == block.all_last()
+                    assert self.replies_of(other) == self.replies_of(primary)
         assert found == Counter(range(N_PARTS))
+
+    def replies_of(self, home):
+        """Return what a copy would answer to requests that come again."""
+        replies = home._home_link.answers.replies()
+        return sorted(
+            (client, sent.header.sequence, sent.header.status) for client, sent in replies
+        )
 
 
 MODES = {"async": Mode("async"), "sync": Mode("sync"), "ssp": SSP(1), "first_of": FirstOf(2)}

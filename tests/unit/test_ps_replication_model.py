@@ -14,10 +14,18 @@ from ps_simulation import Choices
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step
 from ringcomm.ps.protocol.link import Delivery
+from ringcomm.ps.server.homes import transfer_whole_copy
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
-from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log
+from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log, SentUnits, Way
 
-pytestmark = pytest.mark.usefixtures("model_time")
+pytestmark = pytest.mark.usefixtures("model_time", "small_frames")
+
+
+@pytest.fixture
+def small_frames(monkeypatch):
+    """Let pieces of a copy go one by one: much comes between."""
+    monkeypatch.setattr(transfer_whole_copy, "FRAME_NBYTES", 1)
+    monkeypatch.setattr(transfer_whole_copy, "WINDOW_NBYTES", 1)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -66,6 +74,73 @@ def test_all_servers_but_one_die_one_after_the_other(mode):
     net.run()
     assert all(net.acked.values())
     net.require_all()
+
+
+def begun(mode, n_steps=30):
+    """Return a run of 3 servers of which number 1 has died: copies are about to be made."""
+    net = Net(MODES[mode], Choices([0]), n_servers=3, n_workers=2, n_steps=n_steps, n_deaths=0)
+    net.settle()
+    for rank in net.workers:
+        net.client(rank).act()
+    net.kill(1)
+    while net.tell():
+        pass
+    return net
+
+
+def test_a_primary_answers_pushes_and_reads_while_it_is_copied():
+    """Nothing that it sends the new copy, or gets from it, arrives meanwhile."""
+    net = begun("async")
+    source, dest = net.servers[0], net.servers[2]
+    copied = net.ranks[source].homes._homes[0]
+
+    def deliver_others():
+        while True:
+            pairs = [pair for pair, channel in net.channels.items() if channel]
+            others = [pair for pair in pairs if {*pair} != {source, dest}]
+            if not others:
+                return
+            net.deliver(others[0])
+
+    while copied._sending is None:
+        net.deliver_one()
+    ways, client = set(), net.client(0)
+    deliver_others()
+    while not copied._sending.has_sent_all:
+        for part in (0, 3):
+            n = sum(net.acked[part].values())
+            ways.add(copied._sending._units.way_of((1, part)))
+            client.push_part(part, 0)
+            client.read(part)
+            deliver_others()
+            assert sum(net.acked[part].values()) == n + 1
+        net.deliver((source, dest))
+        while net.channels[dest, source] and not copied._sending.has_sent_all:
+            net.deliver((dest, source))
+    assert ways == {Way.HERE, Way.BOTH}
+    net.run()
+    assert set(net.copies().values()) == {2}
+    net.require_all()
+    assert net.n_compared
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_of_the_two_may_die_at_each_moment_of_a_copy(mode, victim):
+    """All is lost, or all that was acknowledged is there; never a part of it."""
+    ends = set()
+    for n_messages in range(0, 70, at_length(1, 5)):  # in the gate: every fifth
+        net = begun(mode, n_steps=8)
+        for k in range(n_messages):
+            net.deliver_one()
+            if k % 3 == 0:
+                net.client(k % 2).act()
+        net.kill(victim)
+        net.settle()
+        ends.add(net.is_lost)
+        net.run()
+        net.require_all()
+    assert ends == {True, False}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -199,6 +274,15 @@ def test_what_was_kept_for_a_follower_is_done_once_it_is_dead():
     assert [*log.lose_follower()] == ["a", "read"]
     assert not log.has_follower
     assert len(log) == 0
+
+
+def test_a_change_is_sent_to_a_new_copy_that_has_the_unit_and_waits_where_it_has_a_part():
+    units = SentUnits("ab")
+    assert (units.way_of("a"), units.way_of("c")) == (Way.HERE, Way.BOTH)
+    units.begin("a")
+    assert (units.way_of("a"), units.way_of("b")) == (Way.LATER, Way.HERE)
+    units.end("a")
+    assert (units.way_of("a"), units.way_of("b")) == (Way.BOTH, Way.HERE)
 
 
 def test_a_request_that_comes_again_gets_the_reply_of_the_first_time():

@@ -90,7 +90,7 @@ class Copy(IntEnum):
     LOADED = 7  # to the primary: the follower has the pieces; with meta: it cannot, and why
     PUSH = 8  # to the follower, without Python: carry out the push that is within
     LOST = 9  # within: a home has no copy any more
-    DROP = 10  # to the follower: it has come to differ from the primary, and is no copy any more
+    DROP = 10  # to the follower: it is no copy any more
     PLACES = 11  # within: a spare takes the place of a home, or partitions are on homes without one
 
 

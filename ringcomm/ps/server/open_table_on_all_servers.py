@@ -290,12 +290,14 @@ class Catalog:
         self._opening.clear()
         self._loads.clear()
 
-    def install(self, number: int, spec: Spec, owners: list[int]) -> None:
-        """Add a table to this server."""
+    def install(
+        self, number: int, spec: Spec, owners: list[int], *, awaits_parts: bool = False
+    ) -> None:
+        """Add a table to this server; awaits_parts: its partitions of a dense one are to come."""
         contents, core = Contents(spec), self._core
         if spec.kind == "hash":
             contents.shard = Shard(spec, owners, self._index, self._time_of_rows)
-        else:
+        elif not awaits_parts:
             bounds = view.cuts(spec.count, spec.block)
             self._require_room(spec, owners, bounds)
             for part, owner in enumerate(owners):

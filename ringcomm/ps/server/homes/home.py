@@ -12,20 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.protocol.frames import (
-    HEADER_NBYTES,
-    Copy,
-    Header,
-    Kind,
-    Where,
-    header_of,
-    packed,
-)
+from ringcomm.ps.protocol.frames import Copy, Header, Kind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.clock import CopiedClock
 from ringcomm.ps.server.homes.home_link import NO_BODY, HomeLink, is_letter
+from ringcomm.ps.server.homes.records import Entry, entry_of, send_drop, send_record, send_report
 from ringcomm.ps.server.homes.replication import Came, Log
-from ringcomm.ps.server.homes.transfer_whole_copy import AT, SendWholeCopy, take_pieces
+from ringcomm.ps.server.homes.transfer_whole_copy import SendWholeCopy, take_pieces
 from ringcomm.ps.server.homes.whole_copy import is_read, may_be_copied
 
 if TYPE_CHECKING:
@@ -35,15 +28,6 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.server import Server
 
 _log: Final = logging.getLogger("ringcomm")
-
-
-class _Entry:
-    """A frame, and when it is carried out."""
-
-    __slots__ = ("at_s", "delivery", "time_s")
-
-    def __init__(self, delivery: Delivery, at_s: float, time_s: float) -> None:
-        self.delivery, self.at_s, self.time_s = delivery, at_s, time_s
 
 
 class Home:
@@ -82,7 +66,6 @@ class Home:
         self.is_whole, self.why_not = is_whole, ""
         self.on_copied: Callable[[], object] = lambda: None
         self.n_places_said = 0
-        self._early: list[Delivery] = []  # records that wait until it is whole
         self._sending: SendWholeCopy | None = None  # the follower has not got all yet
         self._refused: set[int] = set()  # ranks that cannot be the follower
         self.number, self._layout, self._link = number, layout, link
@@ -93,7 +76,7 @@ class Home:
         self.server = make_server(replace(layout, lost=set()), self._home_link, self._clock)
         self.server.is_copy = not is_primary
         self.server.n_copies = 1 if follower is None else 2
-        self._log: Log[_Entry] = Log(self._pushes, has_follower=follower is not None)
+        self._log: Log[Entry] = Log(self._pushes, has_follower=follower is not None)
         self._between_copies: dict[int, Callable[[Delivery], None]] = {
             Copy.FOLLOW: self._follow,
             Copy.PUSH: self._follow,
@@ -143,52 +126,53 @@ class Home:
             delivery = Delivery(header.origin, header, delivery.meta, delivery.body)
             if not self._home_link.is_new(header):
                 return
-        elif is_read(header):
-            entry = self._entry(delivery)
-            if self._log.add_read(entry):
-                self._do(entry)
-            return
-        elif header.sequence and header.kind != Kind.RECORD:
+        elif header.sequence and header.kind != Kind.RECORD and not is_read(header):
             came = self._home_link.answers.came(delivery.source, header.sequence)
             if came == Came.ANSWERED:
                 self._home_link.answer_again(delivery.source, header.sequence)
             if came != Came.FIRST:
                 return
-        self.change(delivery)
+        self._enter(self._entry(delivery))
 
-    def change(self, delivery: Delivery) -> None:
-        """Carry out a frame that changes something, on both copies."""
-        entry = self._entry(delivery)
-        if not self._log.has_follower:
+    def _enter(self, entry: Entry) -> None:
+        """Carry out a frame, if it changes something on both copies; or keep it."""
+        if self._sending is not None and not self._sending.has_sent_all:
+            self._sending.take(entry)
+        elif is_read(entry.delivery.header):
+            if self._log.add_read(entry):
+                self._do(entry)
+        elif not self._log.has_follower:
             self._do(entry)
         else:
             assert self.follower is not None
-            _send_record(self._link, self.number, self.follower, self._log.add(entry), entry)
+            send_record(self._link, self.number, self.follower, self._log.add(entry), entry)
             self._settle()
 
     def say(self, option: Copy, clock: int = 0, meta: bytes = b"") -> None:
         """Tell both copies something that no frame says."""
         header = Header(Kind.RECORD, option=option, clock=clock)
         address = self._layout.servers[self.number]
-        self.change(Delivery(address, header, meta, NO_BODY))
+        self._enter(self._entry(Delivery(address, header, meta, NO_BODY)))
 
     def look(self) -> None:
         """Do what is due by now."""
         if self.is_primary:
-            if self.server.core.awaits_time and not len(self._log):
+            if self.server.core.awaits_time and not len(self._log) and self._sending is None:
                 self.say(Copy.TIME)
             self.server.show()
 
-    def _entry(self, delivery: Delivery) -> _Entry:
-        return _Entry(delivery, time.monotonic() - self._behind_s, time.time())
+    def _entry(self, delivery: Delivery) -> Entry:
+        return Entry(delivery, time.monotonic() - self._behind_s, time.time())
 
-    def _carry_out(self, entries: Iterable[_Entry]) -> None:
+    def _carry_out(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             self._do(entry)
 
     def _on_done(self, delivery: Delivery) -> None:
         """Carry out what the follower has; if that went otherwise there, do without it."""
         report = delivery.header
+        if self._sending is not None:  # of a copy that was dropped
+            return
         self._pushes.complete(report.sequence)
         self._carry_out(self._log.done(report.sequence))
         if self.follower is None or report.place in (0, self._home_link.outcome):  # 0: of C++
@@ -198,23 +182,25 @@ class Home:
             "carry out a request, for want of memory perhaps. That copy is made anew",
             self.number, self.follower,
         )  # fmt: skip
-        self._send_drop()
+        send_drop(self._link, self.number, self.follower)
         self.lose_follower()
 
     def lose_follower(self) -> None:
         """Go on alone: the other copy's process died."""
+        behind = [] if self._sending is None else self._sending.take_behind()
         self.follower = self._sending = None
         self.server.n_copies = 1
         self._pushes.complete(self._pushes.last)
         self._pushes.lead(None)
         self._carry_out(self._log.lose_follower())
+        self._carry_out(behind)
         self._settle()
 
     # --- a new follower -------------------------------------------------------------------------
     def seek_follower(self, live: Iterable[int]) -> None:
         """Make a copy in another process, if there is none; of these ranks in the first that can.
 
-        It is made at a moment at which nothing is under way but requests that wait.
+        It begins at a moment at which nothing is under way but requests that wait.
         """
         if not self.lacks_follower or self.server.is_over:
             return
@@ -222,11 +208,11 @@ class Home:
         if rank is None or not may_be_copied(self.server, self._home_link):
             return
         self.follower = rank
-        self._log.gain_follower()
         self._home_link.outcome = 0  # as of the new copy
         self._sending = SendWholeCopy(
-            self.number, rank, self.server, self._home_link, clock=self._clock, link=self._link
-        )
+            self.number, rank, self.server, self._home_link, clock=self._clock, link=self._link,
+            do=self._do,
+        )  # fmt: skip
         self._settle()
         self._send_pieces()
 
@@ -236,6 +222,11 @@ class Home:
             self._sending.send()
         except MemoryError as error:
             self._give_up(f"no memory to send it: {error}")
+            return
+        if self._sending.has_sent_all and not self._log.has_follower:
+            self._log.gain_follower()
+            for entry in self._sending.take_behind():
+                self._enter(entry)
 
     def _on_loaded(self, delivery: Delivery) -> None:
         if self._sending is None or delivery.source != self.follower:
@@ -257,13 +248,8 @@ class Home:
             "ps: of server %d no copy can be made on rank %d: %s", self.number, self.follower, why
         )
         self._refused.add(self.follower)
-        self._send_drop()
+        send_drop(self._link, self.number, self.follower)
         self.lose_follower()
-
-    def _send_drop(self) -> None:
-        assert self.follower is not None
-        header = Header(Kind.RECORD, status=self.number + 1, option=Copy.DROP)
-        self._link.send(self.follower, header)
 
     def _load(self, delivery: Delivery) -> None:
         """Take pieces of what the primary has."""
@@ -274,32 +260,22 @@ class Home:
         )
         if delivery.header.clock and not self.why_not:
             self.is_whole = True
-            early, self._early = self._early, []
-            for record in early:
-                self._follow(record)
             self._pushes.follow(delivery.source)
 
     # --- the follower ---------------------------------------------------------------------------
     def _follow(self, record: Delivery) -> None:
-        if not self.is_whole:
-            self._early.append(record)
-            return
         if record.header.option == Copy.PUSH:
             self._pushes.repeat(record.meta, record.body)
-            _send_report(self._link, self.number, record, self._home_link.outcome)
+            send_report(self._link, self.number, record, self._home_link.outcome)
             return
-        source, at_s, time_s = AT.unpack_from(record.meta)
-        inner = header_of(record.meta[AT.size :])
-        meta, body = record.meta[AT.size + HEADER_NBYTES :], record.body
-        if inner.where == Where.SHARED:
-            body = self._link.view(source, inner.place, inner.n_body)
-        delivery = Delivery(source, inner, meta, body)
-        if is_letter(inner):
-            self._home_link.letters.is_new(self._layout.number_of(source), inner.letter)
-        elif inner.sequence and inner.kind != Kind.RECORD:
-            self._home_link.answers.came(source, inner.sequence)
-        self._do(_Entry(delivery, at_s, time_s))
-        _send_report(self._link, self.number, record, self._home_link.outcome)
+        entry = entry_of(self._link, record)
+        source, header = entry.delivery.source, entry.delivery.header
+        if is_letter(header):
+            self._home_link.letters.is_new(self._layout.number_of(source), header.letter)
+        elif header.sequence and header.kind != Kind.RECORD:
+            self._home_link.answers.came(source, header.sequence)
+        self._do(entry)
+        send_report(self._link, self.number, record, self._home_link.outcome)
 
     def _on_drop(self, delivery: Delivery) -> None:
         del delivery
@@ -323,7 +299,7 @@ class Home:
             self._home_link.post_again(home)
 
     # --- both -----------------------------------------------------------------------------------
-    def _do(self, entry: _Entry) -> None:
+    def _do(self, entry: Entry) -> None:
         """Carry out a frame."""
         delivery, header, link = entry.delivery, entry.delivery.header, self._home_link
         self._clock.monotonic_s = max(self._clock.monotonic_s, entry.at_s)
@@ -347,26 +323,3 @@ class Home:
             self.server.job = delivery.meta.decode()
         else:
             link.letters.confirm(self._layout.number_of(header.origin), header.clock)
-
-
-def _send_record(link: Link, home: int, follower: int, index: int, entry: _Entry) -> None:
-    """Send a frame to the follower, or where its body is."""
-    delivery = entry.delivery
-    body, inner = delivery.body, delivery.header
-    is_seen = inner.where == Where.SHARED and not is_letter(inner)
-    if is_seen and link.shares_memory(follower):
-        body = NO_BODY
-    else:
-        inner = inner._replace(where=Where.NONE)
-    at = AT.pack(delivery.source, entry.at_s, entry.time_s)
-    header = Header(Kind.RECORD, status=home + 1, option=Copy.FOLLOW, sequence=index)
-    link.send(follower, header, at + packed(inner) + delivery.meta, body)
-
-
-def _send_report(link: Link, home: int, record: Delivery, outcome: int) -> None:
-    """Tell the primary that all up to a record is done, and how that went."""
-    header = Header(
-        Kind.RECORD, status=home + 1, option=Copy.DONE, sequence=record.header.sequence,
-        place=outcome,
-    )  # fmt: skip
-    link.send(record.source, header)

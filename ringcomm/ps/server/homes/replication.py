@@ -22,15 +22,24 @@ One copy may fail where the other does not, for want of memory. The outcome of a
 is a checksum of which of those for values were refused, and of what the copy has said to other
 servers. With each report the primary compares the follower's with its own.
 
-A new follower gets all that the primary has in pieces, one after the other. Meanwhile the primary
-carries out no change: it keeps them, as ever, and the follower does so until it has all pieces. A
-follower without all of them cannot go on in the primary's place.
+A new follower gets all that the primary has in pieces, one unit (see core.unit) after the other.
+Meanwhile the primary is alone, and goes on: it carries out changes at once.
+
+| what a change touches | what follows while pieces are sent |
+|---|---|
+| a unit that the follower has not got | it is carried out here alone, and is in that unit's piece |
+| a unit that it has; no unit, like a worker's clock | it is sent, too, behind the pieces so far |
+| a unit of which it has a part; or what is not one unit's | it waits, with all that is behind it |
+
+The last piece has all replies. From then on changes have numbers, as above. So all copies of a unit
+do the same to it in one order, and a follower with the last piece has what was answered before. One
+without it cannot go on in the primary's place.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
@@ -106,13 +115,46 @@ class Log(Generic[T]):
             yield self._kept.popleft().entry
 
     def gain_follower(self) -> None:
-        """Keep all changes from now on, to send them to the follower once it is a copy."""
+        """Keep all changes from now on until the follower has done them."""
         self.has_follower = True
 
     def lose_follower(self) -> Iterator[T]:
         """Yield what was kept: there is no other copy any more."""
         self.has_follower = False
         yield from self.done(self._numbers.last)
+
+
+class Way(Enum):
+    """Says who carries out a change while all that a primary has is sent to a new follower."""
+
+    HERE = 0  # the primary: what it changes is yet to be sent
+    BOTH = 1  # the follower, too: it has what that changes
+    LATER = 2  # nobody yet
+
+
+class SentUnits(Generic[T]):
+    """Which units of a home a new follower has got.
+
+    Args:
+        units: of the home.
+    """
+
+    def __init__(self, units: Iterable[T]) -> None:
+        self._to_send, self._begun = {*units}, set[T]()
+
+    def begin(self, unit: T) -> None:
+        """Take note that the follower has a part of a unit."""
+        self._to_send.discard(unit)
+        self._begun.add(unit)
+
+    def end(self, unit: T) -> None:
+        """Take note that the follower has a unit."""
+        self._to_send.discard(unit)
+        self._begun.discard(unit)
+
+    def way_of(self, unit: T) -> Way:
+        """Return who carries out a change of one unit."""
+        return Way.HERE if unit in self._to_send else Way.LATER if unit in self._begun else Way.BOTH
 
 
 class Came(Enum):
@@ -164,6 +206,12 @@ class Answers(Generic[R]):
         """Return all replies with their clients; those of each in their order."""
         of_clients = self._replies.items()
         return [(client, reply) for client, replies in of_clients for reply in replies.values()]
+
+    def load(self, replies: Iterable[tuple[int, int, R]]) -> None:
+        """Keep these replies, and no others: client, number, reply; see replies()."""
+        self._replies.clear()
+        for client, sequence, reply in replies:
+            self._replies.setdefault(client, {})[sequence] = reply
 
     def reply(self, client: int, sequence: int) -> R:
         """Return the reply to a request that was ANSWERED."""

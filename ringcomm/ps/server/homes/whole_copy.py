@@ -1,8 +1,9 @@
 """All that a server has, in pieces: for another process, which makes a server like it of them.
 
-The first piece says which tables there are and who is gone; then comes each partition, as it moves
-between servers; the last one has requests that wait, replies, and messages between homes. Reads
-that wait are not among them: clients ask them again.
+The first piece says which tables there are and who is gone, and has messages between homes; then
+comes each partition, as it moves between servers, with the requests that wait there; the last piece
+has the replies. Reads that wait are not among them: clients ask them again. What each piece has is
+of the moment at which it is made: see replication.py for changes meanwhile.
 
 The rows of a table from which the policy evicts go by an order that is not part of a partition. So
 the server that is copied puts them into a new shard, too: both begin alike.
@@ -16,12 +17,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from ringcomm.errors import RingcommError
 from ringcomm.ps.partition_state import State
-from ringcomm.ps.protocol.frames import HEADER_NBYTES, Header, Kind, Where, header_of, packed
+from ringcomm.ps.protocol.frames import (
+    HEADER_NBYTES,
+    Copy,
+    Entry,
+    Header,
+    Kind,
+    Where,
+    header_of,
+    packed,
+)
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.dense.block import Traffic
 from ringcomm.ps.server.homes.home_link import HomeLink, Sent
-from ringcomm.ps.server.homes.replication import LettersState
+from ringcomm.ps.server.homes.replication import LettersState, SentUnits, Way
 from ringcomm.ps.server.partition_transfer import put_rows
 from ringcomm.ps.server.rows.decode_and_hold_row_pushes import RowGradient
 from ringcomm.ps.server.rows.hash_shard import Shard
@@ -29,8 +40,10 @@ from ringcomm.ps.table_spec import Spec
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.server import Server
 
+_OF_UNITS: Final = frozenset((Kind.PUSH, Kind.CALL, Kind.STATE, Kind.ERASE, Kind.ROWS))
 _READS: Final = frozenset((Kind.PULL, Kind.PULLS, Kind.STATS, Kind.MISSING))
 _COUNTS: Final = ("version", "stamp", "n_admitted", "n_rejected", "n_evicted")
 
@@ -48,6 +61,16 @@ def is_read(header: Header) -> bool:
 
 
 # --- the server that is copied ------------------------------------------------------------------
+def way_of(header: Header, server: Server, sent: SentUnits[Key]) -> Way:
+    """Return who carries out a frame that changes something, while pieces are sent."""
+    is_of_round = header.kind == Kind.ENTER and header.option in (Entry.IN, Entry.OUT)
+    if header.kind in _OF_UNITS or is_of_round:
+        table = server.core.tables.get(header.table)
+        return Way.BOTH if table is None else sent.way_of(table.key_of(header.partition))
+    is_confirmed = header.kind == Kind.RECORD and header.option == Copy.CONFIRM
+    return Way.BOTH if header.kind in (Kind.TICK, Kind.ENTER) or is_confirmed else Way.LATER
+
+
 def may_be_copied(server: Server, link: HomeLink) -> bool:
     """Return True if all that is under way on a server are requests that its core keeps."""
     core = server.core
@@ -66,17 +89,45 @@ def _waiting(server: Server) -> list[Delivery]:
 
     There they wait, too: what one waits for is neither there, nor among the others.
     """
+    requests = [request for unit in server.core.units() for request in unit.requests()]
+    return [*_changes(requests), *_waiting_for_no_unit(server)]
+
+
+def _waiting_for_no_unit(server: Server) -> list[Delivery]:
     core = server.core
-    requests = [request for unit in core.units() for request in unit.requests()]
-    requests += core.progress.requests()
+    requests = core.progress.requests()
     requests += [request for table in core.tables.values() for request in table.closing]
+    return _changes(requests)
+
+
+def _changes(requests: Iterable[Any]) -> list[Delivery]:
     return [each for each in requests if not is_read(each.header)]
 
 
-def pieces(server: Server, link: HomeLink) -> Iterator[Piece]:
-    """Yield all that a server has, which does nothing meanwhile. Raises MemoryError."""
-    core, catalog = server.core, server.catalog
-    gone = [sorted(each) for each in (core.left, core.dead, core.rested)]
+def pieces(server: Server, link: HomeLink, sent: SentUnits[Key]) -> Iterator[Piece]:
+    """Yield all that a server has. Raises MemoryError.
+
+    Args:
+        server: takes part in no moves meanwhile, and its tables stay.
+        link: its wire.
+        sent: is told of each unit.
+    """
+    yield Piece(_what_is_of_no_unit(server, link))
+    for number, contents in server.catalog.contents.items():
+        if contents.shard is not None:
+            yield from _of_shard(server, number, contents.shard, sent)
+            continue
+        for part in sorted(contents.parts):
+            state = _of_partition(server, number, part)
+            sent.end((number, part))
+            yield Piece(_with_waiting(server, (number, part), state))
+    replies, of_replies = _packed(link.answers.replies())
+    meta = {"replies": replies, "outcome": link.outcome}
+    yield Piece(State(meta, {"replies": of_replies}), is_last=True)
+
+
+def _what_is_of_no_unit(server: Server, link: HomeLink) -> State:
+    core, catalog, letters = server.core, server.catalog, link.letters.state()
     tables = [
         {
             **catalog.described(number), "openers": sorted(table.openers),
@@ -84,49 +135,69 @@ def pieces(server: Server, link: HomeLink) -> Iterator[Piece]:
         }
         for number, table in core.tables.items()
     ]  # fmt: skip
-    more = {
-        "tables": tables, "last": catalog.last, "progress": core.progress.state(),
-        "moves": core.migration.state(), "recovered": core.recovery.state(),
-        "lost": sorted(server.layout.lost), "vacant": sorted(catalog.places.vacant),
+    unconfirmed, of_letters = _packed(
+        (number, sent) for number, (_, sent) in enumerate(letters.unconfirmed)
+    )
+    waiting, of_waiting = _packed(map(_sent, _waiting_for_no_unit(server)))
+    meta = {
+        "gone": [sorted(each) for each in (core.left, core.dead, core.rested)],
+        "lost": sorted(server.layout.lost), "tables": tables, "last": catalog.last,
+        "progress": core.progress.state(), "moves": core.migration.state(),
+        "recovered": core.recovery.state(), "vacant": sorted(catalog.places.vacant),
         "job": server.job, "n_requests": server.n_requests,
+        "written": [*letters.written.items()], "heard": [*letters.heard.items()],
+        "numbers": [name for name, _ in letters.unconfirmed], "letters": unconfirmed,
+        "waiting": waiting,
     }  # fmt: skip
-    shards = {n: _of_shard(server, n) for n, c in catalog.contents.items() if c.shard is not None}
-    arrays = {f"hyper{n}": hyper for n, (_, hyper) in shards.items()}
-    of_shards = [(n, meta) for n, (meta, _) in shards.items()]
-    yield Piece(State({"gone": gone, **more, "shards": of_shards}, arrays))
-    for number, contents in catalog.contents.items():
-        shard, fresh = contents.shard, None
-        if shard is None:
-            for part in sorted(contents.parts):
-                yield _of_partition(server, number, part)
-            continue
-        if shard.can_evict:
-            owners = core.tables[number].owners
-            fresh = Shard(shard.spec, owners, server.index, shard.now)
-            _load_shard(fresh, *shards[number])
-        for part in shard.partitions:
-            piece = _of_partition(server, number, part)
-            yield piece
-            if fresh is not None:
-                put_rows(fresh, part, State(piece.state.meta, dict(piece.state.arrays)))
+    return State(meta, {"letters": of_letters, "waiting": of_waiting})
+
+
+def _of_shard(server: Server, number: int, shard: Shard, sent: SentUnits[Key]) -> Iterator[Piece]:
+    """Yield the pieces of a shard, which nothing changes meanwhile."""
+    key, core = (number, 0), server.core
+    sent.begin(key)
+    meta, hyper = _apart_from_rows(server, number, shard)
+    yield Piece(State({"shard": number, **meta}, {"hyper": hyper}))
+    fresh = None
+    if shard.can_evict:
+        fresh = Shard(shard.spec, core.tables[number].owners, server.index, shard.now)
+        _load_shard(fresh, meta, hyper)
+    for part in shard.partitions:
+        state = _of_partition(server, number, part)
+        yield Piece(state)
         if fresh is not None:
-            contents.shard = fresh
-            server.store.forget(number)
-    yield Piece(_rest(server, link), is_last=True)
+            put_rows(fresh, part, State(state.meta, dict(state.arrays)))
+    if fresh is not None:
+        server.catalog.contents[number].shard = fresh
+        server.store.forget(number)
+    sent.end(key)
+    yield Piece(_with_waiting(server, key, State({})))
 
 
-def _of_partition(server: Server, number: int, part: int) -> Piece:
+def _of_partition(server: Server, number: int, part: int) -> State:
     key = server.core.tables[number].key_of(part)
     state = server.transfer.state_of(key, part)
     unit = server.core.unit_of(key)
     more = {"partition": [number, part], "fence": [*unit.fence.items()]}
-    return Piece(State({**state.meta, **more}, state.arrays))
+    return State({**state.meta, **more}, state.arrays)
 
 
-def _of_shard(server: Server, number: int) -> tuple[dict[str, Any], Any]:
+def _with_waiting(server: Server, key: Key, state: State) -> State:
+    """Add to a piece what waits in its unit."""
+    waiting = _changes(server.core.unit_of(key).requests())
+    if not waiting:
+        return state
+    sizes, of_waiting = _packed(map(_sent, waiting))
+    return State({**state.meta, "waiting": sizes}, {**state.arrays, "waiting": of_waiting})
+
+
+def _sent(request: Delivery) -> tuple[int, Sent]:
+    return request.source, Sent(request.header, request.meta, request.body)
+
+
+def _apart_from_rows(server: Server, number: int, shard: Shard) -> tuple[dict[str, Any], Any]:
     """Return what a shard has beside its partitions, and the hyper-parameters of held gradients."""
-    shard, unit = server.catalog.contents[number].shard, server.core.unit_of((number, 0))
-    assert shard is not None
+    unit = server.core.unit_of((number, 0))
     meta: dict[str, Any] = {name: getattr(shard, name) for name in _COUNTS}
     meta["applied"] = sorted(unit.applied_without_pending().items())
     meta["traffic"] = asdict(shard.traffic)
@@ -137,21 +208,6 @@ def _of_shard(server: Server, number: int) -> tuple[dict[str, Any], Any]:
         meta["rounds"] = [rounds.current, rounds.let_in(), held]
     hyper = [each.hyper for each in shard.held.gradients]
     return meta, np.array(hyper, np.float64)  # one row for each
-
-
-def _rest(server: Server, link: HomeLink) -> State:
-    waiting = [(each.source, Sent(each.header, each.meta, each.body)) for each in _waiting(server)]
-    kinds = {"waiting": waiting, "replies": link.answers.replies()}
-    letters = link.letters.state()
-    kinds["letters"] = [(number, sent) for number, (_, sent) in enumerate(letters.unconfirmed)]
-    meta: dict[str, Any] = {
-        "written": [*letters.written.items()], "heard": [*letters.heard.items()],
-        "numbers": [name for name, _ in letters.unconfirmed],
-    }  # fmt: skip
-    arrays = {}
-    for name, frames in kinds.items():
-        meta[name], arrays[name] = _packed(frames)
-    return State(meta, arrays)
 
 
 def _packed(frames: Iterable[tuple[int, Sent]]) -> tuple[list[tuple[int, int, int]], Bytes]:
@@ -166,39 +222,66 @@ def _packed(frames: Iterable[tuple[int, Sent]]) -> tuple[list[tuple[int, int, in
 
 # --- the copy -----------------------------------------------------------------------------------
 def load(server: Server, link: HomeLink, piece: State) -> None:
-    """Put a piece into a new server; in their order."""
+    """Put a piece into a new server; in their order.
+
+    Raises:
+        RingcommError: a change that came meanwhile went otherwise here.
+    """
     meta = piece.meta
+    waiting = [*_unpacked(piece, "waiting")] if "waiting" in meta else []
+    piece.arrays.pop("waiting", None)
     if "gone" in meta:
-        server.layout.lost.update(meta["lost"])
-        server.core.departures.lose(*meta["gone"])
-        server.core.recovery.load(meta["recovered"])
-        for each in meta["tables"]:
-            number = each["number"]
-            server.catalog.install(number, Spec.of_json(each["spec"]), each["owners"])
-            table = server.core.tables[number]
-            table.epochs.update((int(part), epoch) for part, epoch in each["epochs"].items())
-            table.openers.update(each["openers"])
-            table.without.update((n, {*workers}) for n, workers in each["without"])
-        server.catalog.last = meta["last"]
-        server.catalog.places.vacant = {*meta["vacant"]}
-        server.core.migration.load(meta["moves"])
-        server.core.progress.load(meta["progress"])
-        server.job, server.n_requests = meta["job"], meta["n_requests"]
-        for number, of_shard in meta["shards"]:
-            shard, unit = server.catalog.contents[number].shard, server.core.unit_of((number, 0))
-            assert shard is not None
-            _load_shard(shard, of_shard, piece.arrays[f"hyper{number}"])
-            for rank, sequence in of_shard["applied"]:
-                unit.applied.note_last(rank, sequence)
-            if unit.rounds is not None:
-                unit.rounds.resume(*of_shard["rounds"])
+        _load_what_is_of_no_unit(server, link, piece)
+    elif "shard" in meta:
+        number = meta["shard"]
+        shard, unit = server.catalog.contents[number].shard, server.core.unit_of((number, 0))
+        assert shard is not None
+        _load_shard(shard, meta, piece.arrays["hyper"])
+        for rank, sequence in meta["applied"]:
+            unit.applied.note_last(rank, sequence)
+        if unit.rounds is not None:
+            unit.rounds.resume(*meta["rounds"])
     elif "partition" in meta:
         number, part = meta["partition"]
         server.transfer.put(number, part, piece)
         key = server.core.tables[number].key_of(part)
         server.core.unit_of(key).fence = dict(map(tuple, meta["fence"]))
-    else:
-        _load_rest(server, link, piece)
+    elif "replies" in meta:
+        link.answers.load(
+            (client, header.sequence, Sent(header, text, body))
+            for client, (header, text, body) in _unpacked(piece, "replies")
+        )
+        if link.outcome != meta["outcome"]:
+            raise RingcommError(
+                "while it was made, one of the two could not carry out a request, for want of "
+                "memory perhaps"
+            )
+    for source, (header, text, body) in waiting:
+        link.answers.came(source, header.sequence)
+        server.on_request(Delivery(source, header, text, body))
+
+
+def _load_what_is_of_no_unit(server: Server, link: HomeLink, piece: State) -> None:
+    meta = piece.meta
+    server.layout.lost.update(meta["lost"])
+    server.core.departures.lose(*meta["gone"])
+    server.core.recovery.load(meta["recovered"])
+    for each in meta["tables"]:
+        number = each["number"]
+        spec, owners = Spec.of_json(each["spec"]), each["owners"]
+        server.catalog.install(number, spec, owners, awaits_parts=True)
+        table = server.core.tables[number]
+        table.epochs.update((int(part), epoch) for part, epoch in each["epochs"].items())
+        table.openers.update(each["openers"])
+        table.without.update((n, {*workers}) for n, workers in each["without"])
+    server.catalog.last = meta["last"]
+    server.catalog.places.vacant = {*meta["vacant"]}
+    server.core.migration.load(meta["moves"])
+    server.core.progress.load(meta["progress"])
+    server.job, server.n_requests = meta["job"], meta["n_requests"]
+    letters = [sent for _, sent in _unpacked(piece, "letters")]
+    unconfirmed = [*zip(map(tuple, meta["numbers"]), letters, strict=True)]
+    link.letters.load(LettersState(dict(meta["written"]), dict(meta["heard"]), unconfirmed))
 
 
 def _load_shard(shard: Shard, meta: dict[str, Any], hyper: Any) -> None:
@@ -213,19 +296,6 @@ def _load_shard(shard: Shard, meta: dict[str, Any], hyper: Any) -> None:
         RowGradient(weight, own.copy(), keys, rows, clock)
         for (weight, clock), own in zip(meta["held"], hyper, strict=True)
     ]
-
-
-def _load_rest(server: Server, link: HomeLink, piece: State) -> None:
-    meta = piece.meta
-    for client, (header, text, body) in _unpacked(piece, "replies"):
-        link.answers.came(client, header.sequence)
-        link.answers.note(client, header.sequence, Sent(header, text, body))
-    letters = [sent for _, sent in _unpacked(piece, "letters")]
-    unconfirmed = [*zip(map(tuple, meta["numbers"]), letters, strict=True)]
-    link.letters.load(LettersState(dict(meta["written"]), dict(meta["heard"]), unconfirmed))
-    for source, (header, text, body) in _unpacked(piece, "waiting"):
-        link.answers.came(source, header.sequence)
-        server.on_request(Delivery(source, header, text, body))
 
 
 def _unpacked(piece: State, name: str) -> Iterator[tuple[int, Sent]]:
