@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what it costs to make the lost copies of servers again, while training goes on.
 
-usage: .venv/bin/python ci/ps_copy_cost.py [--mib 256] [--servers 3] [--hash]
+usage: .venv/bin/python ci/ps_copy_cost.py [--mib 256] [--servers 3] [--hash] [--frame 1]
 
 One server of a job with replication=2 is killed. The line says how long it took until there were
 two copies of all again, and of one worker's steps the longest meanwhile, and the median before. A
@@ -56,13 +56,18 @@ def train(args):
 
     import ringcomm as rc
     from ringcomm import ps
+    from ringcomm.ps.server.homes import transfer_whole_copy
 
+    if args.frame:
+        transfer_whole_copy.FRAME_NBYTES = transfer_whole_copy.WINDOW_NBYTES = args.frame
     rc.init()
     pids = rc.allgather_object(os.getpid())
     ps.init(args.servers, replication=2)
     n_tables = max(1, args.servers * (args.mib << 20) // TABLE_NBYTES)
     count = 30 * args.servers
     small = ps.table("small", count, updater=ps.optim.Add(), block_nbytes=120)
+    for number in range(args.many):
+        ps.table(f"many{number}", 64 * args.servers, updater=ps.optim.Add(), block_nbytes=4)
     push, total, n_in_push = open_tables(args, n_tables)
     rng, steps = np.random.default_rng(1), []
 
@@ -101,6 +106,8 @@ def main():
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--steps", type=int, default=60, help="before the death")
     parser.add_argument("--servers", type=int, default=3)
+    parser.add_argument("--many", type=int, default=0, help="tables of 64 tiny blocks on a server")
+    parser.add_argument("--frame", type=int, help="bytes of pieces that go together, one by one")
     parser.add_argument("--hash", action="store_true", help="rows of a hash table")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,9 +1,12 @@
 """Training with torch on servers of which there are two copies: servers are killed."""
 
+import json
 import re
+from pathlib import Path
 
+import ps_copy_cost
 import pytest
-from harness import IS_MPICH, run_script
+from harness import IS_MPICH, run_job, run_script
 from storms import LAUNCHERS
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
@@ -61,13 +64,16 @@ train("with deaths", dict(zip((4, 9), map(int, sys.argv[1:]))))
 """
 
 
+RUN = {
+    "env": {"RINGCOMM_ELASTIC": "1"},
+    "options": (*LAUNCHERS["ulfm"], "--runtime-options", "error-nonzero-status=0"),
+}
+
+
 def test_weights_have_the_bits_of_a_run_without_deaths_after_two_of_them(tmp_path):
     """The second server dies once there are two copies of each again."""
     victims = "0", "1"
-    ended = run_script(
-        5, TRAINING, *victims, cwd=tmp_path, env={"RINGCOMM_ELASTIC": "1"},
-        options=(*LAUNCHERS["ulfm"], "--runtime-options", "error-nonzero-status=0"),
-    )  # fmt: skip
+    ended = run_script(5, TRAINING, *victims, cwd=tmp_path, **RUN)
     output = ended.output
     assert ended.code == 0, output
     for victim in victims:
@@ -75,3 +81,14 @@ def test_weights_have_the_bits_of_a_run_without_deaths_after_two_of_them(tmp_pat
     found = re.findall(r"weights, ([\w ]+): (\w+)", output)
     assert sorted(name for name, _ in found) == ["whole", "whole", "with deaths", "with deaths"]
     assert len({digest for _, digest in found}) == 1, output
+
+
+def test_no_step_waits_while_lost_copies_are_made(tmp_path):
+    """They are made of many pieces, which go one by one; else it would be over too soon."""
+    script = Path(ps_copy_cost.__file__)
+    options = ("--mib=1", "--steps=20", "--many=3", "--frame=1")
+    ended = run_job(4, script, "--rank", *options, cwd=tmp_path, **RUN)
+    assert ended.code == 0, ended.output
+    found = json.loads(re.search(r"{.*}", ended.output)[0])
+    assert found["second_s"] < found["copied_s"] / 4, found  # the longest has the death
+    assert found["steps"] > 14, found  # ten are behind it

@@ -19,6 +19,7 @@ from ringcomm.ps.checkpoint import files
 from ringcomm.ps.client.dense.pulls import DensePulls
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.placement.view import Move
+from ringcomm.ps.server.homes import transfer_whole_copy
 from ringcomm.ps.server.homes.homes import Homes
 from ringcomm.ps.server.rows.requests import RowRequests
 from ringcomm.ps.session import session
@@ -478,7 +479,11 @@ def test_copies_of_which_one_has_no_memory_for_a_request_are_made_alike_again(
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("victims", at_length([(0, 1), (2, 0)], [(0, 1)]), ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_second_server_may_die_once_lost_copies_are_made_again(mode, victims):
+def test_a_second_server_may_die_once_lost_copies_are_made_again(mode, victims, monkeypatch):
+    """Workers go on while copies are made, of pieces that go one by one."""
+    monkeypatch.setattr(transfer_whole_copy, "FRAME_NBYTES", 1)
+    monkeypatch.setattr(transfer_whole_copy, "WINDOW_NBYTES", 1)
+
     def body(rank):
         table, rows = tables(mode, admit=ps.Admit(2), evict=ps.Evict(ttl="1h"))
         applied = 0
@@ -509,7 +514,10 @@ def test_a_second_server_may_die_once_lost_copies_are_made_again(mode, victims):
         assert sparse[59].min() > total / 2
 
 
-def test_updates_have_the_same_bits_after_two_deaths():
+def test_updates_have_the_same_bits_after_two_deaths(monkeypatch):
+    monkeypatch.setattr(transfer_whole_copy, "FRAME_NBYTES", 1)
+    monkeypatch.setattr(transfer_whole_copy, "WINDOW_NBYTES", 1)
+
     def train(rank, *victims):
         table, rows = tables("sync", ps.optim.Adam(0.1), evict=ps.Evict(max_rows=40))
         later = ps.table("later", 3, "float64", updater=ps.optim.Adam(0.1), mode="sync")

@@ -4,6 +4,7 @@ No acknowledged push is lost or doubled, reads have what was acknowledged before
 answered, and both copies have the same bits.
 """
 
+import numpy as np
 import pytest
 from harness import at_length
 from hypothesis import given
@@ -12,10 +13,11 @@ from ps_homes_model import ANY_ORDER, MODES, NOTHING, Net
 from ps_simulation import Choices
 
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step
+from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step, Where, header_of
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.homes import transfer_whole_copy
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
+from ringcomm.ps.server.homes.records import AT, Entry, send_record
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log, SentUnits, Way
 
 pytestmark = pytest.mark.usefixtures("model_time", "small_frames")
@@ -283,6 +285,43 @@ def test_a_change_is_sent_to_a_new_copy_that_has_the_unit_and_waits_where_it_has
     assert (units.way_of("a"), units.way_of("b")) == (Way.LATER, Way.HERE)
     units.end("a")
     assert (units.way_of("a"), units.way_of("b")) == (Way.BOTH, Way.HERE)
+
+
+def test_a_change_that_is_answered_at_once_has_its_own_body_on_the_way_to_the_other_copy():
+    """Its sender may write there then."""
+    sent = []
+
+    class Near:
+        def shares_memory(self, rank):
+            return True
+
+        def send(self, dest, header, meta, body):
+            sent.append((header_of(meta[AT.size :]).where, body))
+
+    body = np.arange(4, dtype=np.uint8)
+    push = Delivery(7, Header(Kind.PUSH, where=Where.SHARED, n_body=4), b"", body)
+    send_record(Near(), 0, 1, 0, Entry(push, 0.0, 0.0))
+    send_record(Near(), 0, 1, 1, Entry(push, 0.0, 0.0))
+    (place, own), (place_when_awaited, seen) = sent
+    assert (place, place_when_awaited) == (Where.NONE, Where.SHARED)
+    assert own.tolist() == body.tolist()
+    assert not np.shares_memory(own, body)
+    assert not seen.nbytes
+
+
+def test_a_copy_at_which_a_change_went_otherwise_is_given_up(caplog):
+    """It came while the copy was made, so no report says it."""
+    net = begun("async")
+    copies = net.ranks[net.servers[2]].homes._homes
+    while 0 not in copies:
+        net.deliver_one()
+    copies[0]._home_link.outcome = 1
+    net.run()
+    assert net.copies()[0] == 1
+    assert "of server 0 no copy can be made on rank 4: RingcommError: while it was made" in (
+        caplog.text
+    )
+    net.require_all()
 
 
 def test_a_request_that_comes_again_gets_the_reply_of_the_first_time():

@@ -113,7 +113,7 @@ def pieces(server: Server, link: HomeLink, sent: SentUnits[Key]) -> Iterator[Pie
         sent: is told of each unit.
     """
     yield Piece(_what_is_of_no_unit(server, link))
-    for number, contents in server.catalog.contents.items():
+    for number, contents in [*server.catalog.contents.items()]:
         if contents.shard is not None:
             yield from _of_shard(server, number, contents.shard, sent)
             continue
