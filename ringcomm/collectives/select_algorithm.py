@@ -85,7 +85,8 @@ def estimate(algorithm: str, case: Case) -> float:
     reducing_s = is_reduced * effort.reduced * case.nbytes / REDUCE_BPS
     copying_s = 0.0
     if algorithm == "hierarchical" and case.collective == "reduce_scatter":
-        copying_s = case.nbytes / MEMORY_BPS  # of the chunks, in another order
+        # Python copies the chunks in another order.
+        copying_s = PYTHON_S + len(case.nodes) * COPY_S + case.nbytes / MEMORY_BPS
     return n_phases * _sending_s(effort, case) + reducing_s + copying_s
 
 
@@ -103,6 +104,7 @@ def across(nbytes: int, n_hosts: int) -> str:
 NODE_ROUND_S, WIRE_ROUND_S, MESSAGE_S = 5e-6, 30e-6, 2e-6
 MEMORY_BPS, WIRE_BPS, REDUCE_BPS = 3e9, 1.2e9, 4e9
 WHOLE = 1.5  # slowdown of long messages, which wait for a handshake (measured: 1.5 to 2.2)
+PYTHON_S, COPY_S = 50e-6, 2e-6  # of an algorithm, and of a copy, that C++ does not carry out
 CROWD = 0.01  # slowdown for each further rank that sends to the same rank (a guess)
 
 

@@ -36,6 +36,7 @@ def table_of(nodes, times, collective="allreduce"):
         (case(64 * MIB, THREE_BY_TWO), "hierarchical"),
         (case(64 * MIB, (0, 1, 2, 0, 1, 2)), "hierarchical"),
         (case(64 * MIB, THREE_BY_TWO, "reduce_scatter"), "segmented"),
+        (case(4 * KIB, THREE_BY_TWO, "reduce_scatter"), "direct"),
         (case(64 * MIB, THREE_BY_TWO, "allgather"), "segmented"),
         (case(KIB, (0, 0, 0, 0)), "direct"),
         (case(64 * MIB, (0, 0)), "ring"),
