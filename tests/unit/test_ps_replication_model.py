@@ -131,7 +131,7 @@ def test_a_primary_answers_pushes_and_reads_while_it_is_copied():
 def test_one_of_the_two_may_die_at_each_moment_of_a_copy(mode, victim):
     """All is lost, or all that was acknowledged is there; never a part of it."""
     ends = set()
-    for n_messages in range(0, 70, at_length(1, 5)):  # in the gate: every fifth
+    for n_messages in range(0, 300, at_length(1, 25)):  # in the gate: every 25th
         net = begun(mode, n_steps=8)
         for k in range(n_messages):
             net.deliver_one()
