@@ -421,8 +421,8 @@ PS_DEATHS = [
         "ps",
         "engine/core/completion.py",
         "work.ledger.is_spoiled = True  # its context must not be used again",
-        "work.ledger.is_spoiled = bool(self._watch.transport.node)\n"
-        "                    if work.ledger.is_spoiled:\n"
+        "work.ledger.is_spoiled = True\n"
+        "                    if self._watch.transport.node is not None:\n"
         "                        self._watch.transport.node.abandon()",
         "a death fails operations of groups that the dead rank does not belong to",
         _OF_GROUPS,

@@ -211,8 +211,8 @@ def test_what_is_under_way_in_other_groups_goes_on(wire, is_registered):
             assert has_failed.wait(DEADLINE_S)
         with pytest.raises(rc.PeerFailedError, match="no group that it belongs to"):
             rc.allreduce_(array(rank), group=everybody)
-        assert everybody.ledger.is_spoiled  # no other group gets its context
         has_failed.set()
+        assert everybody.ledger.is_spoiled  # no other group gets its context
         for source in (VICTIM, rc.ANY_SOURCE):
             with pytest.raises(rc.PeerFailedError, match="no group that it belongs to"):
                 rc.recv(values(0), source)
