@@ -94,7 +94,7 @@ class Process:
     def receive(self, frame):
         if frame.header.kind == Kind.HOMES:
             said = json.loads(frame.meta)
-            self.note_copied(frame.source, said["copied"])
+            self.note_copied(frame.source, frame.header.clock, said["copied"])
             for home in self.takeovers.said(frame.source, frame.header.clock, said["runs"]):
                 self.taken(home)
         else:
@@ -107,7 +107,7 @@ class Process:
     def look(self):
         pass
 
-    def note_copied(self, rank, homes):
+    def note_copied(self, rank, dead, homes):
         pass
 
 

@@ -218,7 +218,7 @@ class Session:
         taken = self.takeovers.said(frame.source, frame.header.clock, said["runs"])
         server = self.dispatcher.server
         if isinstance(server, Homes):
-            server.on_homes(frame.source, said["copied"])
+            server.on_homes(frame.source, frame.header.clock, said["copied"])
         for home in taken:
             self.client.outstanding.take_over(home)
             if isinstance(server, Homes):

@@ -381,3 +381,27 @@ def test_a_message_is_new_once_and_is_kept_until_it_is_confirmed():
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize("last", ["the leader", "a worker's death"])
+def test_a_spare_takes_a_place_in_whatever_order_the_leader_hears(last):
+    """Servers whose homes have both copies all along say so once, when they hear of the death."""
+    net = Net(
+        MODES["sync"], Choices([0]), n_servers=5, spares=1, n_workers=2, n_steps=9, n_deaths=0
+    )  # fmt: skip
+    net.settle()
+    victim, leader = net.servers[2], net.servers[0]
+    net.kill(2)
+    if last == "the leader":
+        for rank in (*net.workers, *net.servers[3:]):
+            net.hear(rank, victim)
+        net.deliver_all(net.servers[4], leader)
+    else:
+        for rank in (*net.workers, *net.servers):
+            if rank != victim:
+                net.hear(rank, victim)
+        net.deliver_all(net.servers[4], leader)
+        net.ranks[leader].homes.on_death(net.workers[1])
+    for _ in range(30):  # looks, between which time passes
+        net.settle()
+    assert sorted(net.parts_by_rank().values()) == [1, 1, 1, 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -54,7 +54,10 @@ class Homes:
         self.index, self._layout, self._link = index, layout, link
         self.own_time = OwnTime()
         self._dead: set[int] = set()
-        self._copied: dict[int, set[int]] = {}  # by rank: homes there of which there are two copies
+        # By rank: the deaths of servers that it has spoken about, and the homes that it runs now of
+        # which there are two copies.
+        self._spoke_of: dict[int, set[int]] = {}
+        self._copied: dict[int, set[int]] = {}
         self._places_at = 0.0  # when it looks at the places again
         self._make_server, self._make_pushes = make_server, make_pushes
         link.enter()
@@ -113,16 +116,30 @@ class Homes:
             return
         self._places_at = now + _PLACES_S
         hosts = {number: layout.rank_of(number) for number in layout.server_numbers}
-        are_copied = all(number in self._copied.get(rank, ()) for number, rank in hosts.items())
-        swap = next_swap(hosts, catalog.places.vacant) if self._copied and are_copied else None
+        swap = next_swap(hosts, catalog.places.vacant) if self._are_copied(hosts) else None
         if swap is not None:
             _log.warning("ps: server %d, a spare, takes the place of server %d", swap[1], swap[0])
         if swap is not None or catalog.displaced():
             home.n_places_said += 1
             home.say(Copy.PLACES, meta=packed_json(swap or (None, None)))
 
-    def on_homes(self, rank: int, copied: Collection[int]) -> None:
-        """Take note of which homes that a server runs there are two copies."""
+    def _are_copied(self, hosts: Mapping[int, int]) -> bool:
+        """Return True if there are two copies of all homes, as their servers have said.
+
+        What one has said counts if it knew of all deaths then of which this process knows; it may
+        have heard of one earlier than this process.
+        """
+        dead = self._dead.intersection(self._layout.servers)
+        return all(
+            rank not in dead
+            and dead <= self._spoke_of.get(rank, set())
+            and number in self._copied.get(rank, ())
+            for number, rank in hosts.items()
+        )
+
+    def on_homes(self, rank: int, dead: int, copied: Collection[int]) -> None:
+        """A server has said, after a death, of which homes that it runs there are two copies."""
+        self._spoke_of.setdefault(rank, set()).add(dead)
         self._copied[rank] = {*copied}
 
     def _say_homes(self, dead: int) -> None:
@@ -160,7 +177,6 @@ class Homes:
         """Go on without a client, or a server, that died; the link has forgotten it already."""
         layout, homes = self._layout, self._homes.values()
         self._dead.add(rank)
-        self._copied.clear()
         if rank not in layout.servers:
             for home in homes:
                 if home.is_primary:
