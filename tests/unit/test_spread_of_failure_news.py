@@ -16,6 +16,9 @@ NODE = 4  # ranks that see each other's deaths
 DELAY_S, NOTICE_S = 1e-3, 0.05
 LEFT = Fact(Kind.LEFT, "called shutdown()", key=WAITS)
 RESTING = LEFT._replace(key=RESTS)
+# The cost of a job is the square of its size.
+N_JOBS = {DIRECT + 1: 6, 60: 6, **at_length({257: 6}, {129: 2})}
+JOBS = [(size, seed) for size, n in N_JOBS.items() for seed in range(n)]
 
 
 class Job:
@@ -134,8 +137,7 @@ class Job:
         return [r for r in self.ranks if not sayers <= self.heard[r].get(fact, set())]
 
 
-@pytest.mark.parametrize("size", [DIRECT + 1, 60, at_length(257, 129)])  # the cost is its square
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("size", "seed"), JOBS)
 def test_all_who_live_learn_all_deaths_and_words_whoever_dies_meanwhile(size, seed):
     job = Job(size, seed)
     survivors = {
@@ -158,8 +160,7 @@ def test_all_who_live_learn_all_deaths_and_words_whoever_dies_meanwhile(size, se
 
 
 @pytest.mark.parametrize("longest_rest_s", [0.0, 0.1, REST_S])
-@pytest.mark.parametrize("size", [DIRECT + 1, 60, at_length(257, 129)])  # the cost is its square
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("size", "seed"), JOBS)
 def test_ranks_that_leave_after_a_failure_and_pass_on_nothing_cut_off_nobody(
     size, seed, longest_rest_s
 ):
