@@ -589,4 +589,13 @@ PS_DEATHS = [
         "a push that a new copy could not carry out is lost with the other",
         _OF_COPIES,
     ),
+    Mutation(
+        "ps-a-dead-server-takes-homes-back",
+        "ps",
+        "ps/server/homes/who_runs_each_home.py",
+        "        if is_late:\n",
+        "        if not self._said:\n",
+        "a worker takes a home for lost that another server runs",
+        _OF_COPIES,
+    ),
 ]

@@ -15,10 +15,12 @@ from ps_simulation import Choices
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step, Where, header_of
 from ringcomm.ps.protocol.link import Delivery
+from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.homes import transfer_whole_copy
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.records import AT, Entry, send_record
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log, SentUnits, Way
+from ringcomm.ps.server.homes.who_runs_each_home import Takeovers
 
 pytestmark = pytest.mark.usefixtures("model_time", "small_frames")
 
@@ -357,6 +359,19 @@ def test_a_message_that_comes_twice_is_confirmed_once_it_is_carried_out():
     assert not is_confirmed()
     while not is_confirmed():
         assert net.deliver_one()
+
+
+def test_a_server_that_is_dead_runs_nothing_though_its_word_comes_late():
+    """Over another wire than that of the one which goes on in its place."""
+    layout = Layout((0,), (1, 2, 3), (), replication=2)
+    seen = Takeovers(layout)
+    seen.died(1)
+    assert seen.said(3, 1, [2]) == []
+    assert seen.said(3, 2, [2, 1, 0]) == [1, 0]
+    assert seen.said(2, 1, [1, 0]) == []
+    seen.died(2)
+    assert seen.lost() == []
+    assert (layout.rank_of(0), layout.rank_of(1)) == (3, 3)
 
 
 def test_the_oldest_replies_go_which_every_client_has():

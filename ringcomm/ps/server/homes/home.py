@@ -279,7 +279,7 @@ class Home:
 
     def _on_drop(self, delivery: Delivery) -> None:
         del delivery
-        self.why_not = "it has come to differ"
+        self.why_not = "the primary has given it up"
 
     def promote(self) -> None:
         """Be the primary from now on: its process died."""

@@ -28,8 +28,14 @@ class Takeovers:
         self._dead.add(rank)
 
     def said(self, rank: int, dead: int, homes: Sequence[int]) -> list[int]:
-        """A server has said which homes it runs, after a death; return those that are new there."""
+        """A server has said which homes it runs, after a death; return those that are new there.
+
+        What a server said comes late if others have spoken of its death: they may run them by now.
+        """
+        is_late = rank in self._said
         self._said.setdefault(dead, set()).add(rank)
+        if is_late:
+            return []
         taken = [home for home in homes if self._layout.rank_of(home) != rank]
         self._layout.hosts.update(dict.fromkeys(taken, rank))
         return taken
