@@ -92,31 +92,51 @@ def begun(mode, n_steps=30):
     return net
 
 
+def deliver_but_between(net, *servers):
+    """Let all arrive that is under way, but for what two servers send each other."""
+    while True:
+        pairs = [pair for pair, channel in net.channels.items() if channel]
+        others = [pair for pair in pairs if {*pair} != {*servers}]
+        if not others:
+            return
+        net.deliver(others[0])
+
+
+def test_what_comes_behind_a_change_that_waits_for_a_copy_waits_too():
+    net = begun("async")
+    source, dest = net.servers[0], net.servers[2]
+    copied = net.ranks[source].homes._homes[0]
+    while copied._sending is None:
+        net.deliver_one()
+    deliver_but_between(net, source, dest)
+    n = sum(net.acked[0].values())
+    copied.say(Copy.TIME)  # is of no single block
+    net.client(0).push_part(0, 0)
+    net.client(0).read(0)
+    deliver_but_between(net, source, dest)
+    assert len(net.client(0).asked) == 2
+    net.settle()
+    assert sum(net.acked[0].values()) == n + 1
+    net.run()
+    net.require_all()
+
+
 def test_a_primary_answers_pushes_and_reads_while_it_is_copied():
     """Nothing that it sends the new copy, or gets from it, arrives meanwhile."""
     net = begun("async")
     source, dest = net.servers[0], net.servers[2]
     copied = net.ranks[source].homes._homes[0]
-
-    def deliver_others():
-        while True:
-            pairs = [pair for pair, channel in net.channels.items() if channel]
-            others = [pair for pair in pairs if {*pair} != {source, dest}]
-            if not others:
-                return
-            net.deliver(others[0])
-
     while copied._sending is None:
         net.deliver_one()
     ways, client = set(), net.client(0)
-    deliver_others()
+    deliver_but_between(net, source, dest)
     while not copied._sending.has_sent_all:
         for part in (0, 3):
             n = sum(net.acked[part].values())
             ways.add(copied._sending._units.way_of((1, part)))
             client.push_part(part, 0)
             client.read(part)
-            deliver_others()
+            deliver_but_between(net, source, dest)
             assert sum(net.acked[part].values()) == n + 1
         net.deliver((source, dest))
         while net.channels[dest, source] and not copied._sending.has_sent_all:
