@@ -25,11 +25,11 @@ servers. With each report the primary compares the follower's with its own.
 A new follower gets all that the primary has in pieces, one unit (see core.unit) after the other.
 Meanwhile the primary is alone, and goes on: it carries out changes at once.
 
-| what a change touches | what follows while pieces are sent |
+| what a change touches | what follows while pieces are sent; shards of hash tables go last |
 |---|---|
 | a unit that the follower has not got | it is carried out here alone, and is in that unit's piece |
 | a unit that it has; no unit, like a worker's clock | it is sent, too, behind the pieces so far |
-| a unit of which it has a part; or what is not one unit's | it waits, with all that is behind it |
+| a shard of which it has a part; or what is not one unit's | it waits, with all behind it |
 
 The last piece has all replies. From then on changes have numbers, as above. So all copies of a unit
 do the same to it in one order, and a follower with the last piece has what was answered before. One
@@ -143,7 +143,7 @@ class SentUnits(Generic[T]):
         self._to_send, self._begun = {*units}, set[T]()
 
     def begin(self, unit: T) -> None:
-        """Take note that the follower has a part of a unit."""
+        """Take note that the follower has a part of a unit: nothing changes that until the end."""
         self._to_send.discard(unit)
         self._begun.add(unit)
 

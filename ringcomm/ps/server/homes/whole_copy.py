@@ -113,14 +113,16 @@ def pieces(server: Server, link: HomeLink, sent: SentUnits[Key]) -> Iterator[Pie
         sent: is told of each unit.
     """
     yield Piece(_what_is_of_no_unit(server, link))
-    for number, contents in [*server.catalog.contents.items()]:
+    shards = []
+    for number, contents in server.catalog.contents.items():
         if contents.shard is not None:
-            yield from _of_shard(server, number, contents.shard, sent)
-            continue
+            shards.append((number, contents.shard))
         for part in sorted(contents.parts):
             state = _of_partition(server, number, part)
             sent.end((number, part))
             yield Piece(_with_waiting(server, (number, part), state))
+    for number, shard in shards:  # last, for changes of them wait from then on
+        yield from _of_shard(server, number, shard, sent)
     replies, of_replies = _packed(link.answers.replies())
     meta = {"replies": replies, "outcome": link.outcome}
     yield Piece(State(meta, {"replies": of_replies}), is_last=True)
@@ -153,7 +155,11 @@ def _what_is_of_no_unit(server: Server, link: HomeLink) -> State:
 
 
 def _of_shard(server: Server, number: int, shard: Shard, sent: SentUnits[Key]) -> Iterator[Piece]:
-    """Yield the pieces of a shard, which nothing changes meanwhile."""
+    """Yield the pieces of a shard, which nothing changes from then on, until all is sent.
+
+    Not even once it is sent: rows may be in the memory of a worker, which writes there once it has
+    its reply, and that would not wait for the follower.
+    """
     key, core = (number, 0), server.core
     sent.begin(key)
     meta, hyper = _apart_from_rows(server, number, shard)
@@ -170,7 +176,6 @@ def _of_shard(server: Server, number: int, shard: Shard, sent: SentUnits[Key]) -
     if fresh is not None:
         server.catalog.contents[number].shard = fresh
         server.store.forget(number)
-    sent.end(key)
     yield Piece(_with_waiting(server, key, State({})))
 
 
