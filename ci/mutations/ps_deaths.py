@@ -567,7 +567,7 @@ PS_DEATHS = [
         "ps",
         "ps/server/homes/home.py",
         "        elif delivery.header.clock:\n            self._sending",
-        "        else:\n            self._sending",
+        "        elif delivery.header.sequence:\n            self._sending",
         "a server has a copy that cannot go on in its place",
         _OF_COPIES,
     ),
