@@ -188,3 +188,33 @@ def test_tables_and_new_groups_go_on_after_a_collective_in_which_a_worker_is_kil
     assert job.code == 0, job.output
     assert job.output.count("went on") == 2, job.output
     assert any((tmp_path / "saved").iterdir())
+
+
+RAISED = """
+import atexit, os, sys, time
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    atexit.register(time.sleep, 3)  # begins once ringcomm has said that this rank failed
+import ringcomm as rc
+from ringcomm import ps
+
+ps.init(servers=1)
+rc.barrier()
+if rc.rank() == 1:
+    raise RuntimeError("as a user's program")
+try:
+    rc.barrier()
+    sys.exit("a group goes on without one of its ranks")
+except rc.PeerFailedError:
+    rc.barrier(group=ps.live_workers())
+print("went on", flush=True)
+"""
+
+
+def test_the_others_end_while_the_process_of_a_worker_that_raised_still_ends(tmp_path):
+    """It never calls MPI_Finalize, and would be waited for."""
+    job = run_script(
+        4, RAISED, cwd=tmp_path, env={"RINGCOMM_ELASTIC": "1", "RINGCOMM_TIMEOUT_S": "30"},
+        options=(*LAUNCHERS["ulfm"], "--runtime-options", "error-nonzero-status=0"),
+    )  # fmt: skip
+    assert job.code == 0, job.output
+    assert job.output.count("went on") == 2, job.output

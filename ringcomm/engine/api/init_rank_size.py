@@ -419,7 +419,9 @@ def _leave(world: World, how: str, *, keeps_wire: bool = False) -> bool:
 def _note_end(world: World, *, is_clean: bool) -> None:
     """Note whether MPI can be finalized; if not, no rank must wait for this one to heal."""
     global _is_mpi_broken, _was_elastic  # noqa: PLW0603
-    is_whole = is_clean and not world.is_changed and not world.presence.deaths
+    # A rank that has said that it failed may be alive still, but it does not call MPI_Finalize.
+    has_lost = world.presence.deaths or world.engine.watch.peers.dead
+    is_whole = is_clean and not world.is_changed and not has_lost
     _is_mpi_broken = _is_mpi_broken or not is_whole
     _was_elastic = _was_elastic or world.heals
     if not is_clean:
