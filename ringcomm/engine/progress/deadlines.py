@@ -194,8 +194,9 @@ def refuse_hopeless(task: Waiting, watch: Watch, cause: Exception | None = None)
         )
     elif task.ends_alone and watch.own_failure is None and watch.peers.are_parted(task.members):
         advice = (
-            "The job goes on without it, but no group that it belongs to does: make an rc.Group "
-            'of the ranks that live; see "Failure" in docs/parameter_server.md.'
+            "The job goes on without it, but no group that it belongs to does: "
+            "ps.live_workers() makes one of the workers that live; see "
+            '"Collectives after a death" in docs/parameter_server.md.'
         )
     raise PeerFailedError(
         f"{task.label}: {who} {reason}; the operation cannot complete. {advice}",
