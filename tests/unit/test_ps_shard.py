@@ -506,6 +506,24 @@ def test_the_first_in_order_go_whatever_their_partition_and_no_more(policy, n_pa
         assert not np.isnan(metadata(rows, [*model.rows])[2]).any()
 
 
+def test_a_row_that_was_about_to_go_stays_once_it_is_pushed_again():
+    most = 160
+    rows = make(1, evict=Evict(max_rows=most, policy="lru"))
+
+    def push_one(key, now):
+        push(rows, [key], ones(1, 1), now=now)
+        rows.evict(now, 2, 10)
+
+    for key in range(most + 1):  # with the last the first goes, and those behind it are found
+        push_one(key, float(key))
+    for key in (1, 3, 5):
+        push_one(key, 500.0)
+    for key in range(1000, 1005):
+        push_one(key, float(key))
+    gone = {key for key in range(most + 1) if np.isnan(metadata(rows, [key])[2][0])}
+    assert gone == {0, 2, 4, 6, 7, 8}
+
+
 def test_a_shard_has_a_share_of_the_rows_by_its_partitions():
     spec = row_spec(1, SGD, evict=Evict(max_rows=1000))
     rows = _core.Shard(spec, np.array([0, 0, 1, 0], np.uint32), 0)
