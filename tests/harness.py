@@ -95,6 +95,14 @@ def wait_until(is_so, what, timeout_s=DEADLINE_S):
         time.sleep(max(0.01, time.thread_time() - began_at))
 
 
+def is_running(pid):
+    """Return False once a process has ended, whether or not its parent knows."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:  # ProcessLookupError too: it may end between opening the file and reading it
+        return False
+
+
 # --- jobs ---------------------------------------------------------------------------------------
 BIN = Path(sys.executable).parent
 LATE_IMPORTS = Path(__file__).parent / "late_imports"  # which saves seconds in each rank

@@ -13,6 +13,7 @@ from harness import (
     IS_MPICH,
     PROMPTLY_S,
     finish_job,
+    is_running,
     job_environment,
     run_script,
     start_job,
@@ -342,14 +343,6 @@ def test_a_launcher_that_is_killed_leaves_no_rank_behind(tmp_path):
 
 def wait_for(condition):
     wait_until(condition, "waited in vain", PROMPTLY_S)
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_children_are_no_ranks_and_disturb_nobody_however_they_end(tmp_path):

@@ -13,7 +13,7 @@ import gpu_suite.__main__ as suite
 import pytest
 from gpu_suite import stage_runner
 from gpu_suite.stage_runner import Row, Stage, run_stage
-from harness import run_job, wait_until
+from harness import is_running, run_job, wait_until
 
 ROOT = Path(__file__).parents[2]
 NAMES = [each.name for wave in suite.plan() for each in wave]
@@ -257,11 +257,6 @@ if os.fork() == 0:
 """
 
 
-def is_gone(pid):
-    path = Path(f"/proc/{pid}/stat")
-    return not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
 @pytest.mark.parametrize(
     ("then", "verdict", "text"),
     [("time.sleep(60)", "cut", "still ran after 1 s"), ("", "FAIL", "left running: python")],
@@ -272,7 +267,7 @@ def test_nothing_of_a_stage_outlives_it(then, verdict, text, tmp_path, monkeypat
     row = run(tmp_path, CHILD_OF_ITS_OWN_GROUP + then, limit_s=1.0)
     assert (row.verdict, row.text[: len(text)]) == (verdict, text)
     pid = int((tmp_path / "log").read_text())
-    wait_until(lambda: is_gone(pid), f"process {pid} lives")
+    wait_until(lambda: not is_running(pid), f"process {pid} lives")
 
 
 def test_a_stage_without_time_is_cut_before_it_starts(tmp_path):

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import BIN, HANG_S, IS_MPICH, job_environment, start_run, wait_until
+from harness import BIN, HANG_S, IS_MPICH, is_running, job_environment, start_run, wait_until
 
 from ringcomm.launch.dashboard.access import Asked, Gate, judge
 from ringcomm.launch.job.run_folder import RunFolder
@@ -155,7 +155,7 @@ def test_a_live_run_is_shown_and_a_death_within_a_second(run, dashboard, tmp_pat
             break
     assert not any(each["is_bad"] for each in ranks.values())
     (tmp_path / "fail").touch()
-    wait_until(lambda: not is_alive(ranks[2]["pid"]), "rank 2 does not die")
+    wait_until(lambda: not is_running(ranks[2]["pid"]), "rank 2 does not die")
     died = time.monotonic()
     for state in states:
         ranks = {each["rank"]: each for each in state["ranks"]}
@@ -166,13 +166,6 @@ def test_a_live_run_is_shown_and_a_death_within_a_second(run, dashboard, tmp_pat
     end = next(state["end"] for state in states if state["end"])
     assert (end["code"], end["rank"]) == (137, 2)
     assert [each["rank"] for each in next(states)["ranks"] if each["is_bad"]] == [2]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_finished_run_is_shown_from_its_folder(dashboard, tmp_path):
@@ -419,7 +412,7 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
         shoot(browser, Path(target) / "dashboard.png")
     pid = RunFolder(tmp_path / "run").ranks()[2][0]
     (tmp_path / "fail").touch()
-    wait_until(lambda: not is_alive(pid), "rank 2 does not die")
+    wait_until(lambda: not is_running(pid), "rank 2 does not die")
     died = time.monotonic()
     is_shown = "document.querySelectorAll('circle.node.bad').length > 0"
     wait_until(lambda: browser.value(is_shown), "the death is not shown")
@@ -479,7 +472,7 @@ def test_a_browser_shows_the_death_of_a_rank_and_that_a_spare_takes_its_place(
     assert states()[4] == "spare"
     pid = RunFolder(tmp_path / "run").ranks()[2][0]
     (tmp_path / "fail").touch()
-    wait_until(lambda: not is_alive(pid), "rank 2 does not die")
+    wait_until(lambda: not is_running(pid), "rank 2 does not die")
     died = time.monotonic()
     wait_until(lambda: count(".bad") == 1, "the death is not shown")
     assert time.monotonic() - died < seconds_of_one_core()

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import ABOVE_MPI, IS_MPICH, job_environment, wait_until
+from harness import ABOVE_MPI, IS_MPICH, is_running, job_environment, wait_until
 
 import ringcomm as rc
 
@@ -176,14 +176,7 @@ def test_a_job_that_takes_too_long_is_ended(tmp_path):
     with pytest.raises(rc.CommTimeoutError, match="timeout_s=4; ranks that had not") as caught:
         rc.run(work, np=2, timeout_s=4, quiet=True)
     assert caught.value.missing == (1,)
-    wait_until(lambda: has_ended((tmp_path / "pid").read_text()), "rank 1 is left")
-
-
-def has_ended(pid):
-    try:
-        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    wait_until(lambda: not is_running((tmp_path / "pid").read_text()), "rank 1 is left")
 
 
 def test_a_result_that_cannot_be_sent_is_told(module):
