@@ -47,9 +47,9 @@ def model_time(monkeypatch):
     """Let time pass in homes of servers by how often they look at it."""
     from ps_homes_model import ModelTime
 
-    from ringcomm.ps.server.homes import home, homes
+    from ringcomm.ps.server.homes import home, homes_of_this_process
 
-    for module in (home, homes):
+    for module in (home, homes_of_this_process):
         monkeypatch.setattr(module, "time", ModelTime())
 
 

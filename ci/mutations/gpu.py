@@ -15,7 +15,7 @@ GPU = [
     Mutation(
         "gpu-an-average-of-hosts-is-one-of-ranks",
         "gpu",
-        "gpu/transports/nccl_by_host.py",
+        "gpu/transports/nccl_16_bit_sums_by_host.py",
         "divisor = work.op.divisor(self._size)",
         "divisor = work.op.divisor(len(self._hosts))",
         "a 16-bit average over NCCL between hosts is too large by the ranks of a host",
@@ -24,7 +24,7 @@ GPU = [
     Mutation(
         "gpu-rows-of-ranks-beyond-the-columns-are-kept",
         "gpu",
-        "gpu/transports/nccl_by_host.py",
+        "gpu/transports/nccl_16_bit_sums_by_host.py",
         "                    sends.append((part, rank))\n",
         "                    pass\n",
         "NCCL, hosts of unequal size: some ranks wait for ever in a 16-bit reduce_scatter",
@@ -214,7 +214,7 @@ GPU = [
     Mutation(
         "gpu-the-loop-calls-cuda",
         "gpu",
-        "gpu/executor/launcher.py",
+        "gpu/executor/cuda_call_thread.py",
         "        calling = self.submit(call)\n        if not",
         "        calling = Calling(call)\n        calling.make()\n        if not",
         "a rank whose launch blocks notices no death, and its stream waits for ever",
@@ -259,7 +259,7 @@ GPU = [
     Mutation(
         "gpu-a-query-ends-a-capture",
         "gpu",
-        "gpu/executor/launcher.py",
+        "gpu/executor/cuda_call_thread.py",
         "            self._device.leave_captures_alone()\n",
         "",
         "CUDA graphs of the program cannot be captured while an operation is under way",
@@ -304,7 +304,7 @@ GPU = [
     Mutation(
         "gpu-a-context-on-gpu-0",
         "gpu",
-        "gpu/executor/launcher.py",
+        "gpu/executor/cuda_call_thread.py",
         "with self._device.active():",
         "if True:",
         "each rank takes half a gigabyte of GPU 0",

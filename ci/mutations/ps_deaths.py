@@ -238,7 +238,7 @@ PS_DEATHS = [
     Mutation(
         "ps-messages-of-a-dead-home-are-not-sent-again",
         "ps",
-        "ps/server/homes/homes.py",
+        "ps/server/homes/homes_of_this_process.py",
         "                home.post_again(other)\n",
         "                pass\n",
         "who opens a table waits for ever",
@@ -247,7 +247,7 @@ PS_DEATHS = [
     Mutation(
         "ps-a-copy-keeps-no-replies",
         "ps",
-        "ps/server/homes/home_link.py",
+        "ps/server/homes/send_once_for_both_copies.py",
         "is_of_change = self.answers.note(dest, header.sequence, sent)",
         "is_of_change = self.is_primary and self.answers.note(dest, header.sequence, sent)",
         "a request that was carried out is not answered once its server is dead",
@@ -290,7 +290,7 @@ PS_DEATHS = [
     Mutation(
         "ps-memory-is-read-that-nobody-could-withdraw",
         "ps",
-        "ps/server/homes/home_link.py",
+        "ps/server/homes/send_once_for_both_copies.py",
         "return all(self._link.shares_memory(rank) for rank in self._layout.servers)",
         "return True",
         "if the copy is on another host, pulls miss what was acknowledged after a death",
@@ -311,7 +311,7 @@ PS_DEATHS = [
     Mutation(
         "ps-what-came-back-counts-as-answered",
         "ps",
-        "ps/server/homes/home_link.py",
+        "ps/server/homes/send_once_for_both_copies.py",
         "            self.answers.give_back(dest, header.sequence)\n",
         "            self.answers.note(dest, header.sequence, sent)\n",
         "a push to a block that has moved back to a server is never carried out",
@@ -338,7 +338,7 @@ PS_DEATHS = [
     Mutation(
         "ps-a-message-is-confirmed-before-it-is-done",
         "ps",
-        "ps/server/homes/home_link.py",
+        "ps/server/homes/send_once_for_both_copies.py",
         "        if self.letters.is_done(home, header.letter):",
         "        if self.letters:",
         "a message is lost if its sender dies, and then its receiver",
@@ -347,7 +347,7 @@ PS_DEATHS = [
     Mutation(
         "ps-a-copy-does-not-see-what-is-lost",
         "ps",
-        "ps/server/homes/homes.py",
+        "ps/server/homes/homes_of_this_process.py",
         "                home.say(Copy.LOST, number)\n",
         "                home.server.on_loss(number)\n",
         "both copies place tables in different ways after a recovery",
@@ -493,7 +493,7 @@ PS_DEATHS = [
     Mutation(
         "ps-partitions-stay-on-a-server-without-a-place",
         "ps",
-        "ps/server/homes/homes.py",
+        "ps/server/homes/homes_of_this_process.py",
         "        if swap is not None or catalog.displaced():",
         "        if swap is not None:",
         "what could not move at once from a server that was removed stays there",

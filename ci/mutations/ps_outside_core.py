@@ -124,7 +124,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-reads-beside-own-pushes",
         "ps",
-        "ps/client/client.py",
+        "ps/client/calls_to_servers.py",
         "if not order.is_empty:\n            return -1\n        peers",
         "peers",
         "a pull misses the push before it",
@@ -304,7 +304,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-counts-of-two-views-are-added",
         "ps",
-        "ps/client/rows/maintenance.py",
+        "ps/client/rows/count_metadata_evict.py",
         "return sum(counts[-1] if option == COUNT else map(sum, counts))",
         "return sum(map(sum, counts))",
         "len() of a hash table counts rows twice that move",

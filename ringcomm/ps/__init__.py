@@ -8,8 +8,8 @@ from ringcomm.ps.checkpoint.recover import Recovered, recover
 from ringcomm.ps.client.dense.function_calls import function
 from ringcomm.ps.client.dense.table import Table, table
 from ringcomm.ps.client.future import Future, Pushed
+from ringcomm.ps.client.rows.count_metadata_evict import Metadata
 from ringcomm.ps.client.rows.hash_table import HashTable, hashtable
-from ringcomm.ps.client.rows.maintenance import Metadata
 from ringcomm.ps.client.rows.prefetching_loader import prefetching
 from ringcomm.ps.client.rows.pull_many import pull_many
 from ringcomm.ps.evaluation import Report, evaluator, report, reports, snapshot

@@ -19,7 +19,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
 from ringcomm.ps.checkpoint.client import save, save_at_stop
 from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
-from ringcomm.ps.client.client import Client
+from ringcomm.ps.client.calls_to_servers import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
 from ringcomm.ps.protocol.deaths import Deaths
@@ -28,7 +28,7 @@ from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.protocol.link import Delivery, Link
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.ps.roles import InitOptions, Layout, Role, assign, refuse_what_cannot_be
-from ringcomm.ps.server.homes.homes import Homes
+from ringcomm.ps.server.homes.homes_of_this_process import Homes
 from ringcomm.ps.server.homes.pushes_without_python import make_pushes
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.server.user_functions import Function, registered

@@ -20,7 +20,7 @@ from ringcomm.ps.client.dense.pulls import DensePulls
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.server.homes import transfer_whole_copy
-from ringcomm.ps.server.homes.homes import Homes
+from ringcomm.ps.server.homes.homes_of_this_process import Homes
 from ringcomm.ps.server.rows.requests import RowRequests
 from ringcomm.ps.session import session
 

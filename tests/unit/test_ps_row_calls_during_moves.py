@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ringcomm.ps.client.outstanding_requests import Outstanding
-from ringcomm.ps.client.rows.maintenance import Maintenance
+from ringcomm.ps.client.rows.count_metadata_evict import Maintenance
 from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
 from ringcomm.ps.protocol.frame_meta import packed_owners
 from ringcomm.ps.protocol.frames import Header, Kind, Status, Step

@@ -13,7 +13,7 @@ from ps_ranks_as_threads import run_workers
 from torch import nn
 
 import ringcomm as rc
-from ringcomm.ps.client.client import Client
+from ringcomm.ps.client.calls_to_servers import Client
 from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
 from ringcomm.ps.job import session
 from ringcomm.torch import ps

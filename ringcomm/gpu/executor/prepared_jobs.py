@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ringcomm.arrays.base import Span
 from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.gpu.device import packing
-from ringcomm.gpu.executor.launcher import Launcher
+from ringcomm.gpu.executor.cuda_call_thread import Launcher
 from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
 from ringcomm.gpu.executor.streams import Issue, Mark, Marks
 from ringcomm.gpu.kernels.base import Kernel

@@ -18,7 +18,7 @@ from ringcomm.engine.core.plan import Deferred
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool, whole_pages
-from ringcomm.gpu.executor.launcher import Launcher
+from ringcomm.gpu.executor.cuda_call_thread import Launcher
 from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
 
 R = TypeVar("R")

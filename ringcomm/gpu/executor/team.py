@@ -23,7 +23,7 @@ from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.engine.core.engine_state import EngineState
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.executor.launcher import Launcher
+from ringcomm.gpu.executor.cuda_call_thread import Launcher
 from ringcomm.gpu.executor.order_of_launches import PLACE_NBYTES, LaunchOrder
 from ringcomm.gpu.executor.prepared_jobs import (
     Jobs,

@@ -17,8 +17,8 @@ import numpy as np
 from ringcomm.arrays.base import Bytes, Span
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.device.exported_memory import NOWHERE, Address
 from ringcomm.gpu.device.ipc_memory import PeerMemory
+from ringcomm.gpu.device.memory_allocator import NOWHERE, Address
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.transports import ipc_stream_commands

@@ -20,8 +20,8 @@ from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
+from ringcomm.gpu.transports.nccl_16_bit_sums_by_host import SumsByHost
 from ringcomm.gpu.transports.nccl_base import Communicator
-from ringcomm.gpu.transports.nccl_by_host import SumsByHost
 from ringcomm.gpu.transports.slices import even_parts, passes, staging_nbytes, whole_grains
 from ringcomm.gpu.transports.works import Move, Reduce, Update, Work
 from ringcomm.transport.node import To

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.protocol.deaths import Deaths
     from ringcomm.ps.protocol.frames import Header
     from ringcomm.ps.protocol.link import Delivery, Link
-    from ringcomm.ps.server.homes.homes import Homes
+    from ringcomm.ps.server.homes.homes_of_this_process import Homes
     from ringcomm.ps.server.server import Server
 
 

@@ -1,4 +1,4 @@
-"""Sends partitions to other servers, and installs those that arrive; see core.migration."""
+"""Sends partitions to other servers, installs those that arrive; see core.migration_protocol."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Header, Kind, Step, is_one_way
 from ringcomm.ps.server.clock import Clock, OwnClock
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.own_time import OwnTime
 from ringcomm.ps.server.perform_actions import Performer
+from ringcomm.ps.server.time_spent_on_requests import OwnTime
 from ringcomm.ps.server.user_functions import Function
 from ringcomm.ps.snapshot_numbers_and_request_names import HOLD, PAUSE, RELEASE, STOP
 from ringcomm.status.page_enums import BUSY

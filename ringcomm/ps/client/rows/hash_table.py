@@ -19,8 +19,8 @@ from ringcomm.ps.client.check_arguments import (
     updater_of,
 )
 from ringcomm.ps.client.future import Future, Pushed, pull_after
-from ringcomm.ps.client.rows.keys import keys_of, last_of_each, rows_of
-from ringcomm.ps.client.rows.maintenance import Maintenance, Metadata
+from ringcomm.ps.client.rows.check_and_split_keys import keys_of, last_of_each, rows_of
+from ringcomm.ps.client.rows.count_metadata_evict import Maintenance, Metadata
 from ringcomm.ps.client.rows.pulls import RowPull
 from ringcomm.ps.client.rows.pushes import RowContribution, RowPushes
 from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls

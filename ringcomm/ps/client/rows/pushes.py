@@ -15,7 +15,7 @@ from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.push_outcome import PushReplies
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.client.rounds_of_first_k_workers import request_entry
-from ringcomm.ps.client.rows.keys import Keys, Portion, portions
+from ringcomm.ps.client.rows.check_and_split_keys import Keys, Portion, portions
 from ringcomm.ps.client.rows.requests import (
     keys_and_rows,
     may_place,

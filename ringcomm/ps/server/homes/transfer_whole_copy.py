@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Delivery, Link
     from ringcomm.ps.server.clock import CopiedClock
-    from ringcomm.ps.server.homes.home_link import HomeLink
+    from ringcomm.ps.server.homes.send_once_for_both_copies import HomeLink
     from ringcomm.ps.server.server import Server
 
 FRAME_NBYTES: Final = 1 << 20  # of pieces that go together: no more are added beyond

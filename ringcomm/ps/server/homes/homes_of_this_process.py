@@ -12,7 +12,7 @@ from ringcomm.ps.placement.places import next_swap
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Copy, Header, Kind
 from ringcomm.ps.server.homes.home import Home
-from ringcomm.ps.server.own_time import OwnTime
+from ringcomm.ps.server.time_spent_on_requests import OwnTime
 
 if TYPE_CHECKING:
     from ringcomm._core import StatusPage
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.clock import CopiedClock
     from ringcomm.ps.server.core.core import Core
-    from ringcomm.ps.server.homes.home_link import HomeLink
     from ringcomm.ps.server.homes.pushes_without_python import HomePushes
+    from ringcomm.ps.server.homes.send_once_for_both_copies import HomeLink
     from ringcomm.ps.server.server import Server
 
 _PLACES_S: Final = 0.05  # between two looks at which servers have partitions
