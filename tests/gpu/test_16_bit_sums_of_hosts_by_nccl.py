@@ -40,6 +40,22 @@ def sent(monkeypatch):
     return messages
 
 
+def bytes_between_hosts(nodes, call, folder, sent):
+    """Return the bytes that hosts send to others in call(rank); the fixture `sent` notes them."""
+
+    def body(rank):
+        rc.allreduce_(sim.array(np.zeros(1, ml_dtypes.bfloat16)))  # connects
+        rc.barrier()
+        if rank == 0:
+            sent.clear()
+        rc.barrier()
+        made = call(rank)
+        return made and made.get()
+
+    on_gpus(len(nodes), body, folder, transport="nccl", nodes=nodes)
+    return sum(n for rank, peer, n in sent if nodes[rank] != nodes[peer])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_exact_sum_is_rounded_once(layout, tmp_path, monkeypatch):
     monkeypatch.setattr(slices, "STAGING_NBYTES", 1 << 15)  # several passes
@@ -59,17 +75,11 @@ def test_the_exact_sum_is_rounded_once(layout, tmp_path, monkeypatch):
 def test_a_host_sends_float32_once_and_the_result_once(layout, tmp_path, sent):
     nodes, count = LAYOUTS[layout], 10_007
 
-    def body(rank):
-        rc.allreduce_(sim.array(np.zeros(1, ml_dtypes.bfloat16)))  # connects
-        rc.barrier()
-        if rank == 0:
-            sent.clear()
-        rc.barrier()
-        return rc.allreduce_(sim.array(values(rank, count, ml_dtypes.bfloat16))).get()
+    def call(rank):
+        return rc.allreduce_(sim.array(values(rank, count, ml_dtypes.bfloat16)))
 
-    on_gpus(len(nodes), body, tmp_path, transport="nccl", nodes=nodes)
     n_hosts = len(set(nodes))
-    over = sum(n for rank, peer, n in sent if nodes[rank] != nodes[peer])
+    over = bytes_between_hosts(nodes, call, tmp_path, sent)
     assert over == (4 + 2) * count * (n_hosts - 1)
 
 
@@ -138,17 +148,10 @@ def test_any_ranks_on_any_hosts_get_their_rows(seed, tmp_path, monkeypatch):
 def test_a_host_of_three_sends_its_float32_sums_once(call, tmp_path, sent):
     nodes, count = WIDE_LAYOUTS["2 hosts x 3"], 6 * 1234
 
-    def body(rank):
-        rc.allreduce_(sim.array(np.zeros(1, ml_dtypes.bfloat16)))  # connects
-        rc.barrier()
-        if rank == 0:
-            sent.clear()
-        rc.barrier()
-        made = getattr(rc, call)(sim.array(values(rank, count, ml_dtypes.bfloat16)))
-        return made and made.get()
+    def make(rank):
+        return getattr(rc, call)(sim.array(values(rank, count, ml_dtypes.bfloat16)))
 
-    on_gpus(len(nodes), body, tmp_path, transport="nccl", nodes=nodes)
-    over = sum(n for rank, peer, n in sent if nodes[rank] != nodes[peer])
+    over = bytes_between_hosts(nodes, make, tmp_path, sent)
     results = count if call == "reduce" else 0  # half of the elements, with 2 bytes each
     assert abs(over - 4 * count - results) <= 64  # pieces begin at multiples of 16 bytes
 

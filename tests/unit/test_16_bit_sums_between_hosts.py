@@ -39,6 +39,15 @@ CASES = at_length(
 )
 
 
+def arrays_of(rank, count, memory):
+    """Yield (dtype, op, array) for each case."""
+    is_registered = memory == "registered" or (memory == "mixed" and rank % 2)
+    for dtype, op in itertools.product(HALVES, (rc.SUM, rc.AVERAGE, rc.MAX)):
+        x = rc.empty(count, dtype) if is_registered else np.empty(count, dtype)
+        x[:] = values(rank, count, dtype)
+        yield dtype, op, x
+
+
 def same_bits(x, y):
     return np.array_equal(x.view(np.uint16), y.view(np.uint16))
 
@@ -49,10 +58,7 @@ def test_the_exact_sum_is_rounded_once(layout, count, memory):
 
     def body(rank):
         results = {}
-        for dtype, op in itertools.product(HALVES, (rc.SUM, rc.AVERAGE, rc.MAX)):
-            is_registered = memory == "registered" or (memory == "mixed" and rank % 2)
-            x = rc.empty(count, dtype) if is_registered else np.empty(count, dtype)
-            x[:] = values(rank, count, dtype)
+        for dtype, op, x in arrays_of(rank, count, memory):
             assert ": hierarchical," in str(rc.explain(x.nbytes, x.dtype, op=op))
             rc.allreduce_(x, op)
             results[dtype, op] = x
@@ -137,10 +143,7 @@ def test_the_rows_of_a_rank_are_rounded_once(layout, count, memory):
 
     def body(rank):
         results = {}
-        for dtype, op in itertools.product(HALVES, (rc.SUM, rc.AVERAGE, rc.MAX)):
-            is_registered = memory == "registered" or (memory == "mixed" and rank % 2)
-            x = rc.empty(count, dtype) if is_registered else np.empty(count, dtype)
-            x[:] = values(rank, count, dtype)
+        for dtype, op, x in arrays_of(rank, count, memory):
             apart, whole = rc.reduce_scatter(x, op), rc.reduce(x, op, root=1)
             assert same_bits(x, values(rank, count, dtype))
             results[dtype, op] = apart, rc.reduce_scatter_(x, op), whole
