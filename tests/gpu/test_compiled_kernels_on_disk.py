@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,47 @@ def test_a_damaged_file_is_written_anew(harm, tmp_path):
     path.write_bytes(harm(path.read_bytes()))
     assert compile_to(b"again", tmp_path) == (b"again", 1)
     assert compile_to(b"", tmp_path) == (b"again", 0)
+
+
+def test_files_that_no_process_uses_any_more_are_removed(tmp_path):
+    keys = [(*KEY, f"-DX={n}") for n in range(4)]
+    for key in keys[:3]:
+        compile_to(b"cubin", tmp_path, key)
+    cut, others = tmp_path / ".0a-x.tmp", tmp_path / "notes"
+    cut.write_bytes(b"half")
+    others.write_bytes(b"not ours")
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    assert compile_to(b"", tmp_path, keys[0]) == (b"cubin", 0)  # is in use
+    compile_to(b"cubin", tmp_path, keys[3])
+    assert not cut.exists()
+    assert others.exists()
+    assert [compile_to(b"new", tmp_path, key)[1] for key in keys] == [0, 1, 1, 0]
+
+
+def test_a_folder_that_another_process_cleans_is_no_error(tmp_path, monkeypatch):
+    compile_to(b"cubin", tmp_path)
+    (old,) = tmp_path.iterdir()
+    os.utime(old, (0, 0))
+    unlink = Path.unlink
+
+    def be_late(path):
+        unlink(path)
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", be_late)
+    assert compile_to(b"other", tmp_path, (*KEY, "-DX=1")) == (b"other", 1)
+    assert not old.exists()
+
+
+def test_a_kernel_that_cannot_be_marked_as_used_is_used(tmp_path, monkeypatch):
+    compile_to(b"cubin", tmp_path)
+
+    def refuse(*_):
+        raise PermissionError("a folder of another user")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert compile_to(b"other", tmp_path) == (b"cubin", 0)
 
 
 def test_a_place_that_cannot_be_written_is_no_error(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -11,12 +13,14 @@ from typing import Final
 from ringcomm.atomic_files import replacing
 
 _DIGEST_NBYTES: Final = 32
+_UNUSED_S: Final = 30 * 86400.0  # after that a file is removed
 
 
 def compiled_once(folder: Path | None, key: Sequence[str], compile_: Callable[[], bytes]) -> bytes:
     """Return what compile_() returns, or what it has returned to another process for this key.
 
-    A folder that cannot be read or written is no error, and a damaged file is written anew.
+    A folder that cannot be read or written is no error, and a damaged file is written anew. Who
+    writes a file removes those that no process has used for 30 days.
 
     Args:
         folder: folder of the files; None: nothing is kept.
@@ -30,11 +34,27 @@ def compiled_once(folder: Path | None, key: Sequence[str], compile_: Callable[[]
         kept = path.read_bytes()
         digest, code = kept[:_DIGEST_NBYTES], kept[_DIGEST_NBYTES:]
         if digest == _digest(code):
+            with contextlib.suppress(OSError):  # of another user
+                os.utime(path)  # it is in use
             return code
     code = compile_()
-    with contextlib.suppress(OSError), replacing(path) as file:
-        file.write(_digest(code) + code)
+    with contextlib.suppress(OSError):
+        with replacing(path) as file:
+            file.write(_digest(code) + code)
+        _remove_unused(folder)
     return code
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove old files, also those that a killed process has left half written.
+
+    Another process may be about to use one, or to remove it: it then compiles that kernel.
+    """
+    oldest = time.time() - _UNUSED_S
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if path.suffix in (".bin", ".tmp") and path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def _digest(*parts: bytes) -> bytes:
