@@ -53,25 +53,28 @@ inline void __stcs(uint4* to, uint4 x) {
 
 namespace emulated {
 
-// As cuLaunchKernel(): `arguments` are the addresses of the kernel's parameters.
+// `arguments` are the addresses of the kernel's parameters.
 template <class... A, std::size_t... k>
 void run(void (*kernel)(A...), void** arguments, std::index_sequence<k...>) {
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
     for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x)
       kernel(*static_cast<A*>(arguments[k])...);
 }
+// As cuLaunchKernel(), with parameters in one buffer. Returns false if it has another length.
 template <class... A>
-void run(void (*kernel)(A...), unsigned grid, unsigned block, void** arguments) {
+bool run(void (*kernel)(A...), unsigned grid, unsigned block, char* parameters, std::size_t nbytes) {
+  std::size_t end = 0;
+  const auto place = [&](std::size_t size, std::size_t alignment) -> void* {
+    const std::size_t begin = (end + alignment - 1) / alignment * alignment;
+    end = begin + size;
+    return parameters + begin;
+  };
+  void* arguments[] = {place(sizeof(A), alignof(A))...};
+  if (end != nbytes) return false;
   gridDim.x = grid;
   blockDim.x = block;
   run(kernel, arguments, std::index_sequence_for<A...>());
-}
-
-// Writes the sizes of the kernel's parameters, and returns their number.
-template <class... A>
-std::size_t parameters(void (*)(A...), std::size_t* sizes) {
-  ((*sizes++ = sizeof(A)), ...);
-  return sizeof...(A);
+  return true;
 }
 
 }  // namespace emulated

@@ -27,14 +27,10 @@ FLAGS = [
     *(f"-I{HERE}", f"-I{HERE.parent / 'csrc' / 'kernels'}"),
 ]
 LAUNCHER = """
-extern "C" void launch(unsigned grid, unsigned block, void** arguments) {
-  emulated::run(ringcomm::rc_entry, grid, block, arguments);
-}
-extern "C" std::size_t parameters(std::size_t* sizes) {
-  return emulated::parameters(ringcomm::rc_entry, sizes);
+extern "C" bool launch(unsigned grid, unsigned block, char* parameters, std::size_t nbytes) {
+  return emulated::run(ringcomm::rc_entry, grid, block, parameters, nbytes);
 }
 """
-MOST_PARAMETERS = 16
 SHARED = "GPU_EMULATION_FOLDER"  # names where the processes of a run keep what is compiled
 GUARD = 64  # bytes before and after an array
 
@@ -74,7 +70,7 @@ def compile_library(compiler, defines, unit, library):
 
 
 def launch(kernel, *, grid=3, text=None):
-    """Run a kernel as CuPy would: every argument is an array of one element, passed by value.
+    """Run a kernel, which finds its parameters where C++ would lay them out.
 
     Args:
         kernel: of ringcomm.gpu.kernels.
@@ -82,13 +78,10 @@ def launch(kernel, *, grid=3, text=None):
         text: of the source, if it is not that of the package.
     """
     library = build(kernel.defines, source() if text is None else text)
-    arguments = kernel.arguments
-    sizes = (ctypes.c_size_t * MOST_PARAMETERS)()
-    n = library.parameters(sizes)
-    assert [a.nbytes for a in arguments] == sizes[:n], kernel
-    assert all(a.size == 1 for a in arguments), kernel
-    pointers = (ctypes.c_void_p * n)(*(a.ctypes.data for a in arguments))
-    library.launch(grid, BLOCK, pointers)
+    packed = kernel.parameters.packed
+    at, nbytes = ctypes.c_void_p(packed.ctypes.data), ctypes.c_size_t(packed.nbytes)
+    library.launch.restype = ctypes.c_bool
+    assert library.launch(grid, BLOCK, at, nbytes), f"{kernel} has parameters of another size"
 
 
 class Memory:

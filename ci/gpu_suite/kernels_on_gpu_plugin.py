@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from gpu_emulation import GUARD
 
+from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
 from ringcomm.gpu.kernels.compiling import Kernels
 
 _pinned: list[tuple[int, int]] = []  # begin and end
@@ -39,11 +40,11 @@ class Memory(gpu_emulation.Memory):
 def launch(kernel, *, grid=3, text=None):
     """Run a kernel on the GPU, and wait for its end."""
     assert text is None, "faults are planted in the emulation alone"
-    for address in _addresses(kernel.arguments):
+    for address in _addresses(kernel._arguments()):
         if not any(begin <= address <= end for begin, end in _pinned):
             pytest.skip("its arrays are where the GPU does not reach them")
     on_grid = SimpleNamespace(
-        defines=kernel.defines, arguments=kernel.arguments, grid=lambda _: grid
+        defines=kernel.defines, parameters=kernel.parameters, grid=lambda _: grid
     )
     _kernels().launch(0, on_grid)
     cupy.cuda.runtime.deviceSynchronize()
@@ -56,7 +57,7 @@ def _addresses(arguments):
 
 @cache
 def _kernels():
-    return Kernels(0)
+    return Kernels(0, CudaDriver())
 
 
 gpu_emulation.Memory, gpu_emulation.launch = Memory, launch

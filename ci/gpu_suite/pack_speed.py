@@ -12,6 +12,7 @@ import torch
 from gpu_suite.cuda_timing import copy_ceiling, event_seconds
 from gpu_suite.outcome_lines import detail, figure
 
+from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
 from ringcomm.gpu.kernels.compiling import Kernels
 from ringcomm.gpu.kernels.pack import PackKernel, chunk_table
 
@@ -59,7 +60,7 @@ def packing(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> Callable[[
         chunks=on_gpu.data.ptr,
         n_chunks=table.size,
     )
-    kernels = Kernels(0)
+    kernels = Kernels(0, CudaDriver())
 
     def call(keeps: cupy.ndarray = on_gpu) -> None:
         del keeps

@@ -13,6 +13,7 @@ from gpu_suite.outcome_lines import detail, figure
 
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.operators import SUM
+from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
 from ringcomm.gpu.kernels.compiling import Kernels
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 
@@ -21,7 +22,7 @@ SIZES = (1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 
 
 def main() -> None:
-    ceiling, kernels = copy_ceiling(), Kernels(0)
+    ceiling, kernels = copy_ceiling(), Kernels(0, CudaDriver())
     shares: dict[int, float] = {}
     for dtype in (torch.float32, torch.bfloat16):
         for n_ranks in (2, 4, 8):

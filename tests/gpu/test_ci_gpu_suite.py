@@ -166,7 +166,7 @@ def test_what_a_stage_runs_is_there(each):
     assert all(Path(word).exists() for word in command if word.endswith(".py"))
 
 
-# A cupy whose GPU is tests/gpu_emulation.py; its machine code is the options of the compiler.
+# A cupy and a driver whose GPU is tests/gpu_emulation.py. Machine code is the compiler's options.
 CUPY = {
     "__init__.py": "from cupy import cuda",
     "cuda/__init__.py": """
@@ -174,22 +174,21 @@ import ctypes
 from types import SimpleNamespace
 import gpu_emulation
 from cupy.cuda import nvrtc
+from ringcomm.gpu.device import calls_that_cupy_lacks
 from ringcomm.gpu.kernels.base import source
 
-class Module:
-    def load(self, code):
-        self.defines = [each for each in code.decode().split() if each.startswith("-DRC_")]
+class Driver:
+    def load_function(self, code, name):
+        defines = [each for each in code.decode().split() if each.startswith("-DRC_")]
+        return gpu_emulation.build(tuple(defines), source())
 
-    def get_function(self, name):
-        return self.launch
+    def launch(self, function, grid, block, extra, stream):
+        _, parameters, _, size, _ = (ctypes.c_size_t * 5).from_address(extra)
+        nbytes = ctypes.c_size_t.from_address(size)
+        function.launch(grid, block, ctypes.c_void_p(parameters), nbytes)
 
-    def launch(self, grid, block, arguments, shared, stream):
-        library = gpu_emulation.build(tuple(self.defines), source())
-        pointers = (ctypes.c_void_p * len(arguments))(*(a.ctypes.data for a in arguments))
-        library.launch(*grid, *block, pointers)
-
+calls_that_cupy_lacks.CudaDriver = Driver
 alloc_pinned_memory = bytearray
-function = SimpleNamespace(Module=Module)
 runtime = SimpleNamespace(deviceGetAttribute=lambda *_: 9, deviceSynchronize=lambda: None)
 """,
     "cuda/nvrtc.py": """

@@ -99,6 +99,39 @@ def test_a_meeting_of_streams_is_one_call_of_cuda(tmp_path):
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
 
+LAUNCH = """
+import ctypes, time
+import numpy as np
+from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
+from ringcomm.gpu.kernels.base import BLOCK
+from ringcomm.gpu.kernels.write_number import WriteKernel
+
+driver, stream = CudaDriver(), ctypes.c_void_p()
+assert driver._cuda.cuStreamCreate(ctypes.byref(stream), 0) == 0
+function = driver.load_function(b"rc_entry", "rc_entry")
+words = np.zeros(4, np.uint32)
+for k in range(4):
+    kernel = WriteKernel(words.ctypes.data + 4 * k, 70 + k)
+    driver.launch(function, kernel.grid(132), BLOCK, kernel.parameters.extra, stream.value)
+end = time.monotonic() + 30
+while words[3] != 73 and time.monotonic() < end:
+    pass
+print(words)
+try:
+    driver.load_function(b"rc_entry", "another")
+except Exception as error:
+    print(error)
+"""
+
+
+def test_a_kernel_finds_its_parameters_in_one_buffer(tmp_path):
+    done = run(tmp_path, ("-c", LAUNCH))
+    assert (done.returncode, done.stderr) == (0, "")
+    values, refused = done.stdout.splitlines()
+    assert values == "[70 71 72 73]"
+    assert refused.startswith("cuModuleGetFunction failed with CUDA_ERROR_OF_A_FAKE")
+
+
 def test_a_call_that_blocks_is_named_and_hides_no_other(tmp_path):
     done = probe(tmp_path, "blocked", FAKE_BLOCKS="1")
     assert done.returncode == 0, done.stdout + done.stderr

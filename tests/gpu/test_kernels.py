@@ -296,7 +296,7 @@ def test_a_launch_takes_as_many_tensors_as_it_says():
     kernel = PackKernel(addresses(tensors), *place)
     launch(kernel)
     assert buffer.tolist() == [*range(TENSORS_PER_LAUNCH)]
-    assert sum(argument.nbytes for argument in kernel.arguments) < 4096
+    assert kernel.parameters.packed.nbytes < 4096
 
 
 # --- UPDATE -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Functions of NVIDIA's driver that cupy lacks: stream values, captures, contexts and uuids."""
+"""Functions of the driver that cupy lacks or calls slowly: stream values, launches, contexts."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class CudaDriver:
             self._retain = self._cuda.cuDevicePrimaryCtxRetain
             self._is_capturing = self._cuda.cuStreamIsCapturing
             self._exchange_mode = self._cuda.cuThreadExchangeStreamCaptureMode
+            self._launch = self._cuda.cuLaunchKernel
             self.push = self._cuda.cuCtxPushCurrent_v2
             self.pop = self._cuda.cuCtxPopCurrent_v2
         except (OSError, AttributeError) as error:
@@ -60,6 +61,8 @@ class CudaDriver:
         for function in (self._write, self._wait):
             function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
         self._batch.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
+        handle, number = ctypes.c_void_p, ctypes.c_uint
+        self._launch.argtypes = (handle, *(number,) * 7, handle, handle, handle)
         self._is_capturing.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 
     def write_value(self, stream: int, address: int, value: int) -> None:
@@ -92,6 +95,24 @@ class CudaDriver:
             self._batch(stream, count, at, 0),
         )
         return _ERROR_NOT_SUPPORTED not in codes
+
+    def load_function(self, code: bytes, name: str) -> int:
+        """Return a function of machine code or PTX, for the current context; see Device.load()."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        code_of = self._cuda.cuModuleLoadData(ctypes.byref(module), code)
+        self.require("cuModuleLoadData", code_of)
+        found = self._cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+        self.require("cuModuleGetFunction", found)
+        assert function.value is not None
+        return function.value
+
+    def launch(self, function: int, grid: int, block: int, extra: int, stream: int) -> None:
+        """Enqueue a function; for `extra` see Parameters.
+
+        All parameters lie in one buffer: to pass them one by one takes longer than all else here.
+        """
+        code: int = self._launch(function, grid, 1, 1, block, 1, 1, 0, stream, None, extra)
+        self.require("cuLaunchKernel", code)
 
     def is_capturing(self, stream: int) -> bool:
         """See Device."""

@@ -71,7 +71,7 @@ class _CudaDevice:
         with self.active():
             room = whole_pages(_ROOM_FOR_TABLES)
             self.layouts = Layouts(room, self.register(room))
-            kernels = Kernels(index)
+            kernels = Kernels(index, self._driver)
             self.launch, self.load = kernels.launch, kernels.load
             self.has_loaded = kernels.has_loaded
             self.reaches = self._neighbours()

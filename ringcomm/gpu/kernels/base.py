@@ -4,10 +4,10 @@ compiling.py compiles source() with OPTIONS and a kernel's defines. The compiled
 ENTRY. To launch it:
 
     kernel = ReduceKernel(sources, targets, count, DTYPES["float32"], SUM)
-    module.get_function(ENTRY)((kernel.grid(n_processors),), (BLOCK,), kernel.arguments)
+    driver.launch(function, kernel.grid(n_processors), BLOCK, kernel.parameters, stream)
 
-Each argument is an array of one element, a number or a struct, which CuPy passes by value.
-Addresses are ints, as the GPU sees them.
+The parameters are numbers and structs, which lie in one buffer as CUDA lays them out. Addresses are
+ints, as the GPU sees them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,43 @@ Argument = NDArray[Any]
 
 # Every driver and GPU allows 4 KiB of kernel parameters; 32 KiB need CUDA 12.1 and sm_70.
 _MOST_PARAMETER_NBYTES = 4096
+_BUFFER, _BUFFER_SIZE, _END = 1, 2, 0  # as cuda.h numbers them
 _BLOCKS_PER_PROCESSOR = 4  # 1024 threads, each with 64 to 128 bytes in flight
 
 
 def source() -> str:
     """Return the text of kernels.cu."""
     return (files("ringcomm.gpu.kernels") / "kernels.cu").read_text(encoding="utf-8")
+
+
+class Parameters:
+    """The parameters of one launch in one buffer, each at a multiple of its alignment.
+
+    Attributes:
+        packed: the buffer.
+        extra: address of the list by which the driver finds the buffer; see cuLaunchKernel().
+    """
+
+    def __init__(self, each: Sequence[Argument]) -> None:
+        end, places = 0, []
+        for argument in each:
+            alignment = _alignment_of(argument.dtype)
+            places.append(-(-end // alignment) * alignment)
+            end = places[-1] + argument.nbytes
+        self.packed = np.zeros(end, np.uint8)
+        for at, argument in zip(places, each, strict=True):
+            self.packed[at : at + argument.nbytes] = argument.view(np.uint8)
+        self._size = np.array([end], np.uint64)
+        pointer, size = self.packed.ctypes.data, self._size.ctypes.data
+        self._list = np.array([_BUFFER, pointer, _BUFFER_SIZE, size, _END], np.uint64)
+        self.extra: int = self._list.ctypes.data
+
+
+def _alignment_of(dtype: np.dtype[Any]) -> int:
+    fields = dtype.fields
+    if fields is None:
+        return dtype.base.alignment
+    return max(_alignment_of(field) for field, *_ in fields.values())
 
 
 class Kernel(ABC):
@@ -51,9 +82,9 @@ class Kernel(ABC):
         return tuple(f"-DRC_{name}={value}" for name, value in self._macros().items())
 
     @functools.cached_property
-    def arguments(self) -> tuple[Argument, ...]:
-        """The arguments of the compiled function."""
-        return self._arguments()
+    def parameters(self) -> Parameters:
+        """The parameters of the compiled function."""
+        return Parameters(self._arguments())
 
     def grid(self, n_processors: int) -> int:
         """Return how many blocks to launch on a GPU with `n_processors`."""
@@ -68,7 +99,8 @@ class Kernel(ABC):
         """Return the macros of kernels.cu, without the prefix RC_."""
 
     @abstractmethod
-    def _arguments(self) -> tuple[Argument, ...]: ...
+    def _arguments(self) -> tuple[Argument, ...]:
+        """Return the parameters, each as an array of one element."""
 
     @abstractmethod
     def _n_blocks(self) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Protocol
 
 import cupy
 from cupy.cuda import nvrtc
@@ -18,6 +17,16 @@ from ringcomm.gpu.kernels.compiled_on_disk import compiled_once
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _N_PROCESSORS = 75, 76, 16  # as cuda.h numbers them
 
 
+class Launching(Protocol):
+    """The functions of the driver that launch kernels; see CudaDriver."""
+
+    def load_function(self, code: bytes, name: str) -> int:
+        """Return a function of machine code or PTX."""
+
+    def launch(self, function: int, grid: int, block: int, extra: int, stream: int) -> None:
+        """Enqueue a function."""
+
+
 class Kernels:
     """The compiled kernels of one GPU. Compiling one takes a fraction of a second, once per user.
 
@@ -25,14 +34,15 @@ class Kernels:
     forbid that, and needs CUDA's headers, although kernels.cu includes none.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, driver: Launching) -> None:
+        self._driver = driver
         attribute = cupy.cuda.runtime.deviceGetAttribute
         self._capability = 10 * attribute(_CAPABILITY_MAJOR, index) + attribute(
             _CAPABILITY_MINOR, index
         )
         self._n_processors = attribute(_N_PROCESSORS, index)
         self._lock = threading.Lock()
-        self._functions: dict[tuple[str, ...], Any] = {}
+        self._functions: dict[tuple[str, ...], int] = {}
 
     def launch(self, stream: int, kernel: Kernel) -> None:
         """Enqueue a kernel on a stream of the current GPU.
@@ -41,8 +51,8 @@ class Kernels:
             ConfigError: the kernel cannot be compiled.
         """
         function = self._functions.get(kernel.defines) or self._compile(kernel.defines)
-        grid = kernel.grid(self._n_processors)
-        function((grid,), (BLOCK,), kernel.arguments, 0, SimpleNamespace(ptr=stream))
+        grid, extra = kernel.grid(self._n_processors), kernel.parameters.extra
+        self._driver.launch(function, grid, BLOCK, extra, stream)
 
     def load(self, kernel: Kernel) -> None:
         """See Device."""
@@ -53,13 +63,12 @@ class Kernels:
         """See Device."""
         return kernel.defines in self._functions
 
-    def _compile(self, defines: tuple[str, ...]) -> Any:
+    def _compile(self, defines: tuple[str, ...]) -> int:
         with self._lock:
             if defines not in self._functions:
-                module = cupy.cuda.function.Module()
-                module.load(compile_for(self._capability, defines))
+                code = compile_for(self._capability, defines)
                 # With lazy loading, the default, the driver loads a function when it is asked for.
-                self._functions[defines] = module.get_function(ENTRY)
+                self._functions[defines] = self._driver.load_function(code, ENTRY)
             return self._functions[defines]
 
 
