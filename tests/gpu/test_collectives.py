@@ -364,15 +364,18 @@ def test_one_rank_of_each_gpu_reduces(n_gpus, is_mapped, tmp_path, monkeypatch):
         gpu.synchronize()
         n_before = gpu.n_reductions
         part = rc.reduce_scatter(x)
+        assert np.array_equal(x.get(), whole_numbers(rank, count, "f4"))
+        in_place = rc.reduce_scatter_(x)
         gpu.synchronize()
         scattered = gpu.n_reductions - n_before
-        return total.get(), first and first.get(), part.get(), n_before, scattered
+        parts = part.get(), in_place.get()
+        return total.get(), first and first.get(), parts, n_before, scattered
 
     found = on_gpus(4, body, tmp_path, **choose("ipc"))
     total = total_of(4, count, "f4")
-    for rank, (whole, first, part, n_reduced, n_scattered) in enumerate(found):
+    for rank, (whole, first, parts, n_reduced, n_scattered) in enumerate(found):
         assert np.array_equal(whole, total)
         assert (first is None) if rank != 3 else np.array_equal(first, total)
-        assert np.array_equal(part, total[chunks(count, 4)[rank]])
-        assert (n_reduced > 0) == (rank < n_gpus)
-        assert n_scattered > 0
+        for part in parts:
+            assert np.array_equal(part, total[chunks(count, 4)[rank]])
+        assert (n_reduced > 0) == (n_scattered > 0) == (rank < n_gpus)

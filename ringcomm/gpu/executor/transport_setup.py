@@ -60,7 +60,7 @@ async def set_up_transport(
     own = await memory.idle_calls.call(setup.facts)
     facts = [Facts.unpack(each) for each in await gather_bytes(own.pack(), t)]
     first = {each.uuid: r for r, each in reversed(list(enumerate(facts)))}
-    setup.owners = tuple(sorted(first.values()))
+    setup.reducers = tuple(first[each.uuid] for each in facts)
     choice = choose_transport(facts, engine.settings.gpu_transport)
     transport = None
     while choice.transport != "staged":
@@ -90,7 +90,7 @@ class _Setup:
         self._adds_16bit = bool(engine.settings.nccl_16bit_sums)
         self._memory, self._device = memory, memory.device
         self._t = t
-        self.owners: tuple[int, ...] = ()  # one rank of each GPU, for IpcTransport
+        self.reducers: tuple[int, ...] = ()  # see IpcTransport
 
     def facts(self) -> Facts:
         """Return the facts about this rank, from which all ranks choose."""
@@ -186,7 +186,7 @@ class _Setup:
         signed = regions.take(1)
         address = regions.find(signed)
         transport = IpcTransport(
-            self._device, t.rank, t.size, flags=flags, host=memory.host, owners=self.owners
+            self._device, t.rank, t.size, flags=flags, host=memory.host, reducers=self.reducers
         )
         transport.sign(signed)
         return transport, address

@@ -58,7 +58,7 @@ class IpcTransport:
         size: number of ranks.
         flags: zeroed host memory of flags_nbytes() that all ranks map.
         host: the pool that registers the flags with the GPU.
-        owners: one rank of each GPU, ascending, which reduces the elements.
+        reducers: for each rank, the rank that reduces on its GPU: the first one there.
     """
 
     has_outlines = True
@@ -71,9 +71,10 @@ class IpcTransport:
         *,
         flags: Bytes,
         host: HostPool,
-        owners: tuple[int, ...],
+        reducers: tuple[int, ...],
     ) -> None:
-        self._owners = owners
+        self._reducers = reducers
+        self._reduces = reducers[rank] == rank
         self._device = device
         self._rank = rank
         self._regions = device.regions
@@ -176,7 +177,8 @@ class IpcTransport:
             return Outline(source, self._find(work.target)).pack()
         if isinstance(work, Reduce):
             target = self._find(work.target)
-            is_private = not source.region or (is_written_by_others(work) and not target.region)
+            is_written = is_written_by_others(work, reduces=self._reduces)
+            is_private = not source.region or (is_written and not target.region)
             is_private = is_private and work.source.count > 0
             packed = Outline(source, target, self._staging_if(is_private)).pack()
             if not is_private:  # what can be mapped stays where it is
@@ -209,7 +211,7 @@ class IpcTransport:
     def _view(self, outlines: Sequence[bytes]) -> View:
         return View(
             self._rank,
-            self._owners,
+            self._reducers,
             [Outline.unpack(each) for each in outlines],
             self._capacity,
             lambda: self._own_staging().address,

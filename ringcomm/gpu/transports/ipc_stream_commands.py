@@ -1,11 +1,11 @@
 """Returns the commands for one rank's stream that carry out a Work over IPC, by phase. Pure.
 
-One rank of each GPU owns a part of the elements. It reads that part from the memory of all ranks,
-combines it in the order of ranks, and writes the result to the memory of each rank that gets it.
-That moves 2 * size * nbytes through memory, the least possible, and a GPU that ranks share need not
-switch between their contexts. In a reduce-scatter, each rank owns the elements that it gets. Arrays
-in memory of device/ipc_memory.py are used directly. Elements of other arrays go through staging
-memory, unless the rank that has the array also owns them.
+One rank of each GPU reduces a part of the elements. It reads that part from the memory of all
+ranks, combines it in the order of ranks, and writes the result to the memory of each rank that gets
+it. That moves 2 * size * nbytes through memory, the least possible, and a GPU that ranks share need
+not switch between their contexts. In a reduce-scatter, it does so for the part of each rank of its
+GPU. Arrays in memory of device/ipc_memory.py are used directly. Elements of other arrays go through
+staging memory, unless the rank that has the array also reduces them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class View:
 
     Attributes:
         rank: this rank.
-        owners: one rank of each GPU, ascending.
+        reducers: for each rank, the rank that reduces on its GPU: the first one there.
         outlines: the outlines of all ranks for the same work, by rank.
         capacity: bytes of each rank's staging memory.
         staging: function that returns the address of this rank's staging memory.
@@ -80,7 +80,7 @@ class View:
     """
 
     rank: int
-    owners: tuple[int, ...]
+    reducers: tuple[int, ...]
     outlines: Sequence[Outline]
     capacity: int
     staging: Callable[[], int]
@@ -102,9 +102,11 @@ def others_of(each: Sequence[_T], rank: int) -> list[_T]:
     return [each[(rank + shift) % len(each)] for shift in range(1, len(each))]
 
 
-def is_written_by_others(work: Reduce) -> bool:
-    """Return True if other ranks write parts of this rank's result."""
-    return work.to is To.ALL or (work.to is To.ROOT and work.target is not None)
+def is_written_by_others(work: Reduce, *, reduces: bool) -> bool:
+    """Return True if other ranks write parts of this rank's result; `reduces`: it reduces, too."""
+    if work.to is To.OWNER:
+        return not reduces
+    return work.to is To.ALL or work.target is not None
 
 
 def phases(work: Work, view: View) -> Iterator[list[Command]]:
@@ -136,62 +138,73 @@ def _reduce_kernel(size: int, n_targets: int, dtype: DType, op: Op) -> ReduceKer
 # --- reductions -----------------------------------------------------------------------------------
 def _reduce(work: Reduce, view: View) -> Iterator[list[Command]]:
     item = work.dtype.itemsize
-    owners = range(view.size) if work.to is To.OWNER else view.owners
-    parts = work.parts or even_parts(work.source.count, len(owners), item)
+    having = range(view.size) if work.to is To.OWNER else sorted(set(view.reducers))
+    parts = work.parts or even_parts(work.source.count, len(having), item)
     is_staged = any(outline.staging.region for outline in view.outlines)
     ready: list[Command] = []
-    nothing = Slice(0, 0, 0)
-    for owned in passes(parts, item, view.capacity if is_staged else None):
-        by_owner = dict(zip(owners, owned, strict=True))
-        slices = [by_owner.get(rank, nothing) for rank in range(view.size)]
-        theirs = others_of(slices, view.rank)
-        yield ready + _stage(work, view, theirs)
-        yield _combine(work, view, slices[view.rank])
+    for slices in passes(parts, item, view.capacity if is_staged else None):
+        by_rank = [(r, each) for r, each in zip(having, slices, strict=True) if each.count]
+        mine = [(r, each) for r, each in by_rank if view.reducers[r] == view.rank]
+        theirs = [(r, each) for r, each in by_rank if view.reducers[r] != view.rank]
+        yield ready + _stage(work, view, [each for _, each in theirs])
+        yield [_combine(work, view, r, each) for r, each in mine]
         ready = _unstage(work, view, theirs)
     yield ready
 
 
 def _stage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]:
-    """Copy the slices of other ranks to the staging memory if those cannot map the source."""
+    """Copy the slices that others reduce to the staging memory if those cannot map the source."""
     if view.mine.source.region:
         return []
-    pieces = [(piece, work.source[piece.start : piece.stop]) for piece in slices if piece.count]
+    pieces = [(piece, work.source[piece.start : piece.stop]) for piece in slices]
     return [Copy(view.staging() + p.staged_at, span.address, span.nbytes) for p, span in pieces]
 
 
-def _unstage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]:
-    """Copy the slices of other ranks from the staging memory if those cannot map the target."""
-    if view.mine.target.region or work.target is None or not is_written_by_others(work):
+def _unstage(work: Reduce, view: View, slices: Sequence[tuple[int, Slice]]) -> list[Command]:
+    """Copy the results of others from the staging memory if those cannot map the target."""
+    is_written = is_written_by_others(work, reduces=view.reducers[view.rank] == view.rank)
+    if view.mine.target.region or work.target is None or not is_written:
         return []
-    pieces = [(piece, work.target[piece.start : piece.stop]) for piece in slices if piece.count]
+    first = _first_of_target(work, view.rank)
+    pieces = [
+        (piece, work.target[piece.start - first : piece.stop - first])
+        for rank, piece in slices
+        if work.to is not To.OWNER or rank == view.rank
+    ]
     return [Copy(span.address, view.staging() + p.staged_at, span.nbytes) for p, span in pieces]
 
 
-def _combine(work: Reduce, view: View, piece: Slice) -> list[Command]:
-    """Combine this rank's elements of a pass."""
-    if piece.count == 0:
-        return []
+def _combine(work: Reduce, view: View, rank: int, piece: Slice) -> Command:
+    """Combine elements of a pass: those of `rank`, if each rank gets its own."""
     addresses = [outline.source for outline in view.outlines]
     sources = _places(view, range(view.size), addresses, work.source, piece)
-    targets = _targets(work, view, piece)
-    divisor = work.op.divisor(view.size)
-    return [ReduceKernel(sources, targets, piece.count, work.dtype, work.op, divisor)]
-
-
-def _targets(work: Reduce, view: View, piece: Slice) -> tuple[int, ...]:
-    if work.to is To.OWNER:
-        assert work.target is not None
-        return (work.target[piece.start - work.parts[view.rank].start :].address,)
+    getting = {To.ALL: range(view.size), To.OWNER: (rank,), To.ROOT: (work.root,)}[work.to]
     own = work.target or work.source  # without a target, `own` gives only the itemsize
-    ranks = range(view.size) if work.to is To.ALL else (work.root,)
-    return _places(view, ranks, [o.target for o in view.outlines], own, piece)
+    first = _first_of_target(work, rank)
+    targets = _places(view, getting, [o.target for o in view.outlines], own, piece, first=first)
+    divisor = work.op.divisor(view.size)
+    return ReduceKernel(sources, targets, piece.count, work.dtype, work.op, divisor)
+
+
+def _first_of_target(work: Reduce, rank: int) -> int:
+    """Return the number of the element at which a rank's target begins."""
+    return work.parts[rank].start if work.to is To.OWNER else 0
 
 
 def _places(
-    view: View, ranks: Iterable[int], addresses: Sequence[Address], own: Span, piece: Slice
+    view: View,
+    ranks: Iterable[int],
+    addresses: Sequence[Address],
+    own: Span,
+    piece: Slice,
+    *,
+    first: int = 0,
 ) -> tuple[int, ...]:
-    """Return the addresses of a slice on some ranks: in their arrays, or in staging memory."""
-    offset, places = piece.start * own.dtype.itemsize, []
+    """Return the addresses of a slice on some ranks: in their arrays, or in staging memory.
+
+    Their arrays begin with the element of number `first`.
+    """
+    offset, places = (piece.start - first) * own.dtype.itemsize, []
     for r in ranks:
         if r == view.rank:
             places.append(own.address + offset)
