@@ -75,7 +75,7 @@ class InstantGpu(sim.SimulatedGpu):
 
     def launch(self, stream, kernel):
         self.n_calls += 1
-        _ = kernel.defines, kernel.arguments, kernel.grid(132)  # what a launch asks for
+        _ = kernel.defines, kernel.parameters, kernel.grid(132)  # what a launch asks for
 
 
 def main(argv):
@@ -129,7 +129,7 @@ def pretend(team, gpu, host, kind, size):
         flags = whole_pages(flags_nbytes(size))
         flags[:] = 0
         team.transport = IpcTransport(
-            gpu, 0, size, flags=flags, host=host, owners=tuple(range(size))
+            gpu, 0, size, flags=flags, host=host, reducers=tuple(range(size))
         )
     else:
         team.transport = NcclTransport(gpu, lambda *_: gpu.enqueue(0, None), 0, size)

@@ -43,7 +43,7 @@ GPU = [
         "gpu-every-rank-of-a-gpu-reduces",
         "gpu",
         "gpu/executor/transport_setup.py",
-        "tuple(sorted(first.values()))",
+        "tuple(first[each.uuid] for each in facts)",
         "tuple(range(t.size))",
         "a GPU that 8 ranks share switches 8 times between their contexts in each allreduce",
         ("gpu/test_collectives.py",),
@@ -114,15 +114,20 @@ GPU = [
     Mutation(
         "gpu-streams-are-not-freed",
         "gpu",
-        "gpu/executor/team.py",
-        """\
-                if not is_reached:
-                    self._end_waits(lambda: mark.is_reached, kept)""",
-        """\
-                if is_reached:
-                    self._end_waits(lambda: mark.is_reached, kept)""",
+        "gpu/executor/watched_stream.py",
+        "            self._end_waits(lambda: last.is_reached, left)",
+        "            del last",
         "torch.cuda.synchronize() never returns once a rank has died",
         ("gpu/test_dead_or_stopped_gpu.py",),
+    ),
+    Mutation(
+        "gpu-a-watch-keeps-its-first-name",
+        "gpu",
+        "gpu/executor/watched_stream.py",
+        "            pending.go_on(key, first.label, first.number)\n",
+        "",
+        "a timeout names an operation that is done long since",
+        ("gpu/test_what_reductions_keep.py",),
     ),
     Mutation(
         "gpu-what-breaks-off-is-left",
@@ -168,8 +173,8 @@ GPU = [
         "gpu-a-group-is-over-before-its-streams",
         "gpu",
         "gpu/executor/team.py",
-        "kept = [keeps, launched, group]",
-        "kept = [keeps, launched]",
+        "(keeps, launched, self._group())",
+        "(keeps, launched)",
         "memory is unmapped while another rank's kernel writes to it",
         ("gpu/test_collectives.py",),
     ),
@@ -278,8 +283,8 @@ GPU = [
         "gpu-any-number-is-under-way",
         "gpu",
         "gpu/executor/team.py",
-        "len(self._under_way) >= MOST_UNDER_WAY",
-        "len(self._under_way) >= 1 << 20",
+        "self._under_way.earliest(MOST_UNDER_WAY)",
+        "self._under_way.earliest(1 << 20)",
         "a launch blocks on a full stream, and holds the lock of all calls",
         ("gpu/test_blocked_calls.py",),
     ),

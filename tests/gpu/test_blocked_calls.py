@@ -308,7 +308,7 @@ def test_a_call_that_needs_idle_streams_waits_for_what_is_under_way():
 
     made, over = [], []
     calls = IdleCalls(SimpleNamespace(has_loaded=lambda _: True), SimpleNamespace(call=call))
-    calls.note_under_way(lambda: bool(over))
+    calls.add_stream(lambda: bool(over))
     waiting = calls.call(lambda: made.append("the call"))
     waiting.send(None)
     another = calls.load([object()])  # it has nothing to load, but would keep the streams busy

@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import simulated_gpu as sim
-from gpu_ranks import choose, on_gpus
+from gpu_ranks import choose, on_gpus, with_fault
+from harness import wait_until
 
 import ringcomm as rc
 from ringcomm.config import Settings
@@ -106,3 +108,58 @@ def test_a_rank_may_begin_an_operation_before_it_has_a_transport(tmp_path, monke
         == [([1] * 100, [3] * 100)] * 2
     )
     assert sorted(told) == [(0, 0), (0, 1), (1, 0), (1, 0)]
+
+
+def test_one_task_watches_all_that_is_under_way(tmp_path):
+    names = [f"op {k}" for k in range(5)]
+
+    def body(rank):
+        x, gpu = sim.array(np.ones(10)), sim.current_gpu()
+        rc.allreduce_(x)
+        gpu.synchronize()
+        rc.barrier()
+        gpu.freeze()
+        handles = [rc.allreduce_async(x, name=name) for name in names]
+        wait_until(lambda: all(each.done() for each in handles), "not enqueued")
+        labels = lambda: [each.task.label for each in engine().pending.operations()]  # noqa: E731
+        wait_until(lambda: labels() == [f"allreduce[{names[0]}] on the GPU"], f"{labels()}")
+        rc.barrier()
+        gpu.thaw()
+        sums = [handle.wait().get()[0] for handle in handles]
+        wait_until(lambda: not labels(), "a stream is watched for ever")
+        memory = Gpus.of(engine()).memory(gpu.index)
+        return sums, len(memory.idle_calls._are_idle)
+
+    found = on_gpus(2, body, tmp_path, settings=Settings(timeout_s=60), **choose("ipc"))
+    assert found == [([4] * 5, 1)] * 2
+
+
+def meet_until_an_error():
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        rc.barrier()
+        time.sleep(0.1)
+
+
+def test_the_operation_that_stands_still_is_named_if_others_are_done(tmp_path):
+    def body(rank, gpu):
+        x = sim.array(np.ones(10))
+        rc.allreduce(x)
+        rc.barrier()
+        gpu.freeze()
+        handles = [rc.allreduce_async(x, name=f"op {k}") for k in range(3)]
+        wait_until(lambda: all(each.done() for each in handles), "not enqueued")
+        gpu.thaw()
+        handles[-1].wait().get()
+        rc.barrier()
+        if rank == 1:
+            gpu.freeze()
+        rc.allreduce_async(x, name="the last").wait()
+        # Its task may be that of the operations before it.
+        with pytest.raises(rc.CommTimeoutError, match=r"allreduce\[the last\] on the GPU"):
+            meet_until_an_error()
+        gpu.thaw()
+
+    settings = {"stall_warning_s": 0.5}
+    found = with_fault(2, body, tmp_path, timeout_s=3, settings=settings, **choose("ipc"))
+    assert found == [None, None]

@@ -95,14 +95,15 @@ class Extensions:
         ticket: Ticket,
         *,
         late: Callable[[], tuple[int, ...]],
+        give_up: Callable[[], None],
     ) -> None:
-        """Watch, in a new task, the work that an operation has left behind; any thread may call.
+        """Watch, in a new task, the work that operations have left behind; any thread may call.
 
         The ticket has the base that was passed to add_entered(). late() returns the ranks of the
-        job for which the work waits.
+        job for which the work waits. give_up() is called when the task ends, in whatever way.
         """
         task = Task(label, ticket, members)
-        task.late_elsewhere = late
+        task.late_elsewhere, task.give_up = late, give_up
         task.is_asked = task.is_patient = True
         task.start(coroutine)
         with self._pending.lock:

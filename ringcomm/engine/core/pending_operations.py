@@ -91,6 +91,15 @@ class Pending:
         """Return the pending operation with this key."""
         return self._operations[key]
 
+    def go_on(self, key: int, label: str, number: int) -> None:
+        """Note which of several operations, one after the other, a task is about from now on."""
+        work = self._operations[key]
+        if work.task.number != number:
+            work.task.label, work.task.number = label, number
+            with self.lock:
+                if self._shown == key:
+                    self._show(work)
+
     def remove(self, key: int, *, has_failed: bool) -> None:
         """Note that an operation is over; `has_failed`: it breaks the engine."""
         self._operations.pop(key, None)

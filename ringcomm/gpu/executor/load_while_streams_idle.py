@@ -34,7 +34,7 @@ class IdleCalls:
         self._device = device
         self._launcher = launcher
         self._n_wanted = 0
-        self._under_way: list[Callable[[], bool]] = []
+        self._are_idle: list[Callable[[], bool]] = []  # of each stream
 
     async def call(self, call: Callable[[], R]) -> R:
         """Make a call once no stream waits for another rank, and return its result."""
@@ -63,10 +63,13 @@ class IdleCalls:
         elif self._n_wanted:
             await Wait((Until(lambda: not self._n_wanted),))
 
-    def note_under_way(self, is_over: Callable[[], bool]) -> None:
-        """Note an operation that is about to be enqueued, until is_over()."""
-        self._under_way.append(is_over)
+    def add_stream(self, is_idle: Callable[[], bool]) -> None:
+        """Make calls only if is_idle(): a stream waits for no other rank, and is not about to."""
+        self._are_idle.append(is_idle)
+
+    def remove_stream(self, is_idle: Callable[[], bool]) -> None:
+        """Undo add_stream()."""
+        self._are_idle.remove(is_idle)
 
     def _is_idle(self) -> bool:
-        self._under_way = [is_over for is_over in self._under_way if not is_over()]
-        return not self._under_way
+        return all(is_idle() for is_idle in tuple(self._are_idle))

@@ -3,8 +3,8 @@
 The ranks agree on an operation as on any other. Then the group's first rank gives the operation its
 place in the order of launches: streams that wait for each other need the same order on all ranks.
 In this order, each rank enqueues its part on its stream, and returns. The caller does not wait for
-the result, but the caller's stream does. A task, see _watch(), watches the stream. The task has the
-same deadline as any operation, and ends the stream's waits if a rank dies.
+the result, but the caller's stream does. A task watches the stream, see WatchedStream. The task has
+the same deadline as any operation, and ends the stream's waits if a rank dies.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.engine.core.engine_state import EngineState
-from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
+from ringcomm.engine.core.ledger import NO_GROUP, base_of
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.cuda_call_thread import Launcher
 from ringcomm.gpu.executor.order_of_launches import PLACE_NBYTES, LaunchOrder
@@ -34,6 +33,7 @@ from ringcomm.gpu.executor.prepared_jobs import (
 )
 from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Mark, Marks, Reached
 from ringcomm.gpu.executor.transport_setup import set_up_transport
+from ringcomm.gpu.executor.watched_stream import WatchedStream
 from ringcomm.gpu.transports.base import GpuTransport
 from ringcomm.gpu.transports.ipc_stream_commands import Outline
 from ringcomm.gpu.transports.nccl_base import NcclBinding
@@ -54,19 +54,6 @@ R = TypeVar("R")
 _NOTHING: Final = bytes(Outline.NBYTES + 1)  # from a rank that has prepared nothing
 
 
-class _UnderWay:
-    """An operation that this rank enqueues; see IdleCalls.note_under_way()."""
-
-    is_noted = False
-
-    def __init__(self) -> None:
-        self.is_over: Callable[[], bool] = lambda: False
-
-    def ask(self) -> bool:
-        """Return True once the operation's work on the stream is done."""
-        return self.is_over()
-
-
 class GpuTeam:
     """The team of one group, on one rank.
 
@@ -78,7 +65,6 @@ class GpuTeam:
     Attributes:
         choice: the choice of the transport; None before the first operation.
         transport: the transport; None: the CPU's collectives are used, through host memory.
-        n_launched: the number of operations that this rank has enqueued on its stream.
         order: the turns of the operations.
     """
 
@@ -89,19 +75,23 @@ class GpuTeam:
         self._members = group.ranks
         self._rank = group.index
         self._base = base_of(group_id, "on the GPU")
-        self._own = base_of(NO_GROUP, f"rank {self._engine.job_rank} on the GPU, {group_id}")
-        self._n_alone = 0  # operations that do not wait for other ranks
+        self._under_way = WatchedStream(
+            self._engine, group.ranks, self._base, self._late, self._end_waits
+        )
+        rank = self._engine.job_rank  # of what waits for no other rank
+        own = base_of(NO_GROUP, f"rank {rank} on the GPU, {group_id}")
+        self._alone = WatchedStream(self._engine, (rank,), own, tuple, self._end_waits)
+        self._is_enqueueing = False
+        self._broken_off: list[Callable[[], bool]] = []  # functions that say if it is over
         self.order = LaunchOrder()
-        self._under_way: deque[Mark] = deque()  # of operations that wait for other ranks
         self._marks: Marks | None = None
         self._memory: GpuMemory | None = None
         self.choice: GpuChoice | None = None
         self.transport: GpuTransport | None = None
-        self.n_launched = 0
         self._is_one_host: bool | None = None  # so that ipc is possible
         self._announced: set[str] = set()
         self._loaded = LoadedKernels()
-        has_entered = lambda number: number <= self.n_launched  # noqa: E731
+        has_entered = lambda number: number <= self._under_way.n_added  # noqa: E731
         self._engine.extensions.add_entered(self._base, has_entered)
 
     # --- order ------------------------------------------------------------------------------------
@@ -136,6 +126,7 @@ class GpuTeam:
             if self._memory is None:
                 made = await set_up_transport(self._provider, self._engine, issue.memory, t)
                 (self.choice, self.transport), self._memory = made, issue.memory
+                issue.memory.idle_calls.add_stream(self._is_idle)
                 if self.transport is not None:
                     make = partial(Marks, issue.memory, self.transport.stream)
                     self._marks = await issue.memory.idle_calls.call(make)
@@ -209,7 +200,6 @@ class GpuTeam:
             await self._loaded.load(prepared.jobs, transport, self._gpu.idle_calls, t)
         todo, first = prepared.jobs, prepared.first
         keeps = (*todo, *keeps)
-        under_way = _UnderWay()
         launched = None
         try:
             for number, (job, outline) in enumerate(zip(todo, prepared.outlines, strict=True), 1):
@@ -219,23 +209,26 @@ class GpuTeam:
                     else None
                 )
                 told, first = first or await gather_alike(outline, t), None
-                launched = await self.put(t, job, told, issue, under_way, end=end)
+                launched = await self.put(t, job, told, issue, end=end)
+            assert launched is not None
+            self._watch(self._under_way, t, launched, keeps)
         except BaseException:  # a death, or an error of CUDA: nothing watches the stream so far
-            under_way.is_over = self._break_off(keeps)
+            self._broken_off.append(self._break_off(keeps))
             raise
-        assert launched is not None
-        self._under_way.append(launched.mark)
-        mark = launched.mark
-        under_way.is_over = lambda: mark.is_reached
-        self._watch(t, launched, keeps, waits_for_others=True)
+        finally:
+            self._is_enqueueing = False
         return launched
 
     async def _await_room(self) -> None:
         """Wait until few operations are under way, so that no launch blocks on a full stream."""
-        while self._under_way and self._under_way[0].is_reached:
-            self._under_way.popleft()
-        while len(self._under_way) >= MOST_UNDER_WAY:
-            await Wait((Reached(self._under_way.popleft()),))
+        while (mark := self._under_way.earliest(MOST_UNDER_WAY)) is not None:
+            await Wait((Reached(mark),))
+
+    def _is_idle(self) -> bool:
+        """Return True if nothing on the stream waits for other ranks, or is about to."""
+        if self._is_enqueueing or self._under_way.earliest() is not None:
+            return False
+        return all(is_over() for is_over in self._broken_off)
 
     async def put(
         self,
@@ -243,16 +236,13 @@ class GpuTeam:
         job: Job,
         outlines: Sequence[bytes],
         issue: Issue,
-        under_way: _UnderWay,
         *,
         end: Callable[[], R] | None = None,
     ) -> R | None:
         """Enqueue a job, then call end(), if any; return its result."""
         call, transport, device = self._gpu.launcher.call, self._own_transport, self._gpu.device
         steps = enqueue(job, outlines, issue, transport, self._own_marks)
-        if not under_way.is_noted:  # not before: the other ranks may have to load kernels first
-            under_way.is_noted = True
-            self._gpu.idle_calls.note_under_way(under_way.ask)
+        self._is_enqueueing = True  # not before: the other ranks may have to load kernels first
         label = self._engine.pending.label_of(t.key) if self._engine.settings.nvtx else ""
 
         def step() -> Mark | R | None:
@@ -286,34 +276,15 @@ class GpuTeam:
 
         `keeps` lives until then.
         """
-        self._watch(t, launched, keeps, waits_for_others=False)
+        self._watch(self._alone, t, launched, keeps)
         return launched
 
     def _watch(
-        self, t: Channel, launched: Launched[R], keeps: Sequence[object], *, waits_for_others: bool
+        self, stream: WatchedStream, t: Channel, launched: Launched[R], keeps: Sequence[object]
     ) -> None:
-        members: tuple[int, ...] = (self._engine.job_rank,)
-        if waits_for_others:  # their deaths end the operation
-            self.n_launched += 1
-            members, ticket = self._members, Ticket(None, self._base, self.n_launched)
-        else:
-            self._n_alone += 1
-            ticket = Ticket(None, self._own, self._n_alone)
-        group, mark = self._group(), launched.mark
-
-        async def watch() -> None:
-            kept = [keeps, launched, group]  # the group must outlive the work of its streams
-            is_reached = False
-            try:
-                await Wait((Reached(mark),))
-                is_reached = True
-            finally:
-                if not is_reached:
-                    self._end_waits(lambda: mark.is_reached, kept)
-
         label = f"{self._engine.pending.label_of(t.key)} on the GPU"
-        late = self._late if waits_for_others else tuple
-        self._engine.extensions.follow_up(label, members, watch(), ticket, late=late)
+        # The group must outlive the work of its streams.
+        stream.add(label, launched.mark, (keeps, launched, self._group()))
 
     def _late(self) -> tuple[int, ...]:
         return tuple(self._members[rank] for rank in self._own_transport.late)
@@ -327,6 +298,8 @@ class GpuTeam:
     def close(self, *, is_clean: bool) -> None:
         """Free everything; see GpuTransport."""
         self._engine.extensions.drop_entered(self._base)
+        if self._memory is not None:
+            self._memory.idle_calls.remove_stream(self._is_idle)
         if self.transport is not None:
             self.transport.close(is_clean=is_clean)
             if is_clean:
