@@ -149,7 +149,7 @@ def shuffle(items, order):
 
 
 def choose_cases(items):
-    """Leave some cases of a test that has many, and skip what takes long; ci/length runs all."""
+    """Leave some cases of a test that has many, and skip what takes long; ci/all_cases runs all."""
     if harness.is_at_length():
         return
     of_one_test = defaultdict(list)
@@ -157,7 +157,7 @@ def choose_cases(items):
         of_one_test[item.nodeid.partition("[")[0]].append(item)
     kept = {id(item) for cases in of_one_test.values() for item in harness.few_of(cases)}
     items[:] = [item for item in items if id(item) in kept]
-    skipped = pytest.mark.skip(reason="the gate has no time for it; ci/length runs it")
+    skipped = pytest.mark.skip(reason="the gate has no time for it; ci/all_cases runs it")
     for item in items:
         if item.get_closest_marker("at_length"):
             item.add_marker(skipped)

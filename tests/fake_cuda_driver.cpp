@@ -1,4 +1,4 @@
-// A libcuda.so.1 for tests of ci/gpu_suite/probes.py. A stream is a thread, GPU memory is a file
+// A libcuda.so.1 for tests of ci/gpu_suite/driver_probes.py. A stream is a thread, GPU memory is a file
 // that other processes map. FAKE_BLOCKS=1: freeing memory waits for all streams, as CUDA may.
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -114,7 +114,7 @@ ABOVE_MPI = "above MPI all is the same, and shown with Open MPI"  # why a test i
 
 
 def is_at_length():
-    """Return True under ci/length, which runs what the gate has no time for."""
+    """Return True under ci/all_cases, which runs what the gate has no time for."""
     return os.environ.get("AT_LENGTH") == "1"
 
 
@@ -124,7 +124,7 @@ def is_fast():
 
 
 def at_length(every, gate):
-    """Return all the cases of a test under ci/length, and those that the gate has time for else."""
+    """Return all the cases of a test under ci/all_cases, else those for which the gate has time."""
     return every if is_at_length() else gate
 
 

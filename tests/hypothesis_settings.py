@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, settings
 
 
 def hypothesis_settings(long, gate, fast):
-    """Return settings with so many examples: under ci/length, in ci/test, in ci/test --fast."""
+    """Return settings with so many examples: under ci/all_cases, in ci/test, in ci/test --fast."""
     return settings(
         max_examples=at_length(long, fast if is_fast() else gate),
         derandomize=True,

@@ -17,7 +17,7 @@ from ringcomm._core import NodeMemory
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import Arrived, Died, Event, Request
 from ringcomm.transport.membership.view import View
-from ringcomm.transport.node.shared_node import SharedNode
+from ringcomm.transport.node.shared_memory import SharedNode
 from ringcomm.transport.tags import WIDEST
 from ringcomm.transport.unannounced_messages import ShortMessage, ShortMessages, require_fit
 

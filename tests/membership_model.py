@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from ringcomm.data import ShardedSampler
-from ringcomm.transport.membership.events import (
+from ringcomm.transport.membership.events_and_actions import (
     Arrive,
     Clear,
     Cleared,
@@ -23,8 +23,8 @@ from ringcomm.transport.membership.events import (
     Resize,
     Send,
 )
-from ringcomm.transport.membership.machine import Membership, Phase, handle
 from ringcomm.transport.membership.messages import Message
+from ringcomm.transport.membership.state_machine import Membership, Phase, handle
 from ringcomm.transport.membership.view import View
 from ringcomm.transport.membership.who_may_evict import Eviction, eviction
 

@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its modules are bench's
 WHAT = {
     "collectives": "beside MPI's own, gloo, and torch.distributed over ringcomm",
-    "compare": "files of --json side by side, against the goals; without mpirun",
+    "compare_saved_runs": "files of --json side by side, against the goals; without mpirun",
     "torch_distributed_call_overhead": "what a call of torch.distributed costs in Python",
     "step": "a step of training, beside DDP over gloo",
     "gpu_call_overhead": "processor time of an allreduce on simulated GPUs; without mpirun",

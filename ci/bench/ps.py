@@ -11,7 +11,7 @@ import os
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
-from bench.figures_beside_goals import Figure, verdict
+from bench.figure_and_goal import Figure, verdict
 from bench.ps_peer_processes import PEERS, Peer
 from bench.ps_work import CASES, OPS, PULL, PUSH, Work, cpu_s_of
 

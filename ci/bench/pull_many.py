@@ -10,7 +10,7 @@ import os
 import time
 
 import numpy as np
-from bench.figures_beside_goals import Figure, verdict
+from bench.figure_and_goal import Figure, verdict
 
 import ringcomm as rc
 from ringcomm import ps

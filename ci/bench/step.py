@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from bench.figures_beside_goals import Figure
+from bench.figure_and_goal import Figure
 from bench.mpi_and_torch import start_torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -47,7 +47,7 @@ def ranks(size: int, *arguments: str) -> list[str]:
 
 
 def probe(name: str, what: str, limit_s: float = 25) -> Stage:
-    command = [sys.executable, "-P", "-m", "gpu_suite.probes", what]
+    command = [sys.executable, "-P", "-m", "gpu_suite.driver_probes", what]
     return Stage(f"probe {name}", command, limit_s, needs_build=False)
 
 

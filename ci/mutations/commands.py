@@ -51,7 +51,7 @@ CLIENT = [
     Mutation(
         "dead-parameters-change",
         "client",
-        "engine/control/settings.py",
+        "engine/control/live_parameters_and_callbacks.py",
         "and name in parameters.live_names:",
         "and name in parameters:",
         "`set batch=1` changes a value that the program has used already",

@@ -33,7 +33,7 @@ CPP = [
         "row.average != nullptr;",
         "row.average == nullptr;",
         "an average of integers wraps: 200 and 250 of uint8 give 97",
-        ("unit/test_reduce_many.py", "unit/test_collectives.py"),
+        ("unit/test_kernel_reduce_many.py", "unit/test_collectives.py"),
     ),
     CppMutation(
         "float32-sums-of-16-bit-floats-lie-too-close",
@@ -359,7 +359,7 @@ CPP = [
         "static_cast<std::size_t>(code) > n_codes<E>",
         "a dtype that has no kernel calls what lies behind the table",
         (
-            "unit/test_combine_and_divide.py",
+            "unit/test_kernels_combine_and_divide.py",
             "unit/test_status_page_and_guardian.py",
         ),
     ),
@@ -390,7 +390,7 @@ CPP = [
         "float64 becomes a 16-bit float that is not the nearest",
         (
             "unit/test_codec_values.py",
-            "unit/test_combine_and_divide.py",
+            "unit/test_kernels_combine_and_divide.py",
         ),
     ),
     CppMutation(

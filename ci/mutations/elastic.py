@@ -2,7 +2,7 @@
 
 from mutations.mutation import Mutation
 
-_MACHINE = "transport/membership/machine.py"
+_MACHINE = "transport/membership/state_machine.py"
 _EVICTION = "transport/membership/who_may_evict.py"
 _VIEW = "transport/membership/view.py"
 _TESTS = ("unit/test_membership.py",)
@@ -13,7 +13,7 @@ _RAISES = "test_a_rank_that_raises_ends_no_earlier_than_those_that_save_their_wo
 _ENDS = "test_a_rank_that_is_alone_with_those_that_hang_ends_the_job_and_so_do_all_others"
 _AT_THE_END = "test_half_of_the_ranks_go_on_if_the_first_hangs_even_at_the_end"
 _HANGS = ("unit/test_ranks_that_hang.py",)
-_OPTIMIZER = "torch/elastic/optimizer.py"
+_OPTIMIZER = "torch/elastic/on_failure_continue.py"
 _ON_FAILURE = ("with_torch/test_on_failure.py",)
 _SHARES = "torch/zero/share_copies.py"
 _SHARDED = ("with_torch/test_elastic_sharded_state.py",)
@@ -466,7 +466,7 @@ ELASTIC = [
     Mutation(
         "who-gives-up-ends-before-the-others",
         "fault",
-        "engine/api/end_together.py",
+        "engine/api/await_at_end.py",
         "left = frozenset(n for n in awaited & presence.near if not presence.is_at_end(n))",
         "left: frozenset[int] = frozenset()",
         "mpirun ends a rank in the midst of its checkpoint, and a rank that hangs is never killed",

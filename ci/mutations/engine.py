@@ -95,7 +95,7 @@ ORDER = [
     Mutation(
         "window-is-not-cleared",
         "order",
-        "transport/node/shared_node.py",
+        "transport/node/shared_memory.py",
         "        self.memory.clear_window(context)\n",
         "",
         "a group whose context was another's before meets what that one left in shared memory",
@@ -212,7 +212,7 @@ CACHE = [
     Mutation(
         "who-does-not-wait-lends-too",
         "cache",
-        "engine/api/forms.py",
+        "engine/api/blocking_async_in_place.py",
         "return request.start()",
         "return request.start(is_borrowed=True) if request.borrows else request.start()",
         "what is done to x after allreduce_async(x) is in the sums of other ranks",
@@ -284,7 +284,7 @@ DTYPE = [
         "Item(flat.bytes.nbytes, flat.dtype.name)",
         "Item(flat.bytes.nbytes, flat.dtype.itemsize)",
         "grouped_allreduce adds int32 as if it were float32",
-        ("unit/test_more_collectives.py",),
+        ("unit/test_rooted_grouped_and_object_collectives.py",),
     ),
     Mutation(
         "bfloat16-is-no-float",
@@ -311,7 +311,7 @@ DTYPE = [
         "return x.is_contiguous() and is_aligned and not x.is_conj() and not x.is_neg()",
         "return x.is_contiguous() and is_aligned and not x.is_conj()",
         "a tensor with a pending negation, as z.conj().imag, is sent with the wrong sign",
-        ("with_torch/test_broadcast_state_and_tensors.py",),
+        ("with_torch/test_broadcast_state_and_tensors_in_collectives.py",),
     ),
     Mutation(
         "fortran-order-is-kept",
@@ -338,6 +338,6 @@ DTYPE = [
         "torch.autograd.graph.increment_version(x)",
         "x.detach()",
         "a backward() through values that a collective has overwritten is silently wrong",
-        ("with_torch/test_broadcast_state_and_tensors.py",),
+        ("with_torch/test_broadcast_state_and_tensors_in_collectives.py",),
     ),
 ]

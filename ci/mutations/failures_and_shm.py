@@ -133,7 +133,7 @@ FAULT = [
     Mutation(
         "quiet-refusal",
         "fault",
-        "engine/core/engine_state.py",
+        "engine/core/usable_or_broken.py",
         "elif not isinstance(error, CommTimeoutError):",
         "elif not isinstance(error, RingcommError):",
         "ranks wait out their deadline for one whose engine is broken",

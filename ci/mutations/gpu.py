@@ -10,7 +10,7 @@ GPU = [
         "work.to, work.root, parts, *outlines)",
         "work.to, work.root, parts)",
         "a rank that comes with another array gets the sum of its former one",
-        ("gpu/test_what_reductions_keep.py",),
+        ("gpu/test_ipc_reuses_commands_of_a_reduction.py",),
     ),
     Mutation(
         "gpu-an-average-of-hosts-is-one-of-ranks",
@@ -37,7 +37,7 @@ GPU = [
         "if len(outlines) == len(told):",
         "if outlines:",
         "an operation begun while another rank still sets up its transport fails, or adds too few",
-        ("gpu/test_what_reductions_keep.py",),
+        ("gpu/test_ipc_reuses_commands_of_a_reduction.py",),
     ),
     Mutation(
         "gpu-every-rank-of-a-gpu-reduces",
@@ -83,7 +83,7 @@ GPU = [
         "pass",
         "a caller's stream reads a result that is not there yet",
         (
-            "gpu/test_streams.py",
+            "gpu/test_order_on_streams.py",
             "gpu/test_collectives.py",
         ),
     ),
@@ -95,7 +95,7 @@ GPU = [
         "for event in self.ready[1:]:",
         "a collective reads an array before the caller's stream has written it",
         (
-            "gpu/test_streams.py",
+            "gpu/test_order_on_streams.py",
             "gpu/test_collectives.py",
         ),
     ),
@@ -108,7 +108,7 @@ GPU = [
         "two ranks launch in different orders, and their streams wait for each other",
         (
             "gpu/test_collectives.py",
-            "gpu/test_streams.py",
+            "gpu/test_order_on_streams.py",
         ),
     ),
     Mutation(
@@ -223,7 +223,7 @@ GPU = [
         "        calling = self.submit(call)\n        if not",
         "        calling = Calling(call)\n        calling.make()\n        if not",
         "a rank whose launch blocks notices no death, and its stream waits for ever",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-a-wait-ends-by-a-call",
@@ -232,7 +232,7 @@ GPU = [
         "while not is_over():  # the stream may come to another wait",
         "while not (is_over() or launcher._work._device.require_sound(launcher._work._stream)):",
         "who would end the waits of a stream is blocked by them",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-kernels-are-loaded-by-their-launch",
@@ -241,7 +241,7 @@ GPU = [
         "                self._device.load(each)",
         "                pass",
         "the first launch of a kernel blocks behind the stream's own wait",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-kernels-are-loaded-while-streams-wait",
@@ -250,7 +250,7 @@ GPU = [
         "            while not self._is_idle():",
         "            while False:",
         "ranks that load kernels for different groups wait for each other for ever",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-a-rank-enqueues-before-others-have-loaded",
@@ -259,7 +259,7 @@ GPU = [
         "            if new:\n",
         "            if new is None:\n",
         "with NCCL, ranks that load kernels for different groups wait for each other for ever",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-a-query-ends-a-capture",
@@ -268,7 +268,7 @@ GPU = [
         "            self._device.leave_captures_alone()\n",
         "",
         "CUDA graphs of the program cannot be captured while an operation is under way",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-a-capture-takes-an-operation",
@@ -277,7 +277,7 @@ GPU = [
         "    if device.is_capturing(stream):",
         "    if False:",
         "a CUDA graph contains a part of an operation, and hangs when it is replayed",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-any-number-is-under-way",
@@ -286,7 +286,7 @@ GPU = [
         "self._under_way.earliest(MOST_UNDER_WAY)",
         "self._under_way.earliest(1 << 20)",
         "a launch blocks on a full stream, and holds the lock of all calls",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-nccl-connects-in-a-launch",
@@ -295,7 +295,7 @@ GPU = [
         "return await connecting.run(connecting.transport.connect_all)",
         "return attempt",
         "the first operation of each kind blocks all launches",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-nccl-connects-for-ever",
@@ -304,7 +304,7 @@ GPU = [
         "            connecting.give_up()\n",
         "",
         "a rank that dies early leaves a thread in NCCL",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-a-context-on-gpu-0",
@@ -313,7 +313,7 @@ GPU = [
         "with self._device.active():",
         "if True:",
         "each rank takes half a gigabyte of GPU 0",
-        ("gpu/test_blocked_calls.py",),
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
         "gpu-c10d-copies-too-early",

@@ -448,7 +448,7 @@ PS_DEATHS = [
     Mutation(
         "steps-of-a-group-that-was-not-made",
         "ps",
-        "transport/node/shared_node.py",
+        "transport/node/shared_memory.py",
         "hash(tuple(members)) % (1 << 64)",
         "0",
         "after a death within rc.Group() a rank may take steps of others for its own",

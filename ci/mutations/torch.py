@@ -6,7 +6,7 @@ OPTIMIZER = [
     Mutation(
         "unused-keeps-last-step",
         "optimizer",
-        "torch/optim/gradient.py",
+        "torch/optim/gradient_slot.py",
         """\
         if gradient is None or not code & DENSE:
             self._view.zero_()""",
@@ -49,7 +49,7 @@ OPTIMIZER = [
     Mutation(
         "kept-gradient-is-not-copied",
         "optimizer",
-        "torch/optim/gradient.py",
+        "torch/optim/gradient_slot.py",
         "if is_seen or self.is_in_bucket:",
         "if is_seen:",
         "gradients that are not zeroed between steps are overwritten instead of added to",
@@ -67,7 +67,7 @@ OPTIMIZER = [
     Mutation(
         "late-in-the-bucket",
         "optimizer",
-        "torch/optim/gradient.py",
+        "torch/optim/gradient_slot.py",
         """\
             self.parameter.grad = None
         else:
@@ -160,7 +160,7 @@ CHANGES = [
     Mutation(
         "result-in-another-tensor",
         "optimizer",
-        "torch/optim/gradient.py",
+        "torch/optim/gradient_slot.py",
         "        into = self._before\n",
         "        into = None\n",
         "the program's own .grad tensors keep this rank's gradient",
@@ -169,7 +169,7 @@ CHANGES = [
     Mutation(
         "what-is-left-is-never-own",
         "optimizer",
-        "torch/optim/gradient.py",
+        "torch/optim/gradient_slot.py",
         "return origin is not Origin.REDUCTION",
         "return origin is Origin.PROGRAM",
         "a gradient written over that of an earlier step stays local",
@@ -178,7 +178,7 @@ CHANGES = [
     Mutation(
         "earlier-result-is-reduced-again",
         "optimizer",
-        "torch/optim/gradient.py",
+        "torch/optim/gradient_slot.py",
         "target.sub_(self._base)",
         "target.sub_(0 * self._base)",
         "what an earlier reduction left counts twice if the parameter has a hook",
@@ -187,7 +187,7 @@ CHANGES = [
     Mutation(
         "sum-takes-what-is-left",
         "optimizer",
-        "torch/optim/gradient.py",
+        "torch/optim/gradient_slot.py",
         "elif origin is Origin.LEFT and gradient.any():",
         "elif origin is Origin.LEFT and gradient is self._base:",
         "with op=SUM what an earlier step has left counts once for each rank",
@@ -196,7 +196,7 @@ CHANGES = [
     Mutation(
         "changed-sum-is-accepted",
         "optimizer",
-        "torch/optim/gradient.py",
+        "torch/optim/gradient_slot.py",
         "if is_seen and not self.takes_mean:",
         "if is_seen and self._base is not None:",
         "with op=SUM a hook changes what an earlier reduction left once on each rank",
@@ -346,7 +346,7 @@ REFUSALS = [
     Mutation(
         "a-rank-that-is-not-asked-for-waits-elsewhere",
         "fault",
-        "engine/peers/entered_operations.py",
+        "engine/peers/answer_whether_entered.py",
         "if task.waiters and source in task.members:",
         "if source in task.members:",
         "zero_grad() leaves the buckets of a failed backward(), though others come for them",
@@ -396,7 +396,7 @@ REFUSALS = [
     Mutation(
         "grad-loses-its-graph",
         "optimizer",
-        "torch/optim/gradient.py",
+        "torch/optim/gradient_slot.py",
         "return gradient is not None and gradient.grad_fn is not None",
         "return False",
         "a second derivative of .grad ends in torch's bare words",

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "clones.hpp"
+#include "target_clones.hpp"
 #include "reduce_f16c.hpp"
 #include "half.hpp"
 #include "fp_environment.hpp"

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "clones.hpp"
+#include "target_clones.hpp"
 #include "convert.hpp"
 #include "fp_environment.hpp"
 #include "threefry.hpp"

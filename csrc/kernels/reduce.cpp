@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "clones.hpp"
+#include "target_clones.hpp"
 #include "convert.hpp"
 #include "reduce_f16c.hpp"
 #include "reduce_half_loops.hpp"

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "clones.hpp"
+#include "target_clones.hpp"
 
 namespace ringcomm {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "use_guard.hpp"
+#include "read_write_guard.hpp"
 
 namespace ringcomm::ps {
 namespace {

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../kernels/clones.hpp"
+#include "../kernels/target_clones.hpp"
 #include "../kernels/fp_environment.hpp"
 
 namespace ringcomm::ps {

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "hash_partition.hpp"
-#include "use_guard.hpp"
+#include "read_write_guard.hpp"
 
 namespace ringcomm::ps {
 std::vector<Row> HashPartition::all() const {

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "use_guard.hpp"
+#include "read_write_guard.hpp"
 
 namespace ringcomm::ps {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "../kernels/clones.hpp"
+#include "../kernels/target_clones.hpp"
 #include "key_map.hpp"
 
 namespace ringcomm::ps {

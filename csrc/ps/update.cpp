@@ -8,11 +8,11 @@
 #include <type_traits>
 #include <vector>
 
-#include "../kernels/clones.hpp"
+#include "../kernels/target_clones.hpp"
 #include "../kernels/half.hpp"
 #include "../kernels/reduction_job.hpp"
 #include "../kernels/fp_environment.hpp"
-#include "formulas.hpp"
+#include "update_formulas.hpp"
 
 namespace ringcomm::ps {
 namespace {

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 
 from ringcomm.elastic.current_view_and_listeners import tell_listeners
-from ringcomm.elastic.enough_ranks import await_enough_ranks
 from ringcomm.elastic.state import HostsUpdatedInterrupt, State
+from ringcomm.elastic.wait_for_enough_ranks import await_enough_ranks
 from ringcomm.engine.api.heal import end_with_others, evict, finish_run, heal, is_given_up
 from ringcomm.engine.api.init_rank_size import init, rank, shutdown
 from ringcomm.engine.api.spares_and_reserves import end_outside, request_size, take_place
 from ringcomm.engine.api.world import current, is_outside
-from ringcomm.engine.control.missed_commands import take_missed_commands
-from ringcomm.engine.control.settings import PROGRAM
+from ringcomm.engine.control.commands_missed_in_a_loss import take_missed_commands
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.errors import (
     CommTimeoutError,
     NewViewInterrupt,

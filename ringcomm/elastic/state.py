@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from ringcomm.elastic.checksum import checksum_of
-from ringcomm.elastic.kept_file import KeptFile
+from ringcomm.elastic.commit_file import KeptFile
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.heal import require_all_live, stop_for_another_size
 from ringcomm.engine.api.init_rank_size import rank

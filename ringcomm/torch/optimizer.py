@@ -155,7 +155,7 @@ def DistributedOptimizer(
 
             require_elementwise(optimizer)
         if on_failure == "continue":
-            from ringcomm.torch.elastic.optimizer import with_continuation
+            from ringcomm.torch.elastic.on_failure_continue import with_continuation
 
             passes = backward_passes_per_step
             return with_continuation(optimizer, named, options, passes, given or ())

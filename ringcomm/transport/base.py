@@ -11,7 +11,7 @@ from ringcomm.arrays.base import Bytes
 if TYPE_CHECKING:
     from ringcomm._core import Loop
     from ringcomm.transport.membership.view import View
-    from ringcomm.transport.node.shared_node import SharedNode
+    from ringcomm.transport.node.shared_memory import SharedNode
     from ringcomm.transport.tags import TagLayout
     from ringcomm.transport.unannounced_messages import ShortMessages
 

@@ -27,14 +27,14 @@ from ringcomm.status.page_enums import Ending, State
 from ringcomm.status.stacks import offer_stacks, where_is
 from ringcomm.transport.base import Died
 from ringcomm.transport.failure_news import DIRECT
-from ringcomm.transport.membership.events import (
+from ringcomm.transport.membership.events_and_actions import (
     Lost,
 )
 from ringcomm.transport.membership.service import MembershipService
 from ringcomm.transport.membership.view import View
 from ringcomm.transport.node.neighbours import Neighbours, Offer
 from ringcomm.transport.node.node_discovery import meet
-from ringcomm.transport.node.shared_node import SharedNode, make_memory
+from ringcomm.transport.node.shared_memory import SharedNode, make_memory
 from ringcomm.transport.node.sleep_that_threads_end import Parking
 from ringcomm.transport.start_mpi import agreed_tags
 

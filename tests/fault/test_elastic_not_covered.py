@@ -1,6 +1,6 @@
 """Where the launcher ends a job that loses a rank: an elastic job says so, and ends as any other.
 
-Of Open MPI's mpirun without an option, and of MPICH's; test_elastic_coverage.py has the other
+Of Open MPI's mpirun without an option, and of MPICH's; test_survivable_losses.py has the other
 launchers.
 """
 

@@ -4,7 +4,7 @@
 step of an optimizer imports torch._dynamo, for functions that do nothing outside of that. Without
 these, a rank takes 1 s of a core for torch, not 3. Other parts, and texts for help(), load when
 somebody asks for them. Methods that dataclasses generates are compiled once, not by each rank.
-ci/length runs all tests without this module.
+ci/all_cases runs all tests without this module.
 """
 
 import atexit

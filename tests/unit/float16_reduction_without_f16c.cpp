@@ -1,4 +1,4 @@
-// float16 as processors without F16C reduce it, for test_reduce_many.py.
+// float16 as processors without F16C reduce it, for test_kernel_reduce_many.py.
 #include "reduce_half_loops.hpp"
 #include "reduce_loops.hpp"
 

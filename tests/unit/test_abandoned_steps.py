@@ -15,7 +15,7 @@ from ringcomm import _core
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.progress.loop import Progress
-from ringcomm.transport.node.shared_node import make_memory
+from ringcomm.transport.node.shared_memory import make_memory
 
 MINE = 777  # what a rank writes once an operation of its own has failed
 # Inline, one piece in place, and segments through lanes.

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from loopback import LoopbackHub
 
-from ringcomm.engine.peers.entered_operations import Whereabouts
+from ringcomm.engine.peers.answer_whether_entered import Whereabouts
 from ringcomm.transport import failure_news
 from ringcomm.transport.base import ANY_SOURCE, Arrived, Died
 from ringcomm.transport.control_header import Header, Kind

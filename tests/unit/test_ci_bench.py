@@ -9,8 +9,8 @@ import types
 
 import numpy as np
 import pytest
-from bench import compare, plot, ps
-from bench.figures_beside_goals import Figure, verdict
+from bench import compare_saved_runs, plot, ps
+from bench.figure_and_goal import Figure, verdict
 from bench.ps_work import CASES, PUSH, Case, Work, cpu_s_of, key_sets
 
 from ringcomm.errors import ConfigError
@@ -19,7 +19,7 @@ from ringcomm.launch.bench.table import Row
 K, M = 1 << 10, 1 << 20
 
 
-# --- compare ------------------------------------------------------------------------------------
+# --- compare_saved_runs -------------------------------------------------------------------------
 def row(engine="ringcomm", time_us=10.0, **changes):
     plain = Row("allreduce", "sum", "float32", M, M // 4, engine, "private", True, 0, time_us)
     times = {} if time_us is None else {"call_p50_us": time_us, "p99_us": 2 * time_us}
@@ -36,7 +36,7 @@ def run(*rows, **changes):
 
 
 def figures(*runs):
-    return {figure.name: figure for figure in compare.compare(runs)[0][2]}
+    return {figure.name: figure for figure in compare_saved_runs.compare(runs)[0][2]}
 
 
 def test_the_fastest_mpi_is_the_least_multiple_of_its_own_memcpy():
@@ -47,7 +47,10 @@ def test_the_fastest_mpi_is_the_least_multiple_of_its_own_memcpy():
     found = figures(ours, slow_machine, fast_machine)
     assert found["x MPI"].value == pytest.approx(5)
     assert found["/memcpy"].value == pytest.approx(0.6)
-    assert "[MPICH 5, defaults]" in compare.lines(compare.compare([ours, slow_machine]))[1]
+    assert (
+        "[MPICH 5, defaults]"
+        in compare_saved_runs.lines(compare_saved_runs.compare([ours, slow_machine]))[1]
+    )
 
 
 def test_at_1_kib_the_goal_is_a_difference_in_time():
@@ -64,7 +67,7 @@ def test_16_bit_floats_are_held_against_float32_of_the_same_run():
 
 
 def test_wrong_lines_and_other_rank_counts_are_not_compared():
-    assert compare.compare([run(row(time_us=None, wrong=3), memcpy(5.0))]) == []
+    assert compare_saved_runs.compare([run(row(time_us=None, wrong=3), memcpy(5.0))]) == []
     four = run(row("native", 1.0), memcpy(5.0), size=4)
     assert "x MPI" not in figures(run(row(), memcpy(5.0)), four)
 
@@ -84,7 +87,10 @@ def test_wrong_lines_and_other_rank_counts_are_not_compared():
     ],
 )
 def test_goals_follow_size_ranks_hosts_and_buffers(nbytes, size, hosts, is_registered, asked):
-    assert compare.goals(nbytes, size=size, hosts=hosts, is_registered=is_registered) == asked
+    assert (
+        compare_saved_runs.goals(nbytes, size=size, hosts=hosts, is_registered=is_registered)
+        == asked
+    )
 
 
 def test_files_are_read_columns_are_apart_and_a_sentence_sums_up(tmp_path, capsys):
@@ -92,14 +98,14 @@ def test_files_are_read_columns_are_apart_and_a_sentence_sums_up(tmp_path, capsy
     found["rows"] = [dataclasses.asdict(each) for each in found["rows"]]
     path = tmp_path / "a.json"
     path.write_text(json.dumps(found))
-    assert compare.main([str(path)]) == 0
+    assert compare_saved_runs.main([str(path)]) == 0
     text = capsys.readouterr().out.splitlines()
     assert "x MPI 0.32 >=1.4 !  " in text[1]
     assert text[-1] == "0 of 1 goals are met; 1 missed, marked with !."
     path.write_text('{"ringcomm_bench": 1, "rows": []}')
     for name in ("a.json", "b.json"):
         with pytest.raises(ConfigError, match=name):
-            compare.main([str(tmp_path / name)])
+            compare_saved_runs.main([str(tmp_path / name)])
 
 
 def test_the_picture_has_a_line_per_engine_and_its_speedup(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from harness import wait_until
 from ringcomm import open_errors
 from ringcomm._core import Loop, NodeMemory, StatusPage, take, view
 from ringcomm.transport.node.neighbours import Neighbour, Offer
-from ringcomm.transport.node.shared_node import make_memory
+from ringcomm.transport.node.shared_memory import make_memory
 from ringcomm.transport.node.sleep_that_threads_end import Parking
 
 # Runs in a process of its own, whose limit of descriptors then matters to nobody else.

@@ -10,7 +10,7 @@ from membership_model import Job, Training, steps
 
 from ringcomm.engine.api import spares_and_reserves
 from ringcomm.errors import ConfigError
-from ringcomm.transport.membership.events import (
+from ringcomm.transport.membership.events_and_actions import (
     Arrive,
     Evict,
     Finish,
@@ -22,8 +22,8 @@ from ringcomm.transport.membership.events import (
     Resize,
     Withdraw,
 )
-from ringcomm.transport.membership.machine import Membership, Phase, handle
 from ringcomm.transport.membership.messages import Kind, Message
+from ringcomm.transport.membership.state_machine import Membership, Phase, handle
 from ringcomm.transport.membership.view import Changes, View
 
 

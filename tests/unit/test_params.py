@@ -7,7 +7,7 @@ import pytest
 
 import ringcomm as rc
 from ringcomm.config import read_settings
-from ringcomm.engine.control.settings import PROGRAM
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from membership_model import Job, Training, steps
 from ringcomm.config import Settings
 from ringcomm.engine.api import heal
 from ringcomm.errors import CommTimeoutError
-from ringcomm.transport.membership.events import Arrive, GiveUp, Heal, Heard
-from ringcomm.transport.membership.machine import Membership, Phase, handle
+from ringcomm.transport.membership.events_and_actions import Arrive, GiveUp, Heal, Heard
 from ringcomm.transport.membership.messages import Kind, Message
+from ringcomm.transport.membership.state_machine import Membership, Phase, handle
 from ringcomm.transport.membership.who_may_evict import Eviction, eviction
 
 NOW, LATER, NEVER = Eviction

@@ -9,7 +9,7 @@ import pytest
 
 from ringcomm._core import record_this_rank_in
 from ringcomm.errors import ConfigError
-from ringcomm.launch.job import command, horovodrun_flags, rank_program
+from ringcomm.launch.job import become_rank_program, command, horovodrun_flags
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output import LauncherText, LinesOf
 from ringcomm.launch.job.read_records import (
@@ -107,14 +107,14 @@ def test_a_wrong_command_line_is_refused(argv, text, capsys):
     ],
 )
 def test_torchs_variables_come_from_each_launcher(environ, expected):
-    found = rank_program.places(environ)
+    found = become_rank_program.places(environ)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert tuple(found.get(name) for name in names) == expected
 
 
 def start(folder, *program, environ):
     return subprocess.run(
-        [sys.executable, "-I", "-S", rank_program.__file__, folder, *program],
+        [sys.executable, "-I", "-S", become_rank_program.__file__, folder, *program],
         env=environ,
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ import json, os, random, signal, sys, threading, time
 import torch
 import ringcomm as rc
 import ringcomm.torch as hvd
-from ringcomm.torch.elastic.optimizer import TolerantReducer
+from ringcomm.torch.elastic.on_failure_continue import TolerantReducer
 
 hvd.init()
 torch.set_num_threads(1)

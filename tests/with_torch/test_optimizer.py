@@ -341,7 +341,7 @@ def test_a_command_of_ctl_is_taken_at_the_end_of_a_step():
 
     def body(rank):
         from ringcomm.engine.api.init_rank_size import engine
-        from ringcomm.engine.control.boundary import Control
+        from ringcomm.engine.control.step_boundary import Control
 
         this = engine()
         this.page = page

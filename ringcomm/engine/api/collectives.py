@@ -33,7 +33,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ringcomm.collectives.operators import SUM, Op, ReductionOptions
-from ringcomm.engine.api.forms import Request, blocking, in_place, started, with_shortcut
+from ringcomm.engine.api.blocking_async_in_place import (
+    Request,
+    blocking,
+    in_place,
+    started,
+    with_shortcut,
+)
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle  # noqa: F401 - used by annotations of the forms

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringcomm.config import Settings
-from ringcomm.engine.api.end_together import await_at_end
+from ringcomm.engine.api.await_at_end import await_at_end
 from ringcomm.engine.api.world import World, begin_view, current, engine_for
 from ringcomm.engine.core.lifecycle import end_view
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
-from ringcomm.transport.membership.events import (
+from ringcomm.transport.membership.events_and_actions import (
     Cleared,
     Evict,
     Finish,
@@ -23,7 +23,7 @@ from ringcomm.transport.membership.events import (
     Leave,
     Withdraw,
 )
-from ringcomm.transport.membership.machine import Phase
+from ringcomm.transport.membership.state_machine import Phase
 from ringcomm.transport.membership.who_may_evict import Eviction, eviction
 from ringcomm.transport.ranks_as_text import ranks_text
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ringcomm._core import exit_at_last, kill_at_last
 from ringcomm.config import Settings, read_settings
-from ringcomm.engine.api.end_together import await_at_end
+from ringcomm.engine.api.await_at_end import await_at_end
 from ringcomm.engine.api.heal import announce_leave, withdraw
 from ringcomm.engine.api.spares_and_reserves import (
     end_outside,
@@ -33,7 +33,7 @@ from ringcomm.engine.api.world import (
     stay_outside,
     tell_the_others,
 )
-from ringcomm.engine.control.settings import PROGRAM
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.engine.core import current_engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import close, leave, see_others_leave, stop
@@ -95,7 +95,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         return
     print_alike_errors_once(is_watched=lambda: current() is not None)
     settings = read()
-    from ringcomm.transport.membership.find_gap import find_gap
+    from ringcomm.transport.membership.find_survivable_losses import find_gap
     from ringcomm.transport.mpi import MpiTransport
     from ringcomm.transport.presence import Presence
     from ringcomm.transport.start_mpi import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ringcomm.config import program_parameters
-from ringcomm.engine.control.settings import PROGRAM
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.errors import ConfigError
 from ringcomm.open_errors import needed_for
 

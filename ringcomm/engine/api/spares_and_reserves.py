@@ -8,7 +8,7 @@ import os
 import time
 from typing import NoReturn
 
-from ringcomm.engine.api.end_together import await_at_end
+from ringcomm.engine.api.await_at_end import await_at_end
 from ringcomm.engine.api.heal import (
     OTHERS_END,
     clear_memory,
@@ -19,11 +19,11 @@ from ringcomm.engine.api.heal import (
 from ringcomm.engine.api.world import World, begin_view, current
 from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.status.page_enums import SPARE, OpState, State
-from ringcomm.transport.membership.events import (
+from ringcomm.transport.membership.events_and_actions import (
     Arrive,
     Resize,
 )
-from ringcomm.transport.membership.machine import Membership, Phase
+from ringcomm.transport.membership.state_machine import Membership, Phase
 
 _log = logging.getLogger("ringcomm")
 _NAP_S, _SLEEP_S = 1e-3, 10e-3

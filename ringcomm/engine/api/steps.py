@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.control.settings import PROGRAM
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 
 C = TypeVar("C", bound=Callable[[int], Any])
 

@@ -16,8 +16,8 @@ from ringcomm.errors import PeerFailedError, RingcommError
 from ringcomm.launched.launcher import command_for
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import RESERVE, SPARE, State
-from ringcomm.transport.membership.coverage import Gap
-from ringcomm.transport.membership.find_gap import hosts_of
+from ringcomm.transport.membership.find_survivable_losses import hosts_of
+from ringcomm.transport.membership.survivable_losses import Gap
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

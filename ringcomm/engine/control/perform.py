@@ -13,7 +13,7 @@ from ringcomm.launched.marks_of_children import run_file
 if TYPE_CHECKING:
     from ringcomm.engine.control.base import ControlledEngine
     from ringcomm.engine.control.commands import Command
-    from ringcomm.engine.control.settings import Program
+    from ringcomm.engine.control.live_parameters_and_callbacks import Program
 
 _NO_CHECKPOINT = "the program has no function that @rc.on_checkpoint marks"
 STOPPED = "stopped"  # a file in the folder of the run

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ringcomm.config import Settings
-from ringcomm.engine.core.engine_state import EngineState
 from ringcomm.engine.core.pending_operations import Pending, PendingOperation
 from ringcomm.engine.core.plan import Deferred
+from ringcomm.engine.core.usable_or_broken import EngineState
 from ringcomm.engine.progress.deadlines import ANSWER_S, ask_around, describe_wait
 from ringcomm.engine.progress.loop import Progress
 from ringcomm.engine.progress.task import CompletedTask, Task

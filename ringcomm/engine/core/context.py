@@ -9,9 +9,9 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.config import Settings
 from ringcomm.engine.core.algorithm_choice import Selection
 from ringcomm.engine.core.completion import Completion
-from ringcomm.engine.core.engine_state import EngineState
 from ringcomm.engine.core.layer_hooks import Extensions
 from ringcomm.engine.core.pending_operations import Pending
+from ringcomm.engine.core.usable_or_broken import EngineState
 from ringcomm.engine.peers.tasks_outside_collectives import Conversations
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.transport.base import Transport

@@ -10,23 +10,23 @@ from typing import Any, NamedTuple, TypeVar
 
 from ringcomm._core import NodeStep, StatusPage
 from ringcomm.config import Settings
-from ringcomm.engine.control.boundary import Control
+from ringcomm.engine.control.step_boundary import Control
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.context import EngineContext, Topology
-from ringcomm.engine.core.engine_state import n_forks
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.ledger import Ledger, Ticket
 from ringcomm.engine.core.pending_operations import PendingOperation
 from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.core.usable_or_broken import n_forks
 from ringcomm.engine.executors.routes import Routes, end_turn
-from ringcomm.engine.peers.entered_operations import Whereabouts
+from ringcomm.engine.peers.answer_whether_entered import Whereabouts
 from ringcomm.engine.peers.groups import Groups
 from ringcomm.engine.peers.join import JoinedRanks
 from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.transport.base import Transport
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.node.shared_node import NodeTeam
+from ringcomm.transport.node.shared_memory import NodeTeam
 from ringcomm.transport.node.steps import Meeting
 
 R = TypeVar("R")

@@ -14,7 +14,7 @@ from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.ledger import Ledger
 from ringcomm.transport.group_members import Members
-from ringcomm.transport.node.shared_node import NodeTeam
+from ringcomm.transport.node.shared_memory import NodeTeam
 
 
 class ShortAllreduce(Protocol):

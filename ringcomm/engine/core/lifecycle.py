@@ -7,8 +7,8 @@ from ringcomm.engine.core.agreement import broadcast_bytes
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.engine_state import n_forks
 from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.core.usable_or_broken import n_forks
 from ringcomm.engine.progress.deadlines import Farewell
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
 from ringcomm.status.page_enums import State

@@ -12,7 +12,7 @@ from ringcomm.engine.progress.task import Task
 from ringcomm.engine.progress.timeline import Lane, Timeline
 from ringcomm.errors import RingcommError
 from ringcomm.status.page_enums import OpState
-from ringcomm.transport.node.shared_node import NodeTeam
+from ringcomm.transport.node.shared_memory import NodeTeam
 
 
 @dataclass

@@ -46,7 +46,7 @@ from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.progress.task import TaskCoroutine
 from ringcomm.transport.channel import Channel, Disagreement, Until, Wait
 from ringcomm.transport.control_messages import Watch
-from ringcomm.transport.node.shared_node import NodeTeam
+from ringcomm.transport.node.shared_memory import NodeTeam
 from ringcomm.transport.tags import CALLS, DATA
 
 # How long a thread that waits for an operation stays in C++ before it polls anything else.

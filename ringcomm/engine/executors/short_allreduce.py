@@ -22,7 +22,7 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group, ShortAllreduce
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.transport.node import N_UNNAMED
-from ringcomm.transport.node.shared_node import NodeTeam
+from ringcomm.transport.node.shared_memory import NodeTeam
 
 _MAX_KNOWN = 4096
 

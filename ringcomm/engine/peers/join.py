@@ -18,7 +18,7 @@ from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.engine.core.pending_operations import Pending, PendingOperation
-from ringcomm.engine.peers.entered_operations import Whereabouts
+from ringcomm.engine.peers.answer_whether_entered import Whereabouts
 from ringcomm.engine.peers.groups import Groups
 from ringcomm.engine.peers.tasks_outside_collectives import Conversations
 from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine

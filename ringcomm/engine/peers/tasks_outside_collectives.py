@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ringcomm.engine.core.completion import Completion
-from ringcomm.engine.core.engine_state import EngineState
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.engine.core.pending_operations import Pending, PendingOperation
+from ringcomm.engine.core.usable_or_broken import EngineState
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 
 Talk = Callable[[Task, int], TaskCoroutine]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ringcomm.config import Settings
-from ringcomm.engine.progress.running_time import RunningTime
+from ringcomm.engine.progress.clock_without_stops import RunningTime
 from ringcomm.engine.progress.task import Task
 from ringcomm.errors import CommTimeoutError, PeerFailedError
 from ringcomm.transport.control_header import Kind

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ringcomm.config import Settings
+from ringcomm.engine.progress.clock_without_stops import RunningTime
 from ringcomm.engine.progress.driver_turn import Turn, Waiter
-from ringcomm.engine.progress.running_time import RunningTime
 from ringcomm.engine.progress.task import Task
 from ringcomm.engine.progress.task_set import Service, TaskSet
 from ringcomm.errors import RingcommError

@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ringcomm.arrays.base import Array, Bytes, DeviceAdapter, Flat, Span
-from ringcomm.engine.core.engine_state import n_forks
 from ringcomm.engine.core.plan import Deferred
+from ringcomm.engine.core.usable_or_broken import n_forks
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool, whole_pages

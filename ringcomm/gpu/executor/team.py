@@ -19,8 +19,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ringcomm.engine.core.agreement import gather_alike
-from ringcomm.engine.core.engine_state import EngineState
 from ringcomm.engine.core.ledger import NO_GROUP, base_of
+from ringcomm.engine.core.usable_or_broken import EngineState
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.cuda_call_thread import Launcher
 from ringcomm.gpu.executor.order_of_launches import PLACE_NBYTES, LaunchOrder

@@ -11,7 +11,7 @@ from pathlib import Path
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.gather_facts import gather
 from ringcomm.launch.child_process import run_child
-from ringcomm.launch.job import rank_program
+from ringcomm.launch.job import become_rank_program
 from ringcomm.launch.job.request import Surroundings
 from ringcomm.launched.launcher import launching_variable
 
@@ -34,7 +34,7 @@ def gather_surroundings(
         srun_types=_srun_types(environ) if asks_srun else None,
         free_port=_free_port(),
         folder=str(folder),
-        starter=str(Path(rank_program.__file__).resolve()),
+        starter=str(Path(become_rank_program.__file__).resolve()),
     )
 
 

@@ -19,7 +19,6 @@ from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
 from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets
 from ringcomm.torch.optim.buckets_of_an_optimizer import BucketPlan
-from ringcomm.torch.optim.gradient import GradientState
 from ringcomm.torch.optim.gradient_presence import (
     COMPLAINS,
     DENSE,
@@ -35,6 +34,7 @@ from ringcomm.torch.optim.gradient_presence import (
     sparse_ones,
     with_unlike_bases,
 )
+from ringcomm.torch.optim.gradient_slot import GradientState
 from ringcomm.torch.optim.sparse import SparseSum
 
 _ASK_S: Final = 0.5  # limit of a question to the other ranks

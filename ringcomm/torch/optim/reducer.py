@@ -34,8 +34,8 @@ from ringcomm.torch.optim.buckets import Scaling
 from ringcomm.torch.optim.buckets_of_an_optimizer import BucketPlan
 from ringcomm.torch.optim.equalize_weights import FirstWeights
 from ringcomm.torch.optim.finish_backward import Exchange, FailedPass
-from ringcomm.torch.optim.gradient import GradientSlot, GradientState
 from ringcomm.torch.optim.gradient_shard import GradientShard
+from ringcomm.torch.optim.gradient_slot import GradientSlot, GradientState
 from ringcomm.torch.optim.optimizer_agreement import Agreement
 from ringcomm.torch.optim.options import GradientOptions, require_passes
 

@@ -7,7 +7,7 @@ import torch
 from ringcomm.collectives.operators import AVERAGE
 from ringcomm.engine.api import collectives
 from ringcomm.torch.optim.buckets import Scaling, wide
-from ringcomm.torch.optim.gradient import GradientSlot
+from ringcomm.torch.optim.gradient_slot import GradientSlot
 
 
 class SparseSum:

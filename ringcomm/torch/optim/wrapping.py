@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.engine.control.settings import PROGRAM
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.torch.untraced import not_inlined, untrace_methods
 
 T = TypeVar("T", bound=Optimizer)

@@ -35,7 +35,7 @@ from ringcomm.torch.backward.watched_tensors import (
     n_storage_references,
 )
 from ringcomm.torch.optim.buckets import Streams, flat_view, is_dense, view_like
-from ringcomm.torch.optim.gradient import WORTH_KEEPING
+from ringcomm.torch.optim.gradient_slot import WORTH_KEEPING
 
 BLOCK_NBYTES: Final = 4 << 20  # servers cut tables into blocks
 FUSED_NBYTES: Final = 4 << 20  # the largest shared table

@@ -13,12 +13,12 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.optim.buckets import Bucket, flat_view, node_zeros, view_like
-from ringcomm.torch.optim.gradient import GradientSlot
+from ringcomm.torch.optim.gradient_slot import GradientSlot
 from ringcomm.torch.optim.wrapping import Settings
-from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate
+from ringcomm.torch.zero.chunk_update_by_own_class import Chunk, ChunkUpdate
+from ringcomm.torch.zero.gather_whole_states import start_allgather_into
 from ringcomm.torch.zero.parameter_state import ParameterState
 from ringcomm.torch.zero.shares import Plan
-from ringcomm.torch.zero.whole_states import start_allgather_into
 
 MakeUpdate = Callable[[Chunk], ChunkUpdate]
 

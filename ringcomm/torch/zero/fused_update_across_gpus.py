@@ -17,7 +17,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.executors.gpu_loader import device_executor
 from ringcomm.torch.optim.buckets import is_16_bit, wide
 from ringcomm.torch.optim.wrapping import Settings
-from ringcomm.torch.zero.chunk_update import MASTER, Chunk, ChunkUpdate
+from ringcomm.torch.zero.chunk_update_by_own_class import MASTER, Chunk, ChunkUpdate
 from ringcomm.torch.zero.parameter_state import COUNT, ParameterState
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from ringcomm.torch.optim.buckets import Bucket, view_like
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import settings_of
 from ringcomm.torch.zero.bucket_weights import BucketWeights, MakeUpdate, plan_of
+from ringcomm.torch.zero.gather_whole_states import gather_states
 from ringcomm.torch.zero.parameter_state import ParameterState, TorchState
 from ringcomm.torch.zero.shares import shares_of
-from ringcomm.torch.zero.whole_states import gather_states
 
 Pieces: TypeAlias = dict[int, tuple[slice, ParameterState]]  # by the parameter's index
 Shares: TypeAlias = dict[int, list[int]]  # elements of each rank, by the parameter's index

@@ -24,7 +24,7 @@ from ringcomm.torch.horovod.process_sets import global_process_set
 from ringcomm.torch.optim.averaging_optimizer import OUR_ATTRIBUTES, AveragingOptimizer
 from ringcomm.torch.optim.buckets import is_16_bit, wide
 from ringcomm.torch.optim.wrapping import settings_of, underlying
-from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate, OwnClassUpdate
+from ringcomm.torch.zero.chunk_update_by_own_class import Chunk, ChunkUpdate, OwnClassUpdate
 from ringcomm.torch.zero.fused_update_across_gpus import FusedUpdate, can_fuse, can_push
 from ringcomm.torch.zero.optimizer_shard import OptimizerShard
 from ringcomm.torch.zero.share_copies import ShareCopies

@@ -1,4 +1,4 @@
-"""Carries out the decisions of machine.py over a communicator of its own."""
+"""Carries out the decisions of state_machine.py over a communicator of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.transport.membership.events import (
+from ringcomm.transport.membership.events_and_actions import (
     Clear,
     EndRun,
     Event,
@@ -18,8 +18,8 @@ from ringcomm.transport.membership.events import (
     KillHere,
     Send,
 )
-from ringcomm.transport.membership.machine import Membership, handle
 from ringcomm.transport.membership.messages import Message
+from ringcomm.transport.membership.state_machine import Membership, handle
 
 if TYPE_CHECKING:
     from ringcomm.transport.start_mpi import MPI

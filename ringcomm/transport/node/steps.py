@@ -13,7 +13,7 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.transport.node import To
 
 if TYPE_CHECKING:
-    from ringcomm.transport.node.shared_node import NodeTeam
+    from ringcomm.transport.node.shared_memory import NodeTeam
 
 
 @dataclass(frozen=True)

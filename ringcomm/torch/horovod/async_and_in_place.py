@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
-from ringcomm.engine.api.forms import complete_doc, require_arguments
+from ringcomm.engine.api.blocking_async_in_place import complete_doc, require_arguments
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.plan import Plan
 from ringcomm.torch.horovod.handles import Handle

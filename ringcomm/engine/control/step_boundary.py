@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from ringcomm.engine.control.base import ControlledEngine
 from ringcomm.engine.control.commands import STOP, parse, split
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM, Program
 from ringcomm.engine.control.perform import Answer, perform, refusal
 from ringcomm.engine.control.rounds import Note, Phase, Rounds
-from ringcomm.engine.control.settings import PROGRAM, Program
 from ringcomm.engine.control.stop_signals import StopSignals
 from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.errors import CommTimeoutError

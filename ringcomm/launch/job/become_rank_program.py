@@ -1,6 +1,6 @@
 """Becomes the program of a rank, with torch's variables and with the rank's log as its output.
 
-    python -I -S rank_program.py RUN_FOLDER PROGRAM ARGUMENT...
+    python -I -S become_rank_program.py RUN_FOLDER PROGRAM ARGUMENT...
 
 Imports the standard library alone, and little of that: each rank starts with it.
 """

@@ -45,7 +45,7 @@ def run(tmp_path, what, **environment):
 
 
 def probe(tmp_path, name, **environment):
-    return run(tmp_path, ("-m", "gpu_suite.probes", name), **environment)
+    return run(tmp_path, ("-m", "gpu_suite.driver_probes", name), **environment)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What the driver does on this machine, in processes that need nothing but Python.
 
-usage: python -m gpu_suite.probes PROBE
+usage: python -m gpu_suite.driver_probes PROBE
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.control.commands import parse, split
-from ringcomm.engine.control.settings import PROGRAM
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 
 
 def take_missed_commands() -> None:

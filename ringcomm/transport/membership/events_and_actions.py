@@ -1,4 +1,4 @@
-"""Input (events) and output (actions) of machine.py. Pure."""
+"""Input (events) and output (actions) of state_machine.py. Pure."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from ringcomm.transport.membership.events import (
+from ringcomm.transport.membership.events_and_actions import (
     Action,
     Arrive,
     Clear,

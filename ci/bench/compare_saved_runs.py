@@ -10,7 +10,7 @@ import itertools
 import json
 from pathlib import Path
 
-from bench.figures_beside_goals import Figure, verdict
+from bench.figure_and_goal import Figure, verdict
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.bench.table import Row
@@ -48,7 +48,7 @@ def goals(nbytes, *, size, hosts, is_registered):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="ci/bench compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="ci/bench compare_saved_runs", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     runs = [read(path) for path in parser.parse_args(argv).files]
     compared = compare(runs)

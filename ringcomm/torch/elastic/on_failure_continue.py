@@ -35,7 +35,7 @@ from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
 from ringcomm.torch.backward.parameter_hooks import Named
 from ringcomm.torch.horovod.process_sets import global_process_set
 from ringcomm.torch.optim.averaging_optimizer import OUR_ATTRIBUTES, AveragingOptimizer
-from ringcomm.torch.optim.gradient import GradientSlot
+from ringcomm.torch.optim.gradient_slot import GradientSlot
 from ringcomm.torch.optim.options import GradientOptions
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import derive, underlying

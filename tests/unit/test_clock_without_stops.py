@@ -3,7 +3,7 @@
 import pytest
 
 from ringcomm.engine.progress import loop
-from ringcomm.engine.progress.running_time import RunningTime
+from ringcomm.engine.progress.clock_without_stops import RunningTime
 
 
 def test_pauses_do_not_count_and_short_ones_do():
