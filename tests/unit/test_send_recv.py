@@ -13,6 +13,7 @@ from sample_values import whole_numbers
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.api.point_to_point import recv_async, send_async
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.lifecycle import leave
 
@@ -340,3 +341,16 @@ def test_a_sendrecv_that_is_refused_leaves_no_receive_behind():
         return rc.send(np.ones(3), 0)
 
     assert run_ranks(2, body)[0] == ([0, 0, 0], [1, 1, 1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_messages_pass_without_waiting(size, wire):
+    def body(rank):
+        x, out = np.full(5, rank), np.empty(5, int)
+        sent = send_async(x, (rank + 1) % size)
+        received = recv_async(out, rc.ANY_SOURCE)
+        assert received.wait() == (rank - 1) % size
+        sent.wait()
+        return out[0]
+
+    assert run_ranks(size, body) == [(rank - 1) % size for rank in range(size)]
