@@ -70,7 +70,7 @@ def start_rank():
 
 @pytest.fixture
 def watch(pytestconfig):
-    """Return what knows the files in /dev/shm of this run; None inside a job of test_spmd.py."""
+    """Return what knows the files of this run in /dev/shm; None in a job of test_spmd_suite.py."""
     plugin = pytestconfig.pluginmanager.get_plugin(leftovers_plugin.NAME)
     return plugin and plugin.watch
 

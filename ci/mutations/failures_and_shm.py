@@ -119,7 +119,7 @@ FAULT = [
         "if self._expected and not self._requests:",
         "if self._expected < 0 and not self._requests:",
         "a message that comes short leaves what was in the buffer before, without an error",
-        ("mpi/test_spmd.py",),
+        ("mpi/test_spmd_suite.py",),
     ),
     Mutation(
         "moves-do-not-count",

@@ -170,7 +170,7 @@ self.steps = int(state.meta["steps"])
         "a schedule of the learning rate never reaches the servers",
         (
             "unit/test_ps_dense_tables.py",
-            "with_torch/test_ps_optimizer_modes_and_refusals.py",
+            "with_torch/test_ps_optimizer_modes_state_and_refusals.py",
             "with_torch/test_ps_equivalence.py",
         ),
     ),
@@ -261,7 +261,7 @@ self.steps = int(state.meta["steps"])
         "self.was_applied = is_finite",
         "who was late is not told so",
         (
-            "with_torch/test_ps_optimizer_modes_and_refusals.py",
+            "with_torch/test_ps_optimizer_modes_state_and_refusals.py",
             "with_torch/test_ps_optimizer.py",
         ),
     ),
