@@ -246,12 +246,16 @@ class Client(Process):
     def change_places(self):
         server = self.net.choices.below(len(self.net.servers))
         is_added = self.net.choices.below(2)
-        meta = packed_json({"add": [server]} if is_added else {"remove": server})
+        change = {"add" if is_added else "remove": [server]}
 
         def changed(reply):
             self.net.n_changed += reply.header.status == Status.OK
 
-        self.ask(0, Kind.MOVE, meta, option=Step.PLACES, take=changed)
+        self.ask_places(change, changed)
+
+    def ask_places(self, change, take=None):
+        meta = packed_json({**change, "hosts": [*self.layout.ranks_of_servers().items()]})
+        self.ask(0, Kind.MOVE, meta, option=Step.PLACES, take=take)
 
     def part_at(self, home):
         """Return a partition that a home has."""

@@ -140,6 +140,10 @@ class Layout:
         """Return the rank where a server runs: where it began, or where its other copy is."""
         return self.hosts.get(server, self.servers[server]) if self.hosts else self.servers[server]
 
+    def ranks_of_servers(self) -> dict[int, int]:
+        """Return where each server that lives runs, by number: see rank_of()."""
+        return {number: self.rank_of(number) for number in self.server_numbers}
+
     def address_of(self, server: int) -> int:
         """Return the rank by which servers name each other: where it began."""
         return self.servers[server]

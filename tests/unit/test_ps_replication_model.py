@@ -219,8 +219,7 @@ def test_the_next_leader_knows_who_has_a_place_though_its_copy_was_made_later():
         MODES["sync"], Choices([0]), n_servers=4, spares=1, n_workers=2, n_steps=9, n_deaths=0
     )
     net.settle()
-    client, meta = net.client(0), packed_json({"remove": 2})
-    client.ask(0, Kind.MOVE, meta, option=Step.PLACES)
+    net.client(0).ask_places({"remove": [2]})
     net.settle()
     for victim in (1, 0):  # the copy of the leader; the leader, once it has another copy
         net.kill(victim)

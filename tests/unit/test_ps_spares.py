@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +13,11 @@ from ps_ranks_as_threads import ended, kill_server, run_all
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
+from ringcomm.ps.placement.places import Places
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.placement.view import Move
+from ringcomm.ps.roles import Layout
+from ringcomm.ps.server.homes.homes import Homes
 from ringcomm.ps.session import session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
@@ -266,6 +271,94 @@ def test_what_cannot_be_added_or_removed_is_refused_and_changes_nothing():
         return rank
 
     assert run(body, 2, 0, n_workers=1, replication=2) == [0]
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_nothing_stays_in_the_process_of_a_server_that_is_removed(victim):
+    """The home of a server that died may run there, too, and goes on elsewhere."""
+    host = (victim + 1) % 3
+
+    def body(rank):
+        opened = tables()
+        train(*opened, range(5))
+        rc.barrier()
+        if rank == 0:
+            kill_server(victim)
+        train(*opened, range(5, 20))
+        if rank == 0:
+            ps.remove_server(host).wait()
+            rank_of = session().layout.rank_of
+            assert rank_of(victim) == rank_of(host)
+            assert blocks() == {host: 0, victim: 0, 3 - host - victim: 12}
+        rc.barrier()
+        train(*opened, range(20, 30))
+        require_exact(*opened, 30, "async")
+        if rank == 0:
+            with pytest.raises(ValueError, match=f"server {3 - host - victim} is the only one"):
+                ps.remove_server(3 - host - victim).wait()
+            assert ps.add_servers().wait() == (min(host, victim),)  # they are one process
+            with pytest.raises(rc.RingcommError, match="1 asked for, and 0 stand by"):
+                ps.add_servers()
+        return blocks()
+
+    for found in run(body, 3, 1, spares=0, replication=2):
+        assert found == {host: 0, victim: 0, 3 - host - victim: 12}
+
+
+def test_a_server_that_died_is_removed_without_the_one_that_runs_it():
+    def body(rank):
+        opened = tables()
+        if rank == 0:
+            kill_server(2)
+        train(*opened, range(5))
+        if rank == 0:
+            ps.remove_server(2).wait()
+        require_exact(*opened, 5, "async")
+        return blocks()
+
+    for found in run(body, 3, 1, spares=0, replication=2):
+        assert found == {0: 6, 1: 6, 2: 0}
+
+
+def test_what_a_server_had_is_spread_over_processes():
+    """Two servers in one process get together as much as one that has a process of its own."""
+    places = Places(Layout((0,), (1, 2, 3, 4), (), replication=2))
+    places.remove(0)
+    moves = places.moves(1, [0] * 8, {0: 1, 1: 2, 2: 2, 3: 4})
+    assert Counter(move.dest for move in moves) == {1: 2, 2: 2, 3: 4}
+
+
+def test_a_process_that_has_just_died_stands_by_no_more(monkeypatch):
+    """Nobody has said yet where its home goes on."""
+    may_say, kept = threading.Event(), []
+
+    def say(homes, dead, say_homes=Homes._say_homes):
+        kept.append((homes, partial(say_homes, homes, dead)))
+
+    def look(homes, look_on=Homes.look):
+        if may_say.is_set():
+            for each in [each for each in kept if each[0] is homes]:
+                kept.remove(each)
+                each[1]()
+        look_on(homes)
+
+    monkeypatch.setattr(Homes, "_say_homes", say)
+    monkeypatch.setattr(Homes, "look", look)
+
+    def body(rank):
+        table, _ = tables()
+        layout = session().layout
+        kill_server(3)
+        session().client.drive_until(lambda: layout.servers[3] in layout.dead, "a test", None)
+        threading.Timer(0.5, may_say.set).start()
+        with pytest.raises(rc.RingcommError, match="2 asked for, and 1 stand by"):
+            ps.add_servers(2)
+        assert ps.add_servers().wait() == (2,)
+        table.push(np.ones(N)).wait()
+        assert (table.pull().wait() == 1).all()
+        return rank
+
+    assert run(body, 2, 1, spares=2, n_workers=1, replication=2) == [0]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
-from ringcomm.ps.client.json_requests import ask_json, json_of
+from ringcomm.ps.client.json_requests import ask_json
 from ringcomm.ps.client.request import Request
+from ringcomm.ps.placement.rebalance import ask_for_moves
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Kind, Step
 from ringcomm.ps.session import Session, session
@@ -50,9 +51,10 @@ def add_servers(n: int = 1) -> Future[tuple[int, ...]]:
 def remove_server(number: int) -> Future[int]:
     """Let all partitions of a server move to the others; then it is a spare.
 
-    Any worker may call it, while all go on: see ps.rebalance(). Its process goes on to have copies
-    of others, as spares do, and ends with the job. ps.add_servers() may make it a server again. It
-    needs ps.init(replication=2).
+    So do those of servers that run in its process since their own died. Any worker may call it,
+    while all go on: see ps.rebalance(). The process goes on to have copies of others, as spares do,
+    and ends with the job. ps.add_servers() may make it a server again. It needs
+    ps.init(replication=2).
 
     Args:
         number: of the server.
@@ -68,7 +70,8 @@ def remove_server(number: int) -> Future[int]:
     """
     number = operator.index(number)
     current = _session_of("ps.remove_server")
-    return _ask(current, "remove_server", {"remove": number}, lambda n_moved: n_moved)
+    removed = [number, *_in_its_process(current, number)]
+    return _ask(current, "remove_server", {"remove": removed}, lambda n_moved: n_moved)
 
 
 def _session_of(label: str) -> Session:
@@ -80,16 +83,41 @@ def _session_of(label: str) -> Session:
         )
     if current.snapshot:
         raise RingcommError(f"{label}: not within ps.snapshot(), while which nothing moves")
+    _await_homes(current, label)
     return current
+
+
+def _await_homes(current: Session, label: str) -> None:
+    """Return once it is known where each server runs; some have to say so after a death."""
+    layout = current.layout
+
+    def homeless() -> list[int]:
+        ranks = layout.ranks_of_servers()
+        return [server for server, rank in ranks.items() if rank in layout.dead]
+
+    if servers := homeless():
+        current.client.wait_until(lambda: not homeless(), label, servers)
+
+
+def _in_its_process(current: Session, server: int) -> list[int]:
+    """Return the other servers that run in the process in which one began, if it lives.
+
+    They began in processes that have died.
+    """
+    layout = current.layout
+    hosts = layout.ranks_of_servers()
+    if server not in hosts or hosts[server] != layout.address_of(server):
+        return []
+    return [each for each, rank in hosts.items() if rank == hosts[server] and each != server]
 
 
 def _standing_by(current: Session) -> list[int]:
     """Return the spares, but those that have come to share a process with a server."""
-    leader, rank_of = current.client.leader, current.layout.rank_of
+    leader, hosts = current.client.leader, current.layout.ranks_of_servers()
     (answer,) = ask_json(current.client, Kind.STATS, {"keys": True}, [leader]).wait()
     vacant = {*answer["vacant"]}
-    busy = {rank_of(each) for each in current.client.servers if each not in vacant}
-    by_rank = {rank_of(each): each for each in sorted(vacant, reverse=True)}
+    busy = {rank for each, rank in hosts.items() if each not in vacant}
+    by_rank = {hosts[each]: each for each in sorted(vacant & hosts.keys(), reverse=True)}
     return sorted(each for rank, each in by_rank.items() if rank not in busy)
 
 
@@ -97,19 +125,7 @@ def _ask(
     current: Session, label: str, question: dict[str, Any], result: Callable[[int], R]
 ) -> Future[R]:
     """Ask the leader; return a future of result(number of partitions that have moved)."""
-    answers: list[dict[str, Any]] = []
-    request = Request(
-        Kind.MOVE, server=current.client.leader, option=Step.PLACES, meta=packed_json(question),
-        on_reply=lambda reply: answers.append(json_of(reply)),
-    )  # fmt: skip
-
-    def finish() -> R:
-        n_moved, problems = answers[0]["moved"], answers[0]["problems"]
-        if problems:
-            raise RingcommError(
-                f"ps.{label}: {n_moved} partitions moved, and some could not yet: "
-                + "; ".join(problems)
-            )
-        return result(n_moved)
-
-    return current.client.call(label, [request], finish)
+    question = {**question, "hosts": [*current.layout.ranks_of_servers().items()]}
+    leader, meta = current.client.leader, packed_json(question)
+    request = Request(Kind.MOVE, server=leader, option=Step.PLACES, meta=meta)
+    return ask_for_moves(current, label, request, result)

@@ -68,26 +68,46 @@ class Places:
             raise ValueError(f"ps.add_servers: server {others[0]} is no spare any more. Try again")
         self.vacant.difference_update(servers)
 
-    def remove(self, server: int) -> None:
-        """Take the place of a server. Raises ValueError if it has none, or is the last."""
+    def remove(self, server: int, *others: int) -> None:
+        """Take the place of a server. Raises ValueError if it has none, or is the last.
+
+        Args:
+            server: see above.
+            others: that run in its process: they have no place any more, either.
+        """
         taken = self.taken()
         if server not in taken:
             raise ValueError(
                 f"ps.remove_server: server {server} has no partitions; those that have are "
                 f"{', '.join(map(str, taken))}"
             )
-        if taken == [server]:
+        if {server, *others}.issuperset(taken):
             raise ValueError(f"ps.remove_server: server {server} is the only one with partitions")
-        self.vacant.add(server)
+        self.vacant.update((server, *others))
 
-    def moves(self, table: int, owners: Sequence[int]) -> list[Move]:
-        """Return moves of the partitions whose owner has no place, each to who has the fewest."""
-        taken, counts = self.taken(), Counter(owners)
+    def moves(self, table: int, owners: Sequence[int], hosts: Mapping[int, int]) -> list[Move]:
+        """Return moves of the partitions whose owner has no place.
+
+        Each goes to the process that has the fewest, there to the server that has the fewest.
+
+        Args:
+            table: its number.
+            owners: of its partitions.
+            hosts: the rank of each server, as far as who asks for moves knows it. Both copies of a
+                leader get the same; by themselves they may hear of another at different moments.
+        """
+        taken = self.taken()
+        process = {server: hosts.get(server, -1 - server) for server in taken}
+        of_server = Counter(owner for owner in owners if owner in process)
+        of_process = Counter(process[server] for server in of_server.elements())
         moves = []
         for part, owner in enumerate(owners):
-            if owner in self.vacant and owner not in taken:
-                dest = min(taken, key=lambda server: (counts[server], server))
-                counts[dest] += 1
+            if owner in self.vacant and owner not in process:
+                dest = min(
+                    taken, key=lambda each: (of_process[process[each]], of_server[each], each)
+                )
+                of_server[dest] += 1
+                of_process[process[dest]] += 1
                 moves.append(Move((table, part), owner, dest))
         return moves
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Kind, Step
 from ringcomm.ps.session import Session, session
 
+R = TypeVar("R")
 # A request costs a server as much as so many bytes: it took 20-26 us with 1 KB and 606-857 us with
 # 4 MB (measured).
 REQUEST_NBYTES: Final = 128 << 10
@@ -103,26 +104,36 @@ def move_all(
     Raises:
         RingcommError, by the future: some could not move, and stayed; the text says why.
     """
-    client = current.client
     text = packed_json([[*m.partition, m.source, m.dest] for m in moves])
-    body = current.memory_for(client.leader, len(text))
+    body = current.memory_for(current.client.leader, len(text))
     body[:] = np.frombuffer(text, np.uint8)
-    answers: list[dict[str, Any]] = []
-    request = Request(
-        Kind.MOVE, server=client.leader, option=Step.ASK, body=body,
-        on_reply=lambda reply: answers.append(json_of(reply)),
-    )  # fmt: skip
+    request = Request(Kind.MOVE, server=current.client.leader, option=Step.ASK, body=body)
+    return ask_for_moves(
+        current, "rebalance", request, lambda n_moved: Rebalanced(n_moved, load, load_after)
+    )
 
-    def finish() -> Rebalanced:
+
+def ask_for_moves(
+    current: Session, label: str, request: Request, result: Callable[[int], R]
+) -> Future[R]:
+    """Ask the leader for moves; return a future of result(number of partitions that have moved).
+
+    Raises:
+        RingcommError, by the future: some could not move; the text says why.
+    """
+    answers: list[dict[str, Any]] = []
+    request.on_reply = lambda reply: answers.append(json_of(reply))
+
+    def finish() -> R:
         n_moved, problems = answers[0]["moved"], answers[0]["problems"]
         if problems:
             raise RingcommError(
-                f"ps.rebalance: {n_moved} partitions moved, and some did not: "
+                f"ps.{label}: {n_moved} partitions moved, and some could not: "
                 + "; ".join(problems)
             )
-        return Rebalanced(n_moved, load, load_after)
+        return result(n_moved)
 
-    return client.call("rebalance", [request], finish)
+    return current.client.call(label, [request], finish)
 
 
 def measured(answers: Sequence[dict[str, Any]]) -> tuple[View, dict[Partition, float]]:

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -136,20 +136,20 @@ class Catalog:
         sizes = [(b - a) * itemsize for a, b in itertools.pairwise(bounds)]
         return view.place_dense(sizes, self._loads, servers)
 
-    def displaced(self) -> list[Move]:
-        """Return moves of the partitions that are on servers without a place; for the leader."""
+    def displaced(self, hosts: Mapping[int, int]) -> list[Move]:
+        """Return moves of what is on servers without a place; see Places.moves()."""
         vacant, moves = self.places.vacant, []
         for number, spec in sorted(self.known().items()):
             owners = self._core.tables[number].owners
             if not vacant.isdisjoint(owners) and not self._stays(spec):
-                moves += self.places.moves(number, owners)
+                moves += self.places.moves(number, owners, hosts)
         return moves
 
-    def that_stay(self, server: int) -> list[str]:
-        """Return the tables of which partitions are on a server, and do not move."""
+    def that_stay(self, servers: Collection[int]) -> list[str]:
+        """Return the tables of which partitions are on these servers, and do not move."""
         return [
             spec.name for number, spec in sorted(self.known().items())
-            if server in self._core.tables[number].owners and self._stays(spec)
+            if not {*servers}.isdisjoint(self._core.tables[number].owners) and self._stays(spec)
         ]  # fmt: skip
 
     def _stays(self, spec: Spec) -> bool:

@@ -259,25 +259,26 @@ class Server:
 
     def _change_places(self, request: Delivery, asked: dict[str, Any]) -> None:
         """Give servers a place, or take one's; the reply says what has moved."""
-        places = self.catalog.places
-        if "remove" in asked:
-            server = asked["remove"]
-            stay = self.catalog.that_stay(server)
-            if stay:
+        if servers := asked.get("remove"):
+            if stay := self.catalog.that_stay(servers):
                 raise ValueError(
-                    f"ps.remove_server: server {server} has partitions of hash tables that stay "
-                    f"where they are, as ps.Evict(max_rows=) is small: {', '.join(stay[:8])}"
+                    f"ps.remove_server: server {servers[0]} has partitions of hash tables that "
+                    f"stay where they are, as ps.Evict(max_rows=) is small: {', '.join(stay[:8])}"
                 )
-            places.remove(server)
+            self.catalog.places.remove(*servers)
         else:
-            places.add(asked["add"])
-        self._handle(on.MovesAsked(request, self.catalog.displaced(), changes_places=True))
+            self.catalog.places.add(asked["add"])
+        self._move_displaced(request, asked)
 
-    def take_place(self, gives: int | None, takes: int | None) -> None:
+    def take_place(self, asked: dict[str, Any]) -> None:
         """Let a spare take the place of another server, and move what is on servers without one."""
-        if gives is not None and takes is not None:
-            self.catalog.places.swap(gives, takes)
-        self._handle(on.MovesAsked(None, self.catalog.displaced(), changes_places=True))
+        if asked["swap"]:
+            self.catalog.places.swap(*asked["swap"])
+        self._move_displaced(None, asked)
+
+    def _move_displaced(self, request: Delivery | None, asked: dict[str, Any]) -> None:
+        moves = self.catalog.displaced(dict(asked["hosts"]))
+        self._handle(on.MovesAsked(request, moves, changes_places=True))
 
     def _on_said(self, request: Delivery) -> None:
         message = json.loads(request.meta)

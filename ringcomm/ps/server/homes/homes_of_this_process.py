@@ -115,13 +115,13 @@ class Homes:
         if now < self._places_at or is_busy:
             return
         self._places_at = now + _PLACES_S
-        hosts = {number: layout.rank_of(number) for number in layout.server_numbers}
+        hosts = layout.ranks_of_servers()
         swap = next_swap(hosts, catalog.places.vacant) if self._are_copied(hosts) else None
         if swap is not None:
             _log.warning("ps: server %d, a spare, takes the place of server %d", swap[1], swap[0])
-        if swap is not None or catalog.displaced():
+        if swap is not None or catalog.displaced(hosts):
             home.n_places_said += 1
-            home.say(Copy.PLACES, meta=packed_json(swap or (None, None)))
+            home.say(Copy.PLACES, meta=packed_json({"swap": swap, "hosts": [*hosts.items()]}))
 
     def _are_copied(self, hosts: Mapping[int, int]) -> bool:
         """Return True if there are two copies of all homes, as their servers have said.
