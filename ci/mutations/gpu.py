@@ -127,7 +127,7 @@ GPU = [
         "            pending.go_on(key, first.label, first.number)\n",
         "",
         "a timeout names an operation that is done long since",
-        ("gpu/test_what_reductions_keep.py",),
+        ("gpu/test_ipc_reuses_commands_of_a_reduction.py",),
     ),
     Mutation(
         "gpu-what-breaks-off-is-left",

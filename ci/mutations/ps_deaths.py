@@ -494,7 +494,7 @@ PS_DEATHS = [
         "ps-partitions-stay-on-a-server-without-a-place",
         "ps",
         "ps/server/homes/homes_of_this_process.py",
-        "        if swap is not None or catalog.displaced():",
+        "        if swap is not None or catalog.displaced(hosts):",
         "        if swap is not None:",
         "what could not move at once from a server that was removed stays there",
         _OF_SPARES,
