@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.ps_pushes_and_pulls import cpu_s_of
+from bench.ps_workload import cpu_s_of
 
 import ringcomm as rc
 from ringcomm.errors import RingcommError

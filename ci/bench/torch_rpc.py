@@ -96,7 +96,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     # Functions are sent by name: they must not be those of __main__, which is another on each side.
     from bench import torch_rpc
-    from bench.ps_pushes_and_pulls import Case, Work
+    from bench.ps_workload import Case, Work
 
     torch_rpc.Case, torch_rpc.Work = Case, Work
     if os.getppid() == 1:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from ringcomm.config import read_settings
+from ringcomm.data.check_sampler_state import State
 from ringcomm.data.collate import map_arrays, stack
 from ringcomm.data.prefetch import LateError, prefetched
 from ringcomm.data.sampler import Batches, Constant, ShardedSampler, require_sampler
-from ringcomm.data.sampler_state import State
 
 _NAMED = 8  # samples that an error names
 

@@ -22,7 +22,7 @@ from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
 from ringcomm.ps.client.calls_to_servers import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
-from ringcomm.ps.protocol.deaths import Deaths
+from ringcomm.ps.protocol.announce_deaths import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.protocol.link import Delivery, Link

@@ -33,10 +33,10 @@ from ringcomm.ps.client.calls_to_servers import Client
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.end_of_job import EndOfTraining, leave, rest, serve
-from ringcomm.ps.protocol.deaths import Loss
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
 from ringcomm.ps.protocol.link import Delivery
+from ringcomm.ps.protocol.lost_server import Loss
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.homes.homes_of_this_process import Homes
 from ringcomm.ps.server.homes.who_runs_each_home import Takeovers

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from bench import compare_saved_runs, plot, ps
 from bench.figure_and_goal import Figure, verdict
-from bench.ps_pushes_and_pulls import CASES, PUSH, Case, Work, cpu_s_of, key_sets
+from bench.ps_workload import CASES, PUSH, Case, Work, cpu_s_of, key_sets
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.bench.table import Row

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from harness import DEADLINE_S, at_length
 from ps_ranks_as_threads import ended, kill_server, run_all
+from ringcomm.ps.server.homes.homes import Homes
 
 import ringcomm as rc
 from ringcomm import ps
@@ -17,7 +18,6 @@ from ringcomm.ps.placement.places import Places
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.roles import Layout
-from ringcomm.ps.server.homes.homes import Homes
 from ringcomm.ps.session import session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
     from ringcomm.ps.client.future import Future
     from ringcomm.ps.placement.view import Partition
-    from ringcomm.ps.protocol.deaths import Loss
     from ringcomm.ps.protocol.link import Link
+    from ringcomm.ps.protocol.lost_server import Loss
     from ringcomm.ps.roles import Layout
 
 

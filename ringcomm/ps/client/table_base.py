@@ -19,7 +19,7 @@ from ringcomm.ps.protocol.frames import Kind
 if TYPE_CHECKING:
     from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
     from ringcomm.ps.optim import Updater
-    from ringcomm.ps.protocol.deaths import Loss
+    from ringcomm.ps.protocol.lost_server import Loss
     from ringcomm.ps.session import Session
     from ringcomm.ps.table_spec import Spec
 

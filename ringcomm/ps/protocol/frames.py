@@ -59,7 +59,7 @@ class Kind(IntEnum):
 
 
 class Step(IntEnum):
-    """The option of a frame of Kind.MOVE. See ringcomm.ps.server.core.migration_protocol."""
+    """The option of a frame of Kind.MOVE. See ringcomm.ps.server.core.migration_roles."""
 
     ASK = 0  # a client asks for moves
     SERVERS = 1  # between servers
@@ -145,7 +145,7 @@ class Header(NamedTuple):
         status: of a reply, see Status; of a frame for a home that does not run where it began, or
             that a home sends: 1 + the number of the home that it is for; else 0.
         view: of a request for a partition: its epoch, see
-            ringcomm.ps.server.core.migration_protocol; of a reply: the request's.
+            ringcomm.ps.server.core.migration_roles; of a reply: the request's.
         origin: rank of the job that sends the request, or the reply.
         letter: of a message between homes: its number; else 0.
         sequence: of a request: ascending per rank; of a reply: the request's.

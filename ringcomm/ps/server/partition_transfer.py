@@ -1,4 +1,4 @@
-"""Sends partitions to other servers, installs those that arrive; see core.migration_protocol."""
+"""Sends partitions to other servers, installs those that arrive; see core.migration_roles."""
 
 from __future__ import annotations
 

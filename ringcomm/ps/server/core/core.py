@@ -2,13 +2,13 @@
 
 | what | decided in |
 |---|---|
-| which requests are carried out, kept, or sent to another server | Core, core.migration_protocol |
+| which requests are carried out, kept, or sent to another server | Core, core.migration_roles |
 | pushes, reads and what waits, of one unit | core.unit |
 | rounds | core.rounds |
 | steps of workers, places in rounds | core.worker_progress |
 | snapshots | core.snapshot_moments |
-| moves and pauses | core.migration_protocol, core.migration_leader, core.migration_participant |
-| when a table that was closed goes | core.closed_tables |
+| moves and pauses | core.migration_roles, core.migration_leader, core.migration_participant |
+| when a table that was closed goes | core.drop_closed_tables |
 | what follows when a rank leaves, or dies | core.departures |
 | when a job whose server died begins anew | core.recovery |
 
@@ -34,9 +34,9 @@ from ringcomm.ps.server.core.actions import (
     Reply,
     Retry,
 )
-from ringcomm.ps.server.core.closed_tables import ClosedTables
 from ringcomm.ps.server.core.departures import Departures
-from ringcomm.ps.server.core.migration_protocol import Members, Migration
+from ringcomm.ps.server.core.drop_closed_tables import ClosedTables
+from ringcomm.ps.server.core.migration_roles import Members, Migration
 from ringcomm.ps.server.core.recovery import Recovery
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table import Table

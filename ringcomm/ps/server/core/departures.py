@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Reply, Send
-from ringcomm.ps.server.core.migration_protocol import Members, Migration
+from ringcomm.ps.server.core.migration_roles import Members, Migration
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import Unit

@@ -186,7 +186,7 @@ class Left(NamedTuple):
 
 # --- what the server does by itself -------------------------------------------------------------
 class ServerMessage(NamedTuple):
-    """A message about moves from another server, or this one; see core.migration_protocol."""
+    """A message about moves from another server, or this one; see core.migration_roles."""
 
     server: int
     message: dict[str, Any]

@@ -26,7 +26,7 @@ from ringcomm.torch.distributed.compat import (
 )
 from ringcomm.torch.distributed.group.callback_op_names import Path, is_in_callback, path_here
 from ringcomm.torch.distributed.group.calls_from_cpp import add_backend_for_cpp
-from ringcomm.torch.distributed.group.new_group_check import compare
+from ringcomm.torch.distributed.group.compare_new_group_lists import compare
 from ringcomm.torch.distributed.group.read_arguments import CallOptions, call_options
 from ringcomm.torch.distributed.group.reconfigure import go_on_with, own_handle
 from ringcomm.torch.distributed.group.torch_own_backends import Devices, carries
