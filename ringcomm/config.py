@@ -25,6 +25,7 @@ PARAMETERS_FILE = "RINGCOMM_PARAMS"
 
 ALGORITHMS = ("node", "ring", "segmented", "direct", "circulant", "hierarchical")
 GPU_TRANSPORTS = ("nccl", "ipc", "staged")  # in the order in which they are tried
+_FUSION_MIB, _GPU_FUSION_MIB = 25.0, 64.0
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather")  # those that have several algorithms
 
 
@@ -36,7 +37,7 @@ class Settings:
         timeout_s: deadline of every wait, in seconds; 0 = none.
         stall_warning_s: seconds after which a wait is reported, once; 0 = never.
         grace_s: seconds that the other ranks of a node have to end after one rank has failed.
-        fusion_mib: maximal size of a bucket of gradients, in MiB.
+        fusion_mib: maximal size of a bucket of gradients, in MiB; None: see fusion_nbytes().
         timeline: prefix of each rank's Chrome trace, `<timeline>.<rank>.json`; "" = no trace.
         algorithm: "ring" for all collectives, or "allreduce:ring,allgather:direct" for some; "auto"
             uses measurements or estimates.
@@ -66,7 +67,7 @@ class Settings:
     timeout_s: float = 600.0
     stall_warning_s: float = 30.0
     grace_s: float = 3.0
-    fusion_mib: float = 25.0
+    fusion_mib: float | None = None
     timeline: str = ""
     algorithm: str = "auto"
     gpu_transport: str = "auto"
@@ -114,7 +115,7 @@ class Settings:
             f"{_PREFIX}ALGORITHM={self.algorithm}",
             f"{_PREFIX}GPU_TRANSPORT={self.gpu_transport}",
             f"{_PREFIX}NCCL_16BIT_SUMS={self.nccl_16bit_sums:g}",
-            f"{_PREFIX}FUSION_MIB={self.fusion_mib:g}",
+            f"{_PREFIX}FUSION_MIB={self._fusion_text}",
             f"{_PREFIX}ELASTIC={self.elastic:g}",
             f"{_PREFIX}ELASTIC_LOSSES={self.elastic_losses:g}",
             f"{_PREFIX}ELASTIC_HANG_S={self.elastic_hang_s:g}",
@@ -122,6 +123,20 @@ class Settings:
             f"{_PREFIX}SPARES={self.spares:g}",
             f"{_PREFIX}RESERVES={self.reserves:g}",
         )
+
+    @property
+    def _fusion_text(self) -> str:
+        if self.fusion_mib is None:
+            return f"{_FUSION_MIB:g} ({_GPU_FUSION_MIB:g} on GPUs)"
+        return f"{self.fusion_mib:g}"
+
+    def fusion_nbytes(self, place: str | None) -> float:
+        """Return the maximal size of a bucket in host memory (place None) or on a GPU ("cuda").
+
+        An operation on a GPU takes longer to begin, and less time per byte.
+        """
+        usual = _FUSION_MIB if place is None else _GPU_FUSION_MIB
+        return (usual if self.fusion_mib is None else self.fusion_mib) * (1 << 20)
 
     @property
     def kills_hanging_ranks(self) -> bool:

@@ -26,6 +26,15 @@ def test_a_text_is_read_as_it_is():
     assert config.read_settings({}).timeline == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "in_host_memory", "on_a_gpu"), [(None, 25, 64), ("8", 8, 8), ("0", 0, 0)]
+)
+def test_a_bucket_on_a_gpu_is_larger_unless_the_user_says_its_size(text, in_host_memory, on_a_gpu):
+    settings = config.read_settings({} if text is None else {"RINGCOMM_FUSION_MIB": text})
+    assert settings.fusion_nbytes(None) == in_host_memory << 20
+    assert settings.fusion_nbytes("cuda") == on_a_gpu << 20
+
+
 def test_zero_means_never():
     settings = config.read_settings({"RINGCOMM_TIMEOUT_S": "0", "RINGCOMM_STALL_WARNING_S": "0"})
     assert settings.timeout_or_inf == settings.stall_warning_or_inf == math.inf

@@ -142,7 +142,11 @@ def test_all_ranks_choose_by_the_table_of_rank_0():
             ("RINGCOMM_ALGORITHM=auto", "RINGCOMM_ALGORITHM=ring"),
             "mpirun -x",
         ),
-        ({"fusion_mib": 1.0}, ("RINGCOMM_FUSION_MIB=25", "RINGCOMM_FUSION_MIB=1"), "mpirun -x"),
+        (
+            {"fusion_mib": 1.0},
+            ("RINGCOMM_FUSION_MIB=25 (64 on GPUs)", "RINGCOMM_FUSION_MIB=1"),
+            "mpirun -x",
+        ),
     ],
 )
 def test_settings_that_differ_are_the_same_error_on_every_rank(odd, both, advice):

@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from training_models import (
 import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.engine.api import collectives
+from ringcomm.torch.optim.buckets_of_an_optimizer import BucketPlan
 
 
 @pytest.fixture
@@ -52,6 +54,13 @@ def sent(monkeypatch):
     for name in set(vars(collectives)) & set(rc.__all__):
         monkeypatch.setattr(collectives, name, spied(getattr(collectives, name)))
     return names
+
+
+@pytest.mark.parametrize(("are_on_gpu", "mib"), [([True, True], 64), ([True, False], 25)])
+def test_buckets_of_parameters_on_a_gpu_may_be_larger(are_on_gpu, mib):
+    slots = [SimpleNamespace(parameter=SimpleNamespace(is_cuda=each)) for each in are_on_gpu]
+    (found,) = run_ranks(1, lambda _: BucketPlan(slots, None).max_nbytes)
+    assert found == mib << 20
 
 
 def plain(name):

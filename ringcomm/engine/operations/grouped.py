@@ -31,8 +31,6 @@ from ringcomm.engine.operations.base import (
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.transport.channel import Channel
 
-_MIB = 1 << 20
-
 
 def plan_grouped_allreduce(
     group: Group,
@@ -70,7 +68,7 @@ class GroupedAllreduce(GroupedOperation):
 
     def batches(self, items: Sequence[Item]) -> list[list[int]]:
         """Return the indices of the arrays that are reduced as one, for each batch."""
-        return plan_fusion(items, self.group.engine.settings.fusion_mib * _MIB)
+        return plan_fusion(items, self.group.engine.settings.fusion_nbytes(self.call.place))
 
     def on_host(self) -> Plan[Any]:
         """Return the plan; it copies the arrays of a batch into one array."""

@@ -19,7 +19,6 @@ from ringcomm.torch.backward.watched_tensors import n_storage_references
 from ringcomm.torch.optim.bucket_reduction import BucketReduction
 from ringcomm.torch.optim.options import GradientOptions
 
-MIB = 1 << 20
 _16_BIT = (torch.float16, torch.bfloat16)
 
 

@@ -13,7 +13,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
 from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import next_number
 from ringcomm.torch.backward.watched_tensors import n_storage_references
-from ringcomm.torch.optim.buckets import MIB, Bucket, Member, Scaling, make_buckets
+from ringcomm.torch.optim.buckets import Bucket, Member, Scaling, make_buckets
 from ringcomm.torch.optim.gradient_presence import SPARSE, Presence, ready_order
 from ringcomm.torch.optim.gradient_slot import GradientSlot, GradientState
 from ringcomm.torch.optim.options import GradientOptions
@@ -43,7 +43,8 @@ class BucketPlan:
     @property
     def max_nbytes(self) -> float:
         """Size limit of a bucket."""
-        return engine().settings.fusion_mib * MIB
+        on_gpus = bool(self.slots) and all(slot.parameter.is_cuda for slot in self.slots)
+        return engine().settings.fusion_nbytes("cuda" if on_gpus else None)
 
     def ensure_buckets(self) -> list[Bucket]:
         """Return the buckets; make them if there are none."""
