@@ -124,8 +124,8 @@ def _last_phase_missing(phases):
 
 
 def _unkept(watch):
-    def wrapper(self, t, launched, keeps, **options):
-        return watch(self, t, launched, (), **options)
+    def wrapper(self, stream, t, launched, keeps):
+        return watch(self, stream, t, launched, ())
 
     return wrapper
 

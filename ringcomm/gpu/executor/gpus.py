@@ -129,12 +129,12 @@ class Gpus:
 
     def memory(self, index: int) -> GpuMemory:
         """Return the memory of a GPU. Raises ConfigError, which says why it cannot be used."""
-        with self._lock:
-            found = self._memories.get(index)
-            if found is None:
-                device = self._drivers.open_device(index)
-                found = self._memories[index] = GpuMemory(device, self._engine.shared_memory)
-            return found
+        if index not in self._memories:
+            with self._lock:
+                if index not in self._memories:
+                    device = self._drivers.open_device(index)
+                    self._memories[index] = GpuMemory(device, self._engine.shared_memory)
+        return self._memories[index]
 
     def team(self, group: Group) -> GpuTeam:
         """Return the team of a group."""
@@ -186,5 +186,6 @@ def issue_of(group: Group, adapter: DeviceAdapter, *arrays: Array) -> Issue:
         raise ValueError(f"the arrays are on GPUs {indices}: one call takes arrays of one GPU")
     memory = Gpus.of(group.engine).memory(index)
     stream = adapter.stream(index)
-    refuse_capture(memory.device, stream)
-    return Issue(adapter, memory, stream, [Event(memory, stream)])
+    with memory.device.active():
+        refuse_capture(memory.device, stream)
+        return Issue(adapter, memory, stream, [Event(memory, stream)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -131,4 +132,8 @@ def _scaling(x: Span | None, factor: float) -> list[ScaleKernel]:
     """Return the kernel that multiplies an array by a factor; none if nothing would change."""
     if x is None or factor == 1.0 or not x.count:
         return []
-    return [ScaleKernel(x.address, x.count, x.dtype, factor)]
+    return [_scale_kernel(x.address, x.count, x.dtype, factor)]
+
+
+# A kernel that is launched again has its parameters packed.
+_scale_kernel = functools.lru_cache(maxsize=512)(ScaleKernel)

@@ -134,16 +134,17 @@ class Mark:
 
 
 class Event:
-    """The present end of a stream's work, for which other streams can wait."""
+    """The present end of a stream's work, for which other streams can wait.
+
+    It is made within `device.active()`: in the launcher's thread, that is once for all events.
+    """
 
     def __init__(self, memory: GpuMemory, stream: int) -> None:
         self._memory = memory
         self._n_forks = n_forks()
-        device = memory.device
-        with device.active():
-            spare = memory.spare_events
-            self.handle = spare.popleft() if spare else device.new_event()
-            device.record(self.handle, stream)
+        device, spare = memory.device, memory.spare_events
+        self.handle = spare.popleft() if spare else device.new_event()
+        device.record(self.handle, stream)
 
     def __del__(self) -> None:
         # Any thread may come here, also one that must not call CUDA. A stream that waits for an
@@ -201,11 +202,10 @@ class Issue:
         return made
 
     def let_wait(self, stream: int) -> None:
-        """Make a stream wait until all arrays are ready."""
+        """Make a stream wait until all arrays are ready; within `device.active()`."""
         device = self.memory.device
-        with device.active():
-            for event in self.ready:
-                device.await_event(stream, event.handle)
+        for event in self.ready:
+            device.await_event(stream, event.handle)
 
 
 class Launched(Deferred, Generic[R]):

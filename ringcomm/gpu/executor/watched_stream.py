@@ -83,6 +83,8 @@ class WatchedStream:
 
     def earliest(self, n_least: int = 1) -> Mark | None:
         """Return the mark of the earliest operation; None if fewer than n_least are under way."""
+        if len(self._under_way) < n_least:
+            return None
         done = []
         with self._lock:
             while self._under_way and self._under_way[0].mark.is_reached:

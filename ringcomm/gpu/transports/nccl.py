@@ -9,12 +9,13 @@ each host's values in float32 first.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from ringcomm.arrays.base import Span
-from ringcomm.arrays.dtypes import DTYPES
+from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.collectives.operators import AVERAGE, MAX, MIN, PRODUCT, SUM
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
@@ -184,8 +185,7 @@ class NcclTransport:
             self._comm("ncclReduceScatter", source, target, each, dtype, op, self.stream)
         if work.op is AVERAGE and work.target is not None and work.target.count:
             x = work.target
-            here = (x.address,)
-            division = ReduceKernel(here, here, x.count, x.dtype, SUM, self._size)
+            division = _division(x.address, x.count, x.dtype, self._size)
             self._device.launch(self.stream, division)
 
     # --- reductions by the owners of the elements -------------------------------------------------
@@ -305,6 +305,12 @@ def is_native(work: Reduce, *, adds_16bit: bool = False) -> bool:
     if op in (MIN, MAX) and dtype.is_float:
         return False  # NCCL would drop a NaN
     return dtype.name in DATA_TYPES and _is_even(work)
+
+
+@functools.lru_cache(maxsize=512)  # a kernel that is launched again has its parameters packed
+def _division(address: int, count: int, dtype: DType, size: int) -> ReduceKernel:
+    """Return the kernel that divides a sum of as many ranks, in place."""
+    return ReduceKernel((address,), (address,), count, dtype, SUM, size)
 
 
 def _is_even(work: Reduce) -> bool:

@@ -54,15 +54,15 @@ class Staging:
         """Begin to copy; return the event behind it."""
         memory, device = self._memory, self._memory.device
         stream = memory.copy_stream
-        ready = Event(memory, self._adapter.stream(self._index))
         with device.active():
+            ready = Event(memory, self._adapter.stream(self._index))
             device.await_event(stream, ready.handle)
             if self._nbytes:
                 host, gpu = memory.host.address(self._block), x.data_ptr()
                 target, source = (host, gpu) if to_host else (gpu, host)
                 device.copy(stream, target, source, self._nbytes)
             self._copied, self._kept = Reached(memory.copies.make()), x
-        return Event(memory, stream)
+            return Event(memory, stream)
 
     @property
     def is_idle(self) -> bool:
