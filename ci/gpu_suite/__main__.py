@@ -127,6 +127,7 @@ def calls() -> dict[int, Plan]:
             [
                 Stage("training N=4", ranks(4, "-m", "gpu_suite.training"), 75),
                 Stage("example N=2", ranks(2, str(ROOT / "examples" / "gpu_train.py")), 60),
+                Stage("c10d N=2", ranks(2, "-m", "gpu_suite.process_group"), 60),
             ],
         ],
         4: [
