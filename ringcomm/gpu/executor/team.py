@@ -82,7 +82,7 @@ class GpuTeam:
         own = base_of(NO_GROUP, f"rank {rank} on the GPU, {group_id}")
         self._alone = WatchedStream(self._engine, (rank,), own, tuple, self._end_waits)
         self._is_enqueueing = False
-        self._broken_off: list[Callable[[], bool]] = []  # functions that say if it is over
+        self._given_up: list[Callable[[], bool]] = []  # functions that say whether it is over
         self.order = LaunchOrder()
         self._marks: Marks | None = None
         self._memory: GpuMemory | None = None
@@ -213,7 +213,7 @@ class GpuTeam:
             assert launched is not None
             self._watch(self._under_way, t, launched, keeps)
         except BaseException:  # a death, or an error of CUDA: nothing watches the stream so far
-            self._broken_off.append(self._break_off(keeps))
+            self._break_off(keeps)
             raise
         finally:
             self._is_enqueueing = False
@@ -228,7 +228,7 @@ class GpuTeam:
         """Return True if nothing on the stream waits for other ranks, or is about to."""
         if self._is_enqueueing or self._under_way.earliest() is not None:
             return False
-        return all(is_over() for is_over in self._broken_off)
+        return all(is_over() for is_over in self._given_up)
 
     async def put(
         self,
@@ -320,10 +320,10 @@ class GpuTeam:
         assert self._marks is not None
         return self._marks
 
-    def _break_off(self, keeps: object) -> Callable[[], bool]:
+    def _break_off(self, keeps: object) -> None:
         """End the stream's waits after an operation was enqueued only in part.
 
-        Returns a function that returns True once the stream's work is done; `keeps` lives as long.
+        `keeps` lives until the stream's work is done.
         """
         # Made after the call that enqueues this operation, which may still be under way.
         making = self._gpu.launcher.submit(self._own_marks.make)
@@ -332,10 +332,10 @@ class GpuTeam:
             return making.is_over and making.result().is_reached
 
         self._end_waits(is_over, keeps)
-        return is_over
 
     def _end_waits(self, is_over: Callable[[], bool], keeps: object) -> None:
         """End the stream's waits until is_over(); the results are then worthless."""
+        self._given_up.append(is_over)
         if self.transport is not None:
             state, launcher = self._engine.state, self._gpu.launcher
             release = partial(_release, self.transport, launcher, state, is_over, [keeps])
