@@ -193,7 +193,9 @@ class Cluster:
             return ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", hosts, "-iface", "eth0"]
         files = ["--hostfile", self.folder / "hostfile", "--prtemca", "plm_ssh_agent", agent]
         interface = ["--prtemca", "prte_if_include", "eth0", "--mca", "btl_tcp_if_include", "eth0"]
-        return [*files, *interface]
+        # Each host sees all cores of this machine: if ranks were bound, the first ones of all hosts
+        # would share the first core.
+        return [*files, *interface, "--bind-to", "none"]
 
     def is_up(self, host):
         """Return False for one that has crashed or was killed."""

@@ -138,7 +138,7 @@ class Session:
         """Return memory for a body that a server reads: shared if it is large and they share."""
         if nbytes > INLINE_MAX and self.client.shares_memory(server):
             return self.memory(nbytes)
-        return np.empty(nbytes, np.uint8)
+        return self.client.link.memory_for_bodies.take(nbytes)
 
     def tick(self, clock: int | None = None) -> None:
         """Report to the servers that this worker has completed a step, behind its pushes."""

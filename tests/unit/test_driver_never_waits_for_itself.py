@@ -216,3 +216,30 @@ def test_naps_stay_short_while_a_long_message_is_under_way(monkeypatch):
     [naps] = run_ranks(1, body)
     streaming, after = naps[1:100], naps[-50:]
     assert max(streaming) <= 0.5e-3 < max(after)
+
+
+def test_a_rank_is_awake_while_its_polls_move_much_of_a_long_message(monkeypatch):
+    class Streaming:
+        is_busy = is_streaming = True
+        has_news = False
+        n_polls = 0
+
+        def poll(self, *, only_news=False):
+            self.n_polls += 1
+            until = time.thread_time() + (1e-3 if self.n_polls < 150 else 0)
+            while time.thread_time() < until:  # as MPI, which copies bytes
+                pass
+            return False
+
+    def body(rank):
+        service = services[0]
+        engine().progress.attach(service)
+        engine().run_until(lambda: service.n_polls == 300)
+        service.is_busy = False
+
+    services, slept_at = [Streaming()], []
+    monkeypatch.setattr(
+        Progress, "_park", lambda *_, is_background: slept_at.append(services[0].n_polls)
+    )
+    run_ranks(1, body)
+    assert min(slept_at) >= 150

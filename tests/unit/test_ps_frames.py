@@ -11,10 +11,12 @@ from ps_ranks_as_threads import run_workers
 from ringcomm import ps
 from ringcomm.errors import RingcommError
 from ringcomm.ps.protocol import link
+from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frame_meta import PushMeta
 from ringcomm.ps.protocol.frames import HEADER_NBYTES, Header, Kind, Where, frames, packed
 from ringcomm.ps.protocol.link import INLINE_MAX, Link
 from ringcomm.ps.protocol.long_frames import Joiner, pieces
+from ringcomm.ps.protocol.memory_for_bodies import KEPT_NBYTES, MemoryForBodies
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.transport import unannounced_messages
 from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX
@@ -112,6 +114,73 @@ def test_a_link_is_streaming_while_a_long_body_is_under_way():
     assert len(came) == 1
     assert not a.is_streaming
     assert not b.is_streaming
+
+
+class NoDeaths:
+    def look(self):
+        pass
+
+
+def test_a_poll_that_moves_a_body_on_says_so(monkeypatch):
+    """Else a rank would sleep for long behind it, just when there is more to do."""
+    _, ends = links((0, 1))
+    a, b = FrameDispatcher(), FrameDispatcher()
+    for each, end in zip((a, b), ends, strict=True):
+        each.link, each.deaths = end, NoDeaths()
+    a.link.send(1, Header(Kind.REPORT), b"", np.ones(1 << 20, np.uint8))
+    a.poll()
+    with monkeypatch.context() as patched:
+        patched.setattr(link, "is_over", lambda *_, **__: False)  # the body is late
+        assert b.poll()
+        assert not b.reports
+        assert not b.poll()
+    assert b.poll()
+    assert len(b.reports) == 1
+    assert a.poll()
+    assert not a.poll()
+
+
+def test_bodies_of_one_size_arrive_in_the_same_memory():
+    _, (a, b) = links((0, 1))
+    places = set()
+    for k in range(5):
+        a.send(1, Header(Kind.PUSH), b"", np.full(1 << 20, k, np.uint8))
+        while not (came := b.poll()):
+            a.poll()
+        a.poll()
+        (delivery,) = came
+        assert (delivery.body == k).all()
+        places.add(delivery.body.ctypes.data)
+        del came, delivery
+    assert len(places) == 1
+
+
+def test_memory_is_given_again_once_no_array_has_it():
+    memory = MemoryForBodies()
+    first = memory.take(1 << 20)
+    first[:] = 7
+    place, piece = first.ctypes.data, first[1000:].view(np.float32)[5:]
+    assert place % 64 == 0
+    del first
+    other = memory.take(1 << 20)
+    other[:] = 1
+    assert other.ctypes.data != place
+    assert (piece.view(np.uint8) == 7).all()
+    del piece
+    assert memory.take(1 << 20).ctypes.data == place
+    assert memory.take((1 << 20) + 64).ctypes.data not in (place, other.ctypes.data)
+
+
+def test_memory_that_nobody_uses_is_bounded():
+    memory = MemoryForBodies()
+    for size in (KEPT_NBYTES // 4, KEPT_NBYTES // 4 + 64):
+        taken = [memory.take(size) for _ in range(5)]
+        del taken
+        assert memory._nbytes <= KEPT_NBYTES
+        assert memory._nbytes == sum(k * len(free) for k, free in memory._free.items())
+    assert memory._nbytes > KEPT_NBYTES // 2
+    memory.take(KEPT_NBYTES + 1)
+    assert memory._nbytes <= KEPT_NBYTES
 
 
 def test_small_frames_share_a_message():
@@ -239,3 +308,22 @@ def test_a_job_goes_on_as_ever_however_short_messages_are(monkeypatch, tmp_path)
     results = run_workers(2, body, 2, deadline_s=30)
     assert [ptp for ptp, _ in results] == [0.0, 0.0]
     assert min(row for _, row in results) >= 1.0
+
+
+def test_a_body_leaves_once_it_is_filled():
+    _, (a, b) = links((0, 1))
+    body, filled = np.zeros(1 << 20, np.uint8), []
+    a.send(1, Header(Kind.PUSH), b"", body, is_filled=lambda: bool(filled))
+    a.send(1, Header(Kind.TICK))
+    for _ in range(20):
+        a.poll()
+        assert not b.poll()
+    assert a.is_busy
+    body[:] = 3
+    filled.append(True)
+    came = []
+    while len(came) < 2:
+        a.poll()
+        came += b.poll()
+    assert [each.header.kind for each in came] == [Kind.PUSH, Kind.TICK]
+    assert (came[0].body == 3).all()

@@ -40,6 +40,8 @@ _PASS_SHARE = 20  # a nap lasts at least 20 times as long as the poll before it
 # MPI moves the bytes of a long message between hosts only while it is polled. With naps of 5 ms a
 # link of 200 Mbit/s is idle for a quarter of the time; with these, a core is busy for a tenth.
 _STREAM_NAP_S = 0.5e-3
+# A poll that takes so much CPU time has moved much of it, and there is more to move.
+_STREAM_POLL_S = 0.15e-3
 _IDLE_LOOK_S = 0.2  # between an idle rank's polls, which find questions and deaths of others
 
 
@@ -273,10 +275,12 @@ class Progress:
                 # CPU time, not wall time: other processes may have had the core.
                 look_s = 0.0 if has_moved else time.thread_time() - began_at
                 nap = max(nap, _LONG_NAP_S) if is_patient else nap
+                if self._tasks.is_streaming:
+                    if look_s > _STREAM_POLL_S:
+                        continue
+                    nap = min(nap, _STREAM_NAP_S)
                 self._park(nap, is_background=is_background)
                 nap = max(_longer(nap, now - moved_at, is_in_cpp=is_in_cpp), _PASS_SHARE * look_s)
-                if self._tasks.is_streaming:
-                    nap = min(nap, _STREAM_NAP_S)
 
     @property
     def _is_in_cpp(self) -> bool:

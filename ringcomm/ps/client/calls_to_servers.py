@@ -17,6 +17,7 @@ from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.outstanding_requests import Outstanding
+from ringcomm.ps.client.request import fill
 from ringcomm.ps.client.wait_for_replies import Waits
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ class Client:
         if not is_admitted:
             self._await_credit(requests[0], future.label, before_wait)
         self.outstanding.add(requests)
+        if any(request.source is not None for request in requests):
+            fill(requests, lambda: self.flush(always=True))
         if self._send_queue.n_waiting:
             if before_wait is not None:
                 before_wait()

@@ -16,7 +16,14 @@ from ringcomm.ps.client.partition_owners import PartitionOwners
 from ringcomm.ps.client.push_outcome import AnyRequest, table_of
 from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.client.send_queue import SendQueue
-from ringcomm.ps.protocol.frames import Header, Kind, Status, Step, header_of_request
+from ringcomm.ps.protocol.frames import (
+    Header,
+    Kind,
+    RequestHeader,
+    Status,
+    Step,
+    header_of_request,
+)
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.protocol.remote_errors import error_of
 
@@ -43,6 +50,14 @@ def _require_answerable(request: AnyRequest, loss: Loss, lost: Collection[int]) 
     """Raise ServerLostError if a request cannot be answered, or not as it should."""
     if request.kind not in _ALLOWED or request.server in lost:
         raise loss.error(request.future.label)
+
+
+def _header_of(request: AnyRequest, me: int, sequence: int, epoch: int) -> RequestHeader:
+    table, part = request.partition or (request.table, 0)
+    return (
+        request.kind, epoch, me, sequence, table, part, request.clock, request.option,
+        request.place,
+    )  # fmt: skip
 
 
 class RowMoves(Protocol):
@@ -214,17 +229,14 @@ class Outstanding:
             self._send(request, sequence, request.epoch if order is None else order.epoch)
 
     def _send(self, request: AnyRequest, sequence: int, epoch: int) -> None:
-        table, part = request.partition or (request.table, 0)
-        header = (
-            request.kind, epoch, self._me, sequence, table, part, request.clock,
-            request.option, request.place,
-        )  # fmt: skip
+        header = _header_of(request, self._me, sequence, epoch)
         home, layout = request.server, self._layout
-        if home in layout.hosts:
-            full = header_of_request(header, home + 1)
-            self._link.send(layout.hosts[home], full, request.meta, request.body)
+        if request.source is None and home not in layout.hosts:
+            self._link.ask(layout.servers[home], header, request.meta, request.body)
             return
-        self._link.ask(layout.servers[home], header, request.meta, request.body)
+        full = header_of_request(header, home + 1 if home in layout.hosts else 0)
+        dest, is_filled = layout.rank_of(home), lambda: request.source is None
+        self._link.send(dest, full, request.meta, request.body, is_filled=is_filled)
 
     def take_over(self, home: int) -> None:
         """Send again what a home has not answered, which runs elsewhere now; called in the loop."""

@@ -63,7 +63,7 @@ class PlainPush(Future[Pushed]):
 
     kind: Final = Kind.PUSH
     table = option = place = epoch = turn = 0
-    clock_of = out = on_end = None
+    clock_of = source = out = on_end = None
 
     def __init__(
         self, client: Waiter, label: str, partition: Partition, *, clock: int, meta: bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +32,7 @@ class Request:
         place: see Header.
         meta: explains the request.
         body: the payload, as Link.send() takes it; kept until the reply.
+        source: what fill() is to copy to `body`, which is not sent before; None: nothing.
         out: memory for the body of a reply that comes as a message; None: any memory.
         epoch: of the table, if partition is None; see rows/split_calls_over_servers.py.
         on_reply: takes a good reply before `future` does; may return a request to send instead.
@@ -51,6 +52,7 @@ class Request:
     place: int = 0
     meta: bytes = b""
     body: Bytes = field(default_factory=lambda: NO_BODY)
+    source: Bytes | None = None
     out: Bytes | None = None
     epoch: int = 0
     on_reply: Callable[[Delivery], Request | None] | None = None
@@ -60,7 +62,30 @@ class Request:
     turn: int = 0
     future: Future[Any] = field(init=False)
 
+    def fill(self) -> None:
+        """Copy the source to the body, if there is one."""
+        if self.source is not None:
+            self.body[:] = self.source
+            self.source = None
+
     def take(self, reply: Delivery) -> Request | None:
         """Call on_reply, and drop it: it mostly refers to this request."""
         on_reply, self.on_reply = self.on_reply, None
         return None if on_reply is None else on_reply(reply)
+
+
+def fill(requests: Sequence[Request], go_on: Callable[[], object]) -> None:
+    """Fill the bodies of requests that were submitted, one after the other.
+
+    Args:
+        requests: see Request.source.
+        go_on: lets each leave while the next one is filled.
+    """
+    try:
+        go_on()
+        for request in requests:
+            request.fill()
+            go_on()
+    finally:  # an interrupt takes back nothing that was submitted
+        for request in requests:
+            request.fill()

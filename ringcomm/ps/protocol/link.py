@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ringcomm._core import WireFault
 from ringcomm.arrays.base import Bytes
+from ringcomm.ps.protocol.bodies_to_send import BodiesToSend, is_over
 from ringcomm.ps.protocol.frames import (
     INLINE_MAX,
     META_MAX,
@@ -31,6 +31,7 @@ from ringcomm.ps.protocol.frames import (
     packed,
 )
 from ringcomm.ps.protocol.long_frames import Joiner, pieces
+from ringcomm.ps.protocol.memory_for_bodies import MemoryForBodies
 from ringcomm.transport.base import Request, Transport
 from ringcomm.transport.tags import P2P
 from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX, ShortMessages
@@ -81,6 +82,9 @@ class Link:
 
     Attributes:
         may_read: ranks may read the memory of blocks.
+        memory_for_bodies: that travel as messages.
+        bodies: that are sent as messages.
+        n_frames: that have come from other nodes.
     """
 
     may_read = True
@@ -107,11 +111,11 @@ class Link:
         self._joiner = Joiner()
         # send() may run in any thread: it only appends to these.
         self._outgoing: list[deque[bytes]] = [deque() for _ in range(transport.size)]
-        self._bodies: deque[_Sending] = deque()
-        self._sends: list[_Sending] = []
+        self.bodies = BodiesToSend(transport, survivable)
         self._queues: list[deque[_Incoming]] = [deque() for _ in range(transport.size)]
-        self._n_waiting = 0
+        self._n_waiting = self.n_frames = 0
         self._dead: set[int] = set()
+        self.memory_for_bodies = MemoryForBodies()
 
     def forget(self, rank: int) -> None:
         """Drop what a dead rank has sent, and what is for it; in the thread that drives.
@@ -125,13 +129,11 @@ class Link:
         if self._endpoint is not None:
             self._endpoint.forget(rank)
         self._outgoing[rank].clear()
-        sends = [each.request for each in self._sends if each.dest == rank]
-        self._sends = [each for each in self._sends if each.dest != rank]
         receives = [each.request for each in self._queues[rank] if each.request is not None]
         self._n_waiting -= len(receives)
         self._queues[rank].clear()
         self._joiner.forget(rank)
-        self._transport.abandon([*receives, *(each for each in sends if each is not None)])
+        self._transport.abandon([*receives, *self.bodies.forget(rank)])
 
     def shares_memory(self, rank: int) -> bool:
         """Return True if this rank's bodies need not be copied to get there."""
@@ -156,7 +158,15 @@ class Link:
             raise ValueError(f"rank {rank} shares no memory with this one")
         return node.view(rank, place, nbytes)
 
-    def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = _NO_BODY) -> None:
+    def send(
+        self,
+        dest: int,
+        header: Header,
+        meta: bytes = b"",
+        body: Bytes = _NO_BODY,
+        *,
+        is_filled: Callable[[], bool] | None = None,
+    ) -> None:
         """Send a frame; any thread. It leaves at the next poll().
 
         Args:
@@ -165,6 +175,7 @@ class Link:
             meta: of any length; beyond META_MAX there is less room for a body beside it.
             body: kept until it is sent. A large one in memory that `dest` maps is read there: it
                 must not change until `dest` has replied.
+            is_filled: of a large body in other memory: it leaves once this is true; None: it is.
         """
         if dest in self._dead:
             return
@@ -178,7 +189,7 @@ class Link:
             tags = self._transport.tags
             tag = tags.tag(self._context, next(self._streams) % tags.n_streams, P2P)
             header = header._replace(where=Where.MESSAGE, place=tag)
-            self._bodies.append(_Sending(self._transport, body, dest, tag))
+            self.bodies.add(body, dest, tag, is_filled)
         self._put(dest, packed(header._replace(n_body=body.nbytes), meta))
 
     def ask(self, dest: int, header: RequestHeader, meta: bytes, body: Bytes) -> None:
@@ -235,6 +246,7 @@ class Link:
             self.flush()
             for message in self._short_messages.collect():
                 for frame in frames(message.data):
+                    self.n_frames += 1
                     self._admit(message.source, frame)
         arrived = [] if self._endpoint is None else self._endpoint.collect()
         if only_near and not self._n_waiting and len(arrived) == 1:  # as a rule
@@ -284,14 +296,13 @@ class Link:
     def waits_to_leave(self) -> bool:
         """True if a poll() would put something on the wire."""
         is_full = self._endpoint is not None and self._endpoint.n_unsent
-        return bool(self._bodies or any(self._outgoing) or is_full)
+        return bool(self.bodies.n_new or any(self._outgoing) or is_full)
 
     @property
     def is_busy(self) -> bool:
         """True while something waits to leave, or for its body."""
         return bool(
-            self._bodies
-            or self._sends
+            self.bodies.n_left
             or self._n_waiting
             or self._short_messages.n_unsent
             or (
@@ -304,7 +315,7 @@ class Link:
     @property
     def is_streaming(self) -> bool:
         """True while a body is under way as a message."""
-        return bool(self._sends or self._n_waiting)
+        return bool(self.bodies.n_under_way or self._n_waiting)
 
     @property
     def n_queued(self) -> int:
@@ -323,15 +334,7 @@ class Link:
                     room -= len(queue[0])
                     batch.append(queue.popleft())
                 self._short_messages.send(dest, batch[0] if len(batch) == 1 else b"".join(batch))
-        while self._bodies:
-            sending = self._bodies.popleft()
-            if sending.dest not in self._dead:
-                self._sends.append(sending)
-        if self._sends:
-            may_die = self._survivable
-            self._sends = [
-                each for each in self._sends if not _is_over(each, may_die=each.dest in may_die)
-            ]
+        self.bodies.go_on()
 
     def _admit(self, source: int, frame: Frame) -> None:
         if source in self._dead:
@@ -349,7 +352,7 @@ class Link:
             body = node.view(source, header.place, header.n_body)
         elif header.where == Where.MESSAGE:
             place = self._place_for(header)
-            body = np.empty(header.n_body, np.uint8) if place is None else place
+            body = self.memory_for_bodies.take(header.n_body) if place is None else place
             request = self._transport.irecv(body, source, header.place)
             self._n_waiting += 1
         self._queues[source].append(_Incoming(Delivery(source, header, frame.meta, body), request))
@@ -358,32 +361,8 @@ class Link:
         for source, queue in enumerate(self._queues):
             may_die = source in self._survivable
             while queue and (
-                queue[0].request is None or _is_over(queue[0].request, may_die=may_die)
+                queue[0].request is None or is_over(queue[0].request, may_die=may_die)
             ):
                 incoming = queue.popleft()
                 self._n_waiting -= incoming.request is not None
                 yield incoming.delivery
-
-
-class _Sending:
-    """A message that the thread that drives the loop puts on the wire."""
-
-    def __init__(self, transport: Transport, body: Bytes, dest: int, tag: int) -> None:
-        self._start: Callable[[], Request] = lambda: transport.isend(body, dest, tag)
-        self.dest = dest
-        self.request: Request | None = None
-
-    def test(self) -> bool:
-        if self.request is None:
-            self.request = self._start()
-        return self.request.test()
-
-
-def _is_over(request: Request | _Sending, *, may_die: bool) -> bool:
-    """Test a request; if its rank dies, it is over with forget(), once that is known."""
-    try:
-        return request.test()
-    except WireFault:
-        if may_die:
-            return False
-        raise

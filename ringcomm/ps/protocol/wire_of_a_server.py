@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.placement.view import Partition
     from ringcomm.ps.protocol.frames import Header
+    from ringcomm.ps.protocol.memory_for_bodies import MemoryForBodies
     from ringcomm.ps.server.dense.partition import DensePartition
 
 
@@ -20,6 +21,8 @@ class Wire(Protocol):
     def carried_out(self) -> tuple[int, int]: ...  # noqa: D102
     @property
     def n_queued(self) -> int: ...  # noqa: D102
+    @property
+    def memory_for_bodies(self) -> MemoryForBodies: ...  # noqa: D102
     def send(self, dest: int, header: Header, meta: bytes = ..., body: Bytes = ...) -> None: ...  # noqa: D102
     def shares_memory(self, rank: int) -> bool: ...  # noqa: D102
     def place_of(self, x: Bytes) -> int: ...  # noqa: D102

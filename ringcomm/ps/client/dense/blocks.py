@@ -75,11 +75,24 @@ class Blocks:
 
     def staged(self, part: int, piece: Bytes) -> Bytes:
         """Return a copy of a body that the owner of a block reads."""
+        body, source = self.body_for(part, piece)
+        if source is not None:
+            body[:] = source
+        return body
+
+    def body_for(self, part: int, piece: Bytes) -> tuple[Bytes, Bytes | None]:
+        """Return a body that the owner of a block reads, and what is to be copied to it yet.
+
+        The latter is None if the body is a copy of the piece already: only one that travels as a
+        message can be filled while others are on the wire.
+        """
         if piece.nbytes <= INLINE_MAX:
-            return piece.copy()  # what is sent now may have to be sent again
+            return piece.copy(), None  # what is sent now may have to be sent again
         memory = self.memory_for(part, piece.nbytes)
+        if not self.client.shares_memory(self.client.owner((self.number, part))):
+            return memory, piece
         memory[:] = piece
-        return memory
+        return memory, None
 
     # --- rounds ---------------------------------------------------------------------------------
     def clock_of_push(self, part: int, flags: int, *, is_update: bool) -> int:

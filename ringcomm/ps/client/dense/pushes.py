@@ -85,11 +85,12 @@ class DensePushes:
             values_of_part = values[first - start : last - start]
             on_reply: ReplyHandler = replies.taking(part)
             on_ack: Callable[[int], object] | None = replies.taking(part)
+            source = None
             if pack is not None and len(values_of_part):
                 (body, on_reply), on_ack = pack(part, values_of_part, on_reply), None
                 dtype = ENCODED
             else:
-                body = blocks.staged(part, values_of_part.view(np.uint8))
+                body, source = blocks.body_for(part, values_of_part.view(np.uint8))
                 dtype = _name_of(values.dtype)
             key = (weight, flags, mask, dtype, first - blocks.bounds[part], last - first)
             clock_of = (
@@ -99,7 +100,7 @@ class DensePushes:
             )
             requests.append(
                 Request(
-                    Kind.PUSH, (blocks.number, part), clock_of=clock_of, body=body,
+                    Kind.PUSH, (blocks.number, part), clock_of=clock_of, body=body, source=source,
                     meta=self._meta(updater, key), on_reply=on_reply, on_ack=on_ack,
                 )
             )  # fmt: skip

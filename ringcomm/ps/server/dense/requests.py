@@ -137,7 +137,10 @@ class DenseRequests:
             )  # fmt: skip
             return
         values = part.values.view(np.uint8)
-        body = values if is_small else values.copy()
+        body = values
+        if not is_small:  # updates go on while it is sent
+            body = self._link.memory_for_bodies.take(nbytes)
+            body[:] = values
         if may_look:
             place = PLACE.pack(self._link.place_of(part.memory), part.memory.nbytes)
             self._reply(request, meta=place, body=body, clock=part.version, option=KNOWN_BLOCK)

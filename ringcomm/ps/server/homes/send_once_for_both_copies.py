@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.placement.view import Partition
     from ringcomm.ps.protocol.link import Link
+    from ringcomm.ps.protocol.memory_for_bodies import MemoryForBodies
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.dense.partition import DensePartition
     from ringcomm.ps.server.homes.pushes_without_python import HomePushes
@@ -115,6 +116,11 @@ class HomeLink:
     def may_read(self) -> bool:
         """Ranks may read blocks: whichever server follows can withdraw them; see Link.forget()."""
         return all(self._link.shares_memory(rank) for rank in self._layout.servers)
+
+    @property
+    def memory_for_bodies(self) -> MemoryForBodies:
+        """See Link."""
+        return self._link.memory_for_bodies
 
     def shares_memory(self, rank: int) -> bool:
         """See Link."""
