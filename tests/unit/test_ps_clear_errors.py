@@ -1,5 +1,8 @@
 """Mistakes that people make with parameter servers are told in words that help."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -115,3 +118,36 @@ def test_a_server_that_has_ended_does_not_begin_again():
         patch.setattr(ps, "init", init_again)
         run_workers(2, body)
     assert said == [True]
+
+
+def test_a_child_of_a_worker_cannot_call_servers_and_disturbs_no_call_of_its_parent():
+    def calls(w, rows, future):
+        grad, row = np.ones(4, np.float32), np.ones((1, 2), np.float32)
+        yield from (w.pull, lambda: w.push(grad), lambda: w.push_pull(grad))
+        yield from (lambda: rows.pull([1]), lambda: rows.push([1], row), lambda: len(rows))
+        yield from (future.wait, ps.complete_step, ps.stats, lambda: ps.table("v", 4))
+
+    def body(rank):
+        w = ps.table("w", 4, updater=ps.optim.Add())
+        rows = ps.hashtable("rows", 2, updater=ps.optim.Add())
+        grad, row = np.ones(4, np.float32), np.ones((1, 2), np.float32)
+        w.pull().wait()  # from now on it is read in place
+        future = rows.push([1], row)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)  # for a call that hangs
+            n_refused = 0
+            for call in calls(w, rows, future):
+                try:
+                    call()
+                except rc.NotInitializedError:
+                    n_refused += 1
+            os._exit(n_refused)
+        for _ in range(20):
+            w.push(grad).wait()
+            rows.push([1], row).wait()
+        n_refused = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return n_refused, w.pull().wait().tolist(), rows.pull([1]).wait().tolist()
+
+    assert run_workers(1, body) == [(10, [20.0] * 4, [[21.0] * 2])]

@@ -203,7 +203,6 @@ class Engine(EngineContext):
         timeout_s: float | None = None,
         is_once: bool = False,
     ) -> Task | CompletedTask:
-        self.state.require_own_process()
         self.state.require_usable()
         group = self.groups.or_default(group)
         if name is not None and not isinstance(name, str):

@@ -47,7 +47,8 @@ class EngineState:
             )
 
     def require_usable(self) -> None:
-        """Raise an error if the engine was shut down or is broken."""
+        """Raise an error in a child of the rank, or if the engine was shut down or is broken."""
+        self.require_own_process()
         if self.is_closed:
             raise NotInitializedError("ringcomm was shut down: call ringcomm.init() again first")
         if self.error is not None:
