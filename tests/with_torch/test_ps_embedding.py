@@ -130,6 +130,32 @@ def test_what_runs_without_gradients_pushes_nothing():
     assert run_workers(1, body) == [(None, 0)]
 
 
+@pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
+def test_rows_that_are_frozen_stay_as_they_are_until_they_are_trained_again(kind):
+    def body(rank):
+        emb = kind(None, 1, name="e", mode="sync", optimizer=ps.optim.SGD(1.0))
+        beside = torch.ones(1, requires_grad=True)
+        before = emb.table.pull([7]).wait().item()
+        values = []
+        for is_trained in (False, False, True):
+            assert emb.requires_grad_(is_trained) is emb
+            (emb(torch.tensor([[7]])) * beside).sum().backward()
+            values.append(emb.table.pull([7]).wait().item() - before)
+        return values, beside.grad is not None
+
+    assert run_workers(2, body) == [([0.0, 0.0, pytest.approx(-1.0)], True)] * 2
+
+
+def test_who_asks_for_the_weight_is_told_where_the_rows_are():
+    def body(_):
+        emb = Embedding(ROWS, DIM, name="e")
+        with pytest.raises(AttributeError, match=r"the rows are on the servers\. weight_now\(\)"):
+            torch.nn.init.zeros_(emb.weight)
+        return hasattr(emb, "weight")
+
+    assert run_workers(1, body) == [False]
+
+
 def test_a_batch_without_ids_takes_part_in_a_round():
     def body(rank):
         emb = Embedding(
@@ -161,6 +187,8 @@ def test_a_learning_rate_reaches_the_servers():
         (torch.tensor([ROWS]), IndexError, r"id 30 is not in \[0, 30\)"),
         (torch.tensor([-1]), IndexError, "id -1 is not in"),
         (torch.tensor([1.0]), TypeError, "ids are torch.float32"),
+        ([1, 2], TypeError, "ids are a list; pass a tensor"),
+        (np.array([1]), TypeError, "ids are a ndarray; pass a tensor"),
     ],
 )
 def test_a_wrong_id_is_one_clear_error(ids, error, message):

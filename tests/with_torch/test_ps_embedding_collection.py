@@ -309,3 +309,37 @@ def test_bad_names_and_inputs_of_a_collection_are_named():
         return True
 
     assert run_workers(1, body, 1) == [True]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:The .grad attribute"
+)  # torch's own, as it compiles
+@pytest.mark.parametrize("is_collected", [False, True])
+def test_a_compiled_model_trains_its_rows(is_collected):
+    start = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, ROWS, (3, 4), generator=torch.Generator().manual_seed(1))
+
+    def train(call, step=lambda: None):
+        for each in ids:
+            loss_of(call(each)).backward()
+            step()
+
+    def body(_):
+        emb = Embedding(ROWS, DIM, name="user", optimizer=ps.optim.SGD(0.1))
+        emb.load(start)
+        both = EmbeddingCollection([emb])
+        torch._dynamo.reset()
+        forward = (lambda x: [2 * y for y in both([x])]) if is_collected else lambda x: [2 * emb(x)]
+        train(torch.compile(forward, backend="eager"))
+        return emb.weight_now()
+
+    plain = torch.nn.Embedding(ROWS, DIM)
+    plain.load_state_dict({"weight": start})
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+
+    def step():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(lambda x: [2 * plain(x)], step)
+    torch.testing.assert_close(run_workers(1, body)[0], plain.weight.detach())

@@ -11,6 +11,7 @@ from torch import nn
 from ringcomm.ps.checkpoint.recover_by_itself import fetched
 from ringcomm.ps.client.rows.rows_ahead import Prefetched
 from ringcomm.torch.ps.embeddings import Embedding, EmbeddingBag
+from ringcomm.torch.untraced import not_inlined
 
 
 class EmbeddingCollection(nn.Module):
@@ -38,6 +39,7 @@ class EmbeddingCollection(nn.Module):
                 raise ValueError(f"EmbeddingCollection: the name {name!r}: {error}") from error
         self._prefetched = Prefetched()
 
+    @not_inlined
     def forward(self, inputs: Any) -> Any:
         """Return the outputs of the modules: a dict, or a list if they were given in an order.
 

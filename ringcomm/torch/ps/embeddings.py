@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from ringcomm.ps.session import is_chief
 from ringcomm.ps.update_modes import Mode
 from ringcomm.torch.ps.count_steps_and_embeddings import enrol_embedding
 from ringcomm.torch.ps.rows_until_step import submit
+from ringcomm.torch.untraced import not_inlined, untraced
 
 _HANDLE_KEY: Final = "_extra_state"  # as torch names what is in a state_dict beside parameters
 _log: Final = logging.getLogger("ringcomm")
@@ -47,6 +48,7 @@ class _Rows(nn.Module):
         is_in_state_dict: state_dict() fetches all rows from the servers as "weight", and
             load_state_dict() loads them. ps.convert() sets it. It needs num_embeddings. If False,
             state_dict() has a handle, "_extra_state": the name of the table as a tensor.
+        is_trained: rows get gradients, which backward() pushes; see requires_grad_().
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class _Rows(nn.Module):
         self.samples: float | None = None
         self.given: tuple[Tensor, np.ndarray, Tensor, np.ndarray] | None = None
         self.is_in_state_dict = False
+        self.is_trained = True
         self.pushed: Future[Pushed] | None = None
         init = normal(std=1.0) if init is None else init  # as nn.Embedding begins
         self.table: HashTable = hashtable(
@@ -77,6 +80,14 @@ class _Rows(nn.Module):
         )  # fmt: skip
         enrol_embedding()
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"{type(self).__name__} has no weight: the rows are on the servers. weight_now() "
+                "fetches them, load() sets them, and init= says how new ones begin"
+            )
+        return super().__getattr__(name)
+
     @property
     def optimizer(self) -> Updater:
         """The servers' update; set it to change hyper-parameters."""
@@ -85,6 +96,15 @@ class _Rows(nn.Module):
     @optimizer.setter
     def optimizer(self, updater: Updater) -> None:
         self.table.updater = updater
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Let later forward passes train the rows, or, if False, read them only; return self.
+
+        Rows are no parameters, so requires_grad_() of a model around it does not reach it. In a
+        table with rounds all workers call it between the same two steps.
+        """
+        self.is_trained = requires_grad
+        return super().requires_grad_(requires_grad)
 
     def load(self, weight: Tensor) -> None:
         """Set the values of rows 0 to len(weight) - 1; wait until the servers have them.
@@ -195,6 +215,11 @@ class _Rows(nn.Module):
 
     def distinct(self, ids: Tensor) -> tuple[np.ndarray, Tensor]:
         """Return the distinct ids, ascending, and the index of each id among them."""
+        if not isinstance(ids, Tensor):
+            raise TypeError(
+                f"embedding[{self.table.name}]: ids are a {type(ids).__name__}; pass a tensor of "
+                "integers"
+            )
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
             raise TypeError(
                 f"embedding[{self.table.name}]: ids are {ids.dtype}; they must be integers"
@@ -209,6 +234,7 @@ class _Rows(nn.Module):
         self._require_range(found)
         return found, where
 
+    @not_inlined
     def _pulled(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Return the rows of the distinct ids, the index of each id's row, and of padding's row."""
         given, self.given = self.given, None
@@ -222,13 +248,14 @@ class _Rows(nn.Module):
             padding = int(at[0])
             rows[padding] = 0
         rows = rows.to(ids.device)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.is_trained:
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda leaf: self._push(unique, leaf, padding)
             )
         return rows, where, padding
 
+    @untraced
     def _push(self, keys: np.ndarray, rows: Tensor, padding: int | None) -> None:
         assert rows.grad is not None
         grad = rows.grad.detach().cpu().contiguous().numpy()
