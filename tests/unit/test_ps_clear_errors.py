@@ -151,3 +151,24 @@ def test_a_child_of_a_worker_cannot_call_servers_and_disturbs_no_call_of_its_par
         return n_refused, w.pull().wait().tolist(), rows.pull([1]).wait().tolist()
 
     assert run_workers(1, body) == [(10, [20.0] * 4, [[21.0] * 2])]
+
+
+@pytest.mark.parametrize("weight", ["3", None])
+def test_a_weight_that_is_no_number_is_named(weight):
+    def body(rank):
+        w, rows = ps.table("w", 4), ps.hashtable("rows", 4)
+        one = np.ones((1, 4), np.float32)
+        for table, args in ((w, (one[0],)), (rows, ([1], one))):
+            with pytest.raises(TypeError, match=r"push\[\w+\]: weight is .*; it must be a number"):
+                table.push(*args, weight=weight)
+
+    run_workers(1, body)
+
+
+@pytest.mark.parametrize("step", [1.5, "3"])
+def test_a_step_that_is_no_integer_is_named(step, tmp_path):
+    def body(rank):
+        with pytest.raises(TypeError, match=r"ps.save: step is .*; it must be an integer"):
+            ps.save(tmp_path, step=step)
+
+    run_workers(1, body)

@@ -237,6 +237,22 @@ def test_a_partition_that_moved_and_came_back_is_written_anew(tmp_path):
     assert (found["values"] == 5).all()
 
 
+@pytest.mark.parametrize("n_servers", [1, 2])
+def test_a_table_without_rows_is_read_as_one(n_servers, tmp_path):
+    def body(_):
+        kv = ps.hashtable("emb", DIM, updater=ps.optim.Adam(), dtype="float64")
+        ps.save(tmp_path).wait()
+        never = ps.load_state_dict(tmp_path)["emb"]
+        kv.push([1, 2], np.ones((2, DIM))).wait()
+        kv.erase([1, 2]).wait()
+        ps.save(tmp_path).wait()
+        return [never, ps.load_state_dict(tmp_path)["emb"]]
+
+    for rows in run_workers(1, body, n_servers)[0]:
+        assert (rows["keys"].dtype, rows["keys"].shape) == (np.uint64, (0,))
+        assert (rows["values"].dtype, rows["values"].shape) == (np.float64, (0, DIM))
+
+
 # --- snapshots ----------------------------------------------------------------------------------
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("n_servers", [1, 3])

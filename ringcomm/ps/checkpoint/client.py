@@ -106,6 +106,8 @@ def save(
     limit_s = limit_of(current, timeout_s)
     if keep is not None and operator.index(keep) < 1:
         raise ValueError(f"ps.save: keep is {keep}; it must be 1 or more, or None")
+    if step is not None and not hasattr(step, "__index__"):
+        raise TypeError(f"ps.save: step is {step!r}; it must be an integer, or None")
     step = None if step is None else operator.index(step)
     with current.saving:  # else two threads would have the same folder
         outer = _begin(current, Path(path).resolve(), step, keep, limit_s, shows_bar=not background)

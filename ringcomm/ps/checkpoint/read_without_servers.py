@@ -19,6 +19,7 @@ from ringcomm.ps.checkpoint.files import (
 )
 from ringcomm.ps.checkpoint.match_values_by_name import Named, array_of, labels_of, named_in
 from ringcomm.ps.partition_state import State
+from ringcomm.ps.table_spec import Spec
 
 
 def load_state_dict(path: str | Path) -> dict[str, Any]:
@@ -77,6 +78,10 @@ def _values_of(checkpoint: Checkpoint) -> dict[str, Any]:
             out[label] = _array(read, checkpoint, each)
         else:
             states = [read(record) for record in checkpoint.records[each.table]]
-            names = states[0].arrays if states else {}
-            out[label] = {n: np.concatenate([s.arrays[n] for s in states]) for n in names}
+            arrays = [state.arrays for state in states] or [_no_rows(each.spec)]
+            out[label] = {n: np.concatenate([a[n] for a in arrays]) for n in arrays[0]}
     return out
+
+
+def _no_rows(spec: Spec) -> dict[str, NDArray[Any]]:
+    return {"keys": np.empty(0, np.uint64), "values": np.empty((0, spec.count), spec.dtype)}

@@ -85,7 +85,9 @@ def updater_of(label: str, updater: Updater | None) -> Updater:
 
 
 def require_weight(label: str, weight: float, *, may_be_0: bool) -> None:
-    """Raise ValueError if a contribution cannot have this weight, NaN among others."""
+    """Raise ValueError if a contribution cannot have this weight, NaN among others; TypeError."""
+    if not isinstance(weight, int | float | np.number):
+        raise TypeError(f"{label}: weight is {weight!r}; it must be a number")
     if not 0 <= weight <= sys.float_info.max or (weight == 0 and not may_be_0):
         least = "at least 0" if may_be_0 else "more than 0"
         raise ValueError(f"{label}: weight is {weight}; it must be {least}, and finite")
