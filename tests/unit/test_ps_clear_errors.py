@@ -13,6 +13,7 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.torch import ps as torch_ps
 
+MASKED = np.ma.array(np.ones(4, np.float32), mask=[0, 1, 0, 0])
 BF16 = torch.ones(4, dtype=torch.bfloat16)
 
 
@@ -23,6 +24,9 @@ def test_arrays_that_numpy_cannot_read_are_named_with_the_way():
             (lambda: w.push(BF16), r"push\[w\]: numpy cannot read x, a Tensor"),
             (lambda: w.push(torch.ones(4, requires_grad=True)), r"push\[w\]: .*detach"),
             (lambda: rows.push([1], BF16[None]), r"push\[rows\]: numpy cannot read rows"),
+            (lambda: w.push(MASKED), r"push\[w\]: x is a masked array.*filled"),
+            (lambda: rows.push([1], MASKED[None]), r"push\[rows\]: rows is a masked array"),
+            (lambda: ps.table("v", 4, init=MASKED), r"table\[v\]: init is a masked array"),
             (lambda: ps.table("v", 4, init=BF16), r"table\[v\]: numpy cannot read init"),
             (lambda: ps.table("v", 4, torch.bfloat16), r"table\[v\]: dtype is torch.bfloat16"),
         ):

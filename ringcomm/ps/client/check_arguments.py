@@ -42,6 +42,8 @@ def dtype_of(label: str, dtype: DTypeLike) -> np.dtype[Any]:
 
 def array_of(label: str, what: str, x: Any, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
     """Return an argument as an array. Raises TypeError."""
+    if hasattr(x, "mask"):  # of numpy.ma, whose import takes 20 ms
+        raise TypeError(f"{label}: {what} is a masked array, whose mask is lost. Use .filled()")
     try:
         return np.asarray(x, dtype)
     except (TypeError, ValueError, RuntimeError) as error:
