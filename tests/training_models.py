@@ -94,6 +94,20 @@ def weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
+def on_replicas(size, body, make=sgd, *, steps=0, settings=SMALL, run=run_ranks, **wrapping):
+    """Run body(rank, model, optimizer, mine) on ranks whose models are alike, and wrapped.
+
+    mine: the rank's share of each of so many batches, data(steps, size).
+    """
+    replicas, batches = models(size), data(steps, size)
+
+    def on_rank(rank):
+        model = replicas[rank]
+        return body(rank, model, wrap(model, make, **wrapping), share(batches, rank, size))
+
+    return run(size, on_rank, settings=settings)
+
+
 def assert_equals_one_process(
     size,
     train=fit,

@@ -18,6 +18,7 @@ from training_models import (
     data,
     models,
     network,
+    on_replicas,
     seeded,
     sgd,
     share,
@@ -437,12 +438,9 @@ def test_closures(size, make, tolerance):
 
 
 def test_a_rank_whose_closure_runs_no_backward_takes_part():
-    replicas = models(2)
     ((x, y),) = data(1, 1)
 
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
 
         def closure():
             optimizer.zero_grad()
@@ -460,4 +458,4 @@ def test_a_rank_whose_closure_runs_no_backward_takes_part():
         optimizer.zero_grad()
         (mse_loss(alone(x), y) / 2).backward()
         optimizer.step()
-    assert_close(run_ranks(2, body, settings=SMALL), weights(alone), 1e-12)
+    assert_close(on_replicas(2, body), weights(alone), 1e-12)

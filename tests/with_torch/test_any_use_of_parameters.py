@@ -19,6 +19,7 @@ from training_models import (
     fit,
     models,
     network,
+    on_replicas,
     seeded,
     sgd,
     share,
@@ -83,12 +84,9 @@ def test_a_parameter_used_nowhere_keeps_grad_none_in_a_bucket_that_is_used():
 
 
 def test_a_rank_without_a_backward_takes_part_from_step():
-    replicas = models(3)
     ((x, y),) = data(1, 1)
 
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         if rank == 1:
             mse_loss(model(x), y).backward()
         optimizer.step()
@@ -96,7 +94,7 @@ def test_a_rank_without_a_backward_takes_part_from_step():
 
     (alone,) = models(1)
     (mse_loss(alone(x), y) / 3).backward()
-    results = run_ranks(3, body, settings=SMALL)
+    results = on_replicas(3, body)
     assert_close(results, [p.grad for p in alone.parameters()], 1e-12)
 
 
@@ -267,13 +265,10 @@ def test_passes_that_use_different_parameters_add_up(size):
 
 
 def test_synchronize_between_passes_makes_what_follows_final_too():
-    replicas = models(2)
     batches = data(3, 2)
 
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, backward_passes_per_step=3)
-        one, two, _ = share(batches, rank, 2)
+    def body(rank, model, optimizer, mine):
+        one, two, _ = mine
         mse_loss(model(one[0]), one[1]).backward()
         optimizer.synchronize()
         mse_loss(model(two[0]), two[1]).backward()
@@ -283,7 +278,7 @@ def test_synchronize_between_passes_makes_what_follows_final_too():
     mse_loss(alone(batches[0][0]), batches[0][1]).backward()
     mse_loss(alone(batches[1][0]), batches[1][1]).backward()
     expected = [p.grad for p in alone.parameters()]
-    assert_close(run_ranks(2, body, settings=SMALL), expected, 1e-12)
+    assert_close(on_replicas(2, body, steps=3, backward_passes_per_step=3), expected, 1e-12)
 
 
 @SIZES

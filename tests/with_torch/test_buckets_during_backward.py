@@ -19,6 +19,7 @@ from training_models import (
     fit,
     models,
     network,
+    on_replicas,
     seeded,
     sgd,
     share,
@@ -75,37 +76,28 @@ def buckets_in(names):
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_buckets_leave_before_the_first_layer_is_reached(sent, step):
     """But none before the first backward() has ended, in which ranks find out if they agree."""
-    replicas = models(2)
-    batches = data(step + 1, 2)
     seen = {}
 
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        fit(model, optimizer, share(batches, rank, 2)[:step])
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine[:step])
         sent[rank].clear()
 
         def first_layer_is_reached(_):
             seen[rank] = len(buckets_in(sent[rank]))
 
         model[0].weight.register_hook(first_layer_is_reached)
-        fit(model, optimizer, share(batches, rank, 2)[step:])
+        fit(model, optimizer, mine[step:])
         return len(buckets_in(sent[rank]))
 
-    n = run_ranks(2, body, settings=SMALL)[0]
+    n = on_replicas(2, body, steps=step + 1)[0]
     assert n > 3
     early = n - 1 if step else 0
     assert seen == {0: early, 1: early}
 
 
 def test_a_bucket_comes_back_before_backward_is_over():
-    replicas = models(2)
-    batches = data(3, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        fit(model, optimizer, share(batches, rank, 2)[:2])
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine[:2])
         results = []
 
         def wait_for_the_last_layer(_):
@@ -114,11 +106,11 @@ def test_a_bucket_comes_back_before_backward_is_over():
             results.append(bucket.members[0].view.clone())
 
         model[0].weight.register_hook(wait_for_the_last_layer)
-        fit(model, optimizer, share(batches, rank, 2)[2:])
+        fit(model, optimizer, mine[2:])
         (result,) = results
         return torch.equal(result, model[3].bias.grad)
 
-    assert run_ranks(2, body, settings=SMALL) == [True, True]
+    assert on_replicas(2, body, steps=3) == [True, True]
 
 
 class Branches(nn.Module):
@@ -161,28 +153,19 @@ def test_after_the_first_step_buckets_go_in_rank_0s_ready_order(sent):
 
 
 def test_the_first_step_goes_from_the_last_parameter(sent):
-    replicas = models(2)
-    batches = data(1, 2)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank])
-        a, b = share(batches, rank, 2)[0]
-        mse_loss(replicas[rank](a), b).backward()
+    def body(rank, model, optimizer, mine):
+        a, b = mine[0]
+        mse_loss(model(a), b).backward()
         plan = [plain(bucket.name) for bucket in optimizer._reducer.plan.buckets]
         return plan == buckets_in(sent[rank]) and plan[0] == "gradients of 3.bias+2"
 
-    assert run_ranks(2, body, settings=SMALL) == [True, True]
+    assert on_replicas(2, body, steps=1) == [True, True]
 
 
 def test_the_first_passes_of_a_step_send_nothing(sent):
-    replicas = models(2)
-    batches = data(9, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, backward_passes_per_step=3)
+    def body(rank, model, optimizer, mine):
         counts = []
-        for number, (x, y) in enumerate(share(batches, rank, 2)):
+        for number, (x, y) in enumerate(mine):
             sent[rank].clear()
             mse_loss(model(x), y).backward()
             counts.append(len(sent[rank]))
@@ -191,7 +174,7 @@ def test_the_first_passes_of_a_step_send_nothing(sent):
                 optimizer.zero_grad()
         return counts
 
-    for counts in run_ranks(2, body):
+    for counts in on_replicas(2, body, steps=9, backward_passes_per_step=3):
         assert [n > 0 for n in counts] == [False, False, True] * 3
 
 
@@ -217,29 +200,19 @@ def test_runs_within_a_backward_are_no_passes_of_their_own(sent, mode):
 
 
 def test_a_step_sends_its_buckets_and_one_message_more(sent):
-    replicas = models(2)
-    batches = data(4, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        fit(model, optimizer, share(batches, rank, 2)[:3])
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine[:3])
         sent[rank].clear()
-        fit(model, optimizer, share(batches, rank, 2)[3:])
+        fit(model, optimizer, mine[3:])
         names = [plain(bucket.name) for bucket in optimizer._reducer.plan.buckets]
         return sorted(sent[rank]) == sorted([*names, "which gradients are there"])
 
-    assert run_ranks(2, body, settings=SMALL) == [True, True]
+    assert on_replicas(2, body, steps=4) == [True, True]
 
 
 def test_a_second_backward_sends_the_buckets_that_it_touches_alone(sent):
-    replicas = models(2)
-    batches = data(2, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        (x, y), second = share(batches, rank, 2)
+    def body(rank, model, optimizer, mine):
+        (x, y), second = mine
         fit(model, optimizer, [second])
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
@@ -249,26 +222,23 @@ def test_a_second_backward_sends_the_buckets_that_it_touches_alone(sent):
 
     settings = rc.config.Settings(timeout_s=120, fusion_mib=0)
     expected = ["gradients of 0.bias", "gradients of 0.weight"]
-    assert [sorted(names) for names in run_ranks(2, body, settings=settings)] == [expected] * 2
+    assert [sorted(names) for names in on_replicas(2, body, steps=2, settings=settings)] == [
+        expected
+    ] * 2
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.step")  # after synchronize(), on purpose
 def test_step_sends_nothing_after_a_backward(sent):
-    replicas = models(2)
-    batches = data(3, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        fit(model, optimizer, share(batches, rank, 2)[:2])
-        x, y = share(batches, rank, 2)[2]
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine[:2])
+        x, y = mine[2]
         mse_loss(model(x), y).backward()
         sent[rank].clear()
         optimizer.synchronize()
         optimizer.step()
         return len(sent[rank])
 
-    assert run_ranks(2, body) == [0, 0]
+    assert on_replicas(2, body, steps=3) == [0, 0]
 
 
 def test_step_within_skip_synchronize_sends_nothing(sent):
@@ -287,21 +257,16 @@ def test_step_within_skip_synchronize_sends_nothing(sent):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_grad_is_a_view_of_its_bucket(set_to_none):
-    replicas = models(2)
-    batches = data(4, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        fit(model, optimizer, share(batches, rank, 2)[:2])
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine[:2])
         optimizer.zero_grad(set_to_none)
         assert all((p.grad is None) == set_to_none for p in model.parameters())
-        x, y = share(batches, rank, 2)[2]
+        x, y = mine[2]
         mse_loss(model(x), y).backward()
         memory = {b.buffer.untyped_storage().data_ptr() for b in optimizer._reducer.plan.buckets}
         assert {p.grad.untyped_storage().data_ptr() for p in model.parameters()} == memory
 
-    run_ranks(2, body, settings=SMALL)
+    on_replicas(2, body, steps=4)
 
 
 def test_frozen_parameters_take_no_bucket_memory():

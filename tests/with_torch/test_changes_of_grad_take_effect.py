@@ -19,6 +19,7 @@ from training_models import (
     fit,
     models,
     network,
+    on_replicas,
     seeded,
     sgd,
     share,
@@ -193,15 +194,10 @@ def test_a_hook_sees_what_earlier_passes_have_added(size, set_to_none, passes):
 
 
 def test_a_hook_over_what_a_sum_has_left_is_refused_on_every_rank():
-    replicas = models(2)
-    batches = data(2, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, op=hvd.Sum)
+    def body(rank, model, optimizer, mine):
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(scale_in_place)
-        x, y = share(batches, rank, 2)[0]
+        x, y = mine[0]
         mse_loss(model(x), y).backward()
         with pytest.raises(
             RingcommError, match=r"0\.weight\.grad contains the result of .*zero_grad"
@@ -211,26 +207,21 @@ def test_a_hook_over_what_a_sum_has_left_is_refused_on_every_rank():
         mse_loss(model(x), y).backward()
         optimizer.step()
 
-    run_ranks(2, body, settings=SMALL)
+    on_replicas(2, body, steps=2, op=hvd.Sum)
 
 
 @pytest.mark.parametrize("change", [scale_in_place, scale_anew])
 def test_a_gradient_changed_when_it_is_under_way_is_refused_on_every_rank(change):
-    replicas = models(2)
-    batches = data(4, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        fit(model, optimizer, share(batches, rank, 2))  # ranks agree, and know the order
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine)  # ranks agree, and know the order
         optimizer.zero_grad()
         first, last = model[0].weight, model[3].bias
         first.register_post_accumulate_grad_hook(lambda _: change(last) if rank == 1 else None)
-        x, y = share(batches, rank, 2)[0]
+        x, y = mine[0]
         with pytest.raises(RingcommError, match=r"3\.bias\.grad was changed within .*rank 1"):
             mse_loss(model(x), y).backward()
 
-    run_ranks(2, body, settings=SMALL)
+    on_replicas(2, body, steps=4)
 
 
 @SHARDED
@@ -307,17 +298,13 @@ def test_gradients_set_by_hand_are_reduced(size, op, shard_state, clear, put):
 @pytest.mark.parametrize("options", [{"op": hvd.Sum}, {"shard_state": 1}])
 @pytest.mark.parametrize("put", [fill, fill_data])
 def test_a_gradient_written_over_what_a_sum_has_left_is_refused(options, put):
-    replicas = models(2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, **options)
+    def body(rank, model, optimizer, _):
         for _ in range(2):
             for p in model.parameters():
                 put(p, torch.full_like(p, rank + 1.0))
             optimizer.step()
 
-    for error in outcomes(2, body, settings=SMALL):
+    for error in on_replicas(2, body, **options, run=outcomes):
         assert isinstance(error, RingcommError)
         assert "zero_grad()" in str(error) or "assign a new tensor" in str(error)
 
@@ -385,13 +372,8 @@ def test_a_second_step_with_the_same_gradients():
 
 
 def test_ranks_of_which_one_clears_what_is_left_are_told():
-    replicas = models(2)
-    batches = data(1, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        x, y = share(batches, rank, 2)[0]
+    def body(rank, model, optimizer, mine):
+        x, y = mine[0]
         mse_loss(model(x), y).backward()
         optimizer.step()
         if rank == 1:
@@ -399,7 +381,7 @@ def test_ranks_of_which_one_clears_what_is_left_are_told():
         with pytest.raises(RingcommError, match="is what an earlier step left on some ranks"):
             mse_loss(model(x), y).backward()
 
-    run_ranks(2, body, settings=SMALL)
+    on_replicas(2, body, steps=1)
 
 
 # --- references that a program keeps --------------------------------------------------------------
@@ -408,14 +390,10 @@ def test_ranks_of_which_one_clears_what_is_left_are_told():
 @pytest.mark.parametrize("kept", ["object", "view", "array"])
 def test_a_gradient_that_is_kept_stays_as_it_was(size, shard_state, kept):
     of = {"object": lambda g: g, "view": lambda g: g.view(-1)[1:], "array": lambda g: g.numpy()}
-    replicas = models(size)
-    batches = data(6, size)
 
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, shard_state=shard_state)
+    def body(rank, model, optimizer, mine):
         history = []
-        for x, y in share(batches, rank, size):
+        for x, y in mine:
             optimizer.zero_grad()
             mse_loss(model(x), y).backward()
             kept_now = [of[kept](p.grad) for p in model.parameters()]
@@ -425,7 +403,7 @@ def test_a_gradient_that_is_kept_stays_as_it_was(size, shard_state, kept):
             for g, copy in zip(kept_now, copied, strict=True):
                 assert torch.equal(torch.as_tensor(g), copy)
 
-    run_ranks(size, body, settings=SMALL)
+    on_replicas(size, body, steps=6, shard_state=shard_state)
 
 
 def test_memory_that_nobody_refers_to_is_used_again():
@@ -551,50 +529,38 @@ def test_a_parameter_that_grows_is_averaged():
 
 
 def test_a_parameter_that_only_one_rank_exchanges_is_an_error_on_both():
-    replicas = models(2)
-    batches = data(2, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        fit(model, optimizer, share(batches, rank, 2)[:1])
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine[:1])
         if rank == 1:
             exchange(model, optimizer, (0, "weight"), torch.clone)
             optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
-        fit(model, optimizer, share(batches, rank, 2)[1:])
+        fit(model, optimizer, mine[1:])
 
     soon = rc.config.Settings(timeout_s=2)
-    assert all(isinstance(error, RingcommError) for error in outcomes(2, body, settings=soon))
+    assert all(
+        isinstance(error, RingcommError)
+        for error in on_replicas(2, body, steps=2, settings=soon, run=outcomes)
+    )
 
 
 def test_an_exchanged_parameter_whose_state_is_sharded_is_refused():
-    replicas = models(2)
-    batches = data(3, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, shard_state=1)
+    def body(rank, model, optimizer, mine):
         exchange(model, optimizer, (0, "weight"), torch.clone)  # no state yet
-        fit(model, optimizer, share(batches, rank, 2)[:2])
+        fit(model, optimizer, mine[:2])
         exchange(model, optimizer, (0, "weight"), torch.clone)
         with pytest.raises(RingcommError, match="shard_state=0 to exchange"):
             optimizer.zero_grad()
 
-    run_ranks(2, body, settings=SMALL)
+    on_replicas(2, body, steps=3, shard_state=1)
 
 
 def test_adasum_follows_an_exchanged_parameter():
-    replicas = models(2)
-    batches = data(3, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, op=hvd.Adasum)
-        fit(model, optimizer, share(batches, rank, 2)[:1])
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine[:1])
         exchange(model, optimizer, (0, "weight"), torch.clone)
-        fit(model, optimizer, share(batches, rank, 2)[1:])
+        fit(model, optimizer, mine[1:])
         return weights(model)
 
-    first, second = run_ranks(2, body, settings=SMALL)
+    first, second = on_replicas(2, body, steps=3, op=hvd.Adasum)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)

@@ -19,6 +19,7 @@ from training_models import (
     fit,
     models,
     network,
+    on_replicas,
     sgd,
     share,
     weights,
@@ -301,21 +302,17 @@ def test_step_hooks_run_once():
 
 
 def test_step_hooks_see_reduced_gradients_also_without_a_backward():
-    replicas = models(2)
     ((x, y),) = data(1, 1)
 
-    def body(rank):
-        optimizer = wrap(replicas[rank])
+    def body(rank, model, optimizer, _):
         seen = []
-        optimizer.register_step_pre_hook(
-            lambda *_: seen.append(replicas[rank][0].weight.grad.clone())
-        )
+        optimizer.register_step_pre_hook(lambda *_: seen.append(model[0].weight.grad.clone()))
         if rank == 0:
-            mse_loss(replicas[rank](x), y).backward()
+            mse_loss(model(x), y).backward()
         optimizer.step()
         return seen[0]
 
-    one, two = run_ranks(2, body)
+    one, two = on_replicas(2, body)
     assert torch.equal(one, two)
 
 

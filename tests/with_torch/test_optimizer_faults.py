@@ -15,8 +15,8 @@ from training_models import (
     fit,
     models,
     network,
+    on_replicas,
     seeded,
-    share,
     weights,
     wrap,
 )
@@ -41,13 +41,9 @@ def expected_after(batches):
 @pytest.mark.parametrize("failing", [{0, 1, 2}, {1}, {0, 2}])
 def test_a_backward_that_raises_does_not_spoil_the_next(failing, settings):
     """Those whose backward() did not raise hear of it, or wait until the others repeat theirs."""
-    replicas = models(3)
     batches = data(4, 3)
 
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        mine = share(batches, rank, 3)
+    def body(rank, model, optimizer, mine):
         fit(model, optimizer, mine[:2])
         x, y = mine[2]
         attempts = 0
@@ -68,7 +64,7 @@ def test_a_backward_that_raises_does_not_spoil_the_next(failing, settings):
         fit(model, optimizer, mine[3:])
         return weights(model)
 
-    assert_close(run_ranks(3, body, settings=settings), expected_after(batches), 1e-12)
+    assert_close(on_replicas(3, body, steps=4, settings=settings), expected_after(batches), 1e-12)
 
 
 PLACES = ("forward", "loss", "last layer", "first layer")  # where a batch fails
@@ -86,14 +82,11 @@ def test_all_ranks_skip_a_batch_wherever_it_fails(then, skipped, places, shard_s
     zero_grad(), where the others are to hear of it: neither waits for the other.
     """
     size = len(places)
-    replicas = models(size)
     batches = data(6, size)
     is_ahead = threading.Event()
 
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, shard_state=shard_state)
-        for step, (x, y) in enumerate(share(batches, rank, size)):
+    def body(rank, model, optimizer, mine):
+        for step, (x, y) in enumerate(mine):
             place = PLACES[places[rank]] if step in skipped else None
             # A .grad with zeros in its bucket cannot be sent again once another rank has failed.
             optimizer.zero_grad(set_to_none=then == "backward" or places[rank] < FIRST_LAYER)
@@ -111,27 +104,27 @@ def test_all_ranks_skip_a_batch_wherever_it_fails(then, skipped, places, shard_s
         return weights(model)
 
     kept = [batch for step, batch in enumerate(batches) if step not in skipped]
-    assert_close(run_ranks(size, body, settings=SMALL), expected_after(kept), 1e-12)
+    assert_close(
+        on_replicas(size, body, steps=6, shard_state=shard_state), expected_after(kept), 1e-12
+    )
 
 
 def test_the_last_batch_that_all_ranks_skip_is_no_error():
     """A rank that leaves the job completes the buckets that the other one has left."""
-    replicas = models(2)
     batches = data(3, 2)
 
-    def body(rank):
-        optimizer = wrap(replicas[rank])
-        *kept, (x, y) = share(batches, rank, 2)
-        fit(replicas[rank], optimizer, kept)
+    def body(rank, model, optimizer, mine):
+        *kept, (x, y) = mine
+        fit(model, optimizer, kept)
         optimizer.zero_grad()
         with pytest.raises(ZeroDivisionError):
-            train(replicas[rank], x, y, "first layer" if rank else "forward")
+            train(model, x, y, "first layer" if rank else "forward")
         optimizer.zero_grad()
         assert rc.allreduce(torch.ones(1)).item() == 2
         assert leave(engine(), "called shutdown()")
-        return weights(replicas[rank])
+        return weights(model)
 
-    assert_close(run_ranks(2, body, settings=SMALL), expected_after(batches[:2]), 1e-12)
+    assert_close(on_replicas(2, body, steps=3), expected_after(batches[:2]), 1e-12)
 
 
 def train(model, x, y, place):
@@ -236,13 +229,8 @@ def test_after_a_failed_backward_gradients_are_refused_until_zero_grad(use):
 
 
 def test_ranks_with_unequal_numbers_of_backward_get_one_error():
-    replicas = models(3)
-    batches = data(3, 3)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        (x, y), *_ = share(batches, rank, 3)
+    def body(rank, model, optimizer, mine):
+        (x, y), *_ = mine
 
         def train():
             for _ in range(2):
@@ -255,7 +243,7 @@ def test_ranks_with_unequal_numbers_of_backward_get_one_error():
             train()
         return str(caught.value)
 
-    (text,) = set(run_ranks(3, body, settings=SMALL))
+    (text,) = set(on_replicas(3, body, steps=3))
     assert "rank 0 is in step 2, rank 1 in step 1" in text
 
 
@@ -328,13 +316,9 @@ def test_what_was_wrapped_otherwise_on_another_rank_is_told_before_anything_is_s
 
 
 def test_a_bucket_that_ranks_send_otherwise_is_named_and_training_can_go_on():
-    replicas = models(2)
     batches = data(4, 2)
 
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        mine = share(batches, rank, 2)
+    def body(rank, model, optimizer, mine):
         fit(model, optimizer, mine[:2])
         optimizer._reducer.options = GradientOptions(rc.SUM if rank else rc.AVERAGE)
         with pytest.raises(rc.MismatchError, match=r"gradients of \d"):
@@ -345,19 +329,13 @@ def test_a_bucket_that_ranks_send_otherwise_is_named_and_training_can_go_on():
         fit(model, optimizer, mine[2:])
         return weights(model)
 
-    assert_close(run_ranks(2, body, settings=SMALL), expected_after(batches), 1e-12)
+    assert_close(on_replicas(2, body, steps=4), expected_after(batches), 1e-12)
 
 
 @pytest.mark.parametrize("settings", [SMALL, UNSENT])
 @pytest.mark.parametrize("n_steps", [0, 2])
 def test_a_dead_rank_ends_backward_with_its_reason(n_steps, settings):
-    replicas = models(2)
-    batches = data(3, 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
-        mine = share(batches, rank, 2)
+    def body(rank, model, optimizer, mine):
         fit(model, optimizer, mine[:n_steps])
         if rank == 1:
             raise ValueError("boom")
@@ -366,7 +344,7 @@ def test_a_dead_rank_ends_backward_with_its_reason(n_steps, settings):
         assert optimizer._reducer.plan.buckets is None  # the engine may write to what was sent
         fit(model, optimizer, mine[2:])
 
-    error = outcomes(2, body, settings=settings)[0]
+    error = on_replicas(2, body, steps=3, settings=settings, run=outcomes)[0]
     assert isinstance(error, rc.PeerFailedError)
     assert "boom" in str(error)
 
@@ -394,13 +372,9 @@ def test_an_interrupt_while_waiting_ends_the_use_of_the_optimizer(monkeypatch):
 
 
 def test_a_failed_pass_that_would_have_sent_nothing():
-    replicas = models(2)
     batches = data(4, 2)
 
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, backward_passes_per_step=2)
-        mine = share(batches, rank, 2)
+    def body(rank, model, optimizer, mine):
         if rank == 0:
             x, y = mine[0]
             hidden = model[0](x)
@@ -421,4 +395,4 @@ def test_a_failed_pass_that_would_have_sent_nothing():
         for x, y in (batches[first], batches[second]):
             mse_loss(alone(x), y).backward()
         optimizer.step()
-    assert_close(run_ranks(2, body, settings=SMALL), weights(alone), 1e-12)
+    assert_close(on_replicas(2, body, steps=4, backward_passes_per_step=2), weights(alone), 1e-12)

@@ -21,6 +21,7 @@ from training_models import (
     models,
     nesterov,
     network,
+    on_replicas,
     seeded,
     sgd,
     share,
@@ -379,32 +380,26 @@ def test_clip_grad_norm_is_that_of_all_gradients(stage, norm_type, size):
 
 
 def test_clip_grad_norm_refuses_a_norm_that_is_not_finite_on_every_rank():
-    replicas = models(2)
     ((x, y),) = data(1, 1)
 
-    def body(rank):
-        optimizer = wrap(replicas[rank], shard_state=1)
-        (mse_loss(replicas[rank](x), y) * (torch.nan if rank else 1)).backward()
+    def body(rank, model, optimizer, _):
+        (mse_loss(model(x), y) * (torch.nan if rank else 1)).backward()
         with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
-    run_ranks(2, body)
+    on_replicas(2, body, shard_state=1)
 
 
 def test_what_torch_would_clip_by_is_told_once():
-    replicas = models(2)
-    batches = data(3, 2)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank], shard_state=1)
-        for x, y in share(batches, rank, 2):
+    def body(rank, model, optimizer, mine):
+        for x, y in mine:
             optimizer.zero_grad()
-            mse_loss(replicas[rank](x), y).backward()
-            nn.utils.clip_grad_norm_(replicas[rank].parameters(), 0.1)
+            mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
 
     with pytest.warns(UserWarning, match="part of the gradient") as told:
-        run_ranks(2, body)
+        on_replicas(2, body, steps=3, shard_state=1)
     assert [each.filename for each in told] == [__file__] * 2
 
 
@@ -441,17 +436,15 @@ def test_a_grad_scaler_skips_the_same_steps_on_every_rank(size):
 
 
 def test_torchs_own_grad_scaler_is_refused_on_every_rank():
-    replicas = models(2)
     ((x, y),) = data(1, 1)
 
-    def body(rank):
-        optimizer = wrap(replicas[rank], shard_state=1)
+    def body(rank, model, optimizer, _):
         scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(mse_loss(replicas[rank](x), y) * (torch.inf if rank else 1)).backward()
+        scaler.scale(mse_loss(model(x), y) * (torch.inf if rank else 1)).backward()
         with pytest.raises(rc.RingcommError, match=r"use hvd\.GradScaler"):
             scaler.step(optimizer)
 
-    run_ranks(2, body)
+    on_replicas(2, body, shard_state=1)
 
 
 def test_hvds_grad_scaler_is_torchs_with_other_optimizers():

@@ -15,6 +15,7 @@ from training_models import (
     fit,
     models,
     network,
+    on_replicas,
     seeded,
     share,
     weights,
@@ -135,15 +136,12 @@ def test_the_state_has_the_layout_of_its_parameters():
 
 
 def test_one_rank_may_get_it_alone():
-    replicas = models(3)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank], adam, shard_state=1)
+    def body(rank, model, optimizer, _):
         before = optimizer.state_dict(root_rank=1)
-        fit(replicas[rank], optimizer, data(1, 1))
+        fit(model, optimizer, data(1, 1))
         return before, optimizer.state_dict(root_rank=1)
 
-    results = run_ranks(3, body)
+    results = on_replicas(3, body, adam, shard_state=1)
     assert [[each is not None for each in result] for result in results] == [
         [False, False],
         [True, True],
@@ -287,15 +285,12 @@ class Liar(optim.Optimizer):
 
 
 def test_ranks_that_hold_different_things_of_a_parameter_are_told():
-    replicas = models(2)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank], lambda p: Liar(p, {}), shard_state=1)
-        fit(replicas[rank], optimizer, share(data(1, 2), rank, 2))
+    def body(rank, model, optimizer, _):
+        fit(model, optimizer, share(data(1, 2), rank, 2))
         with pytest.raises(rc.RingcommError, match=r"does not update each element by itself"):
             optimizer.state_dict()
 
-    run_ranks(2, body)
+    on_replicas(2, body, lambda p: Liar(p, {}), shard_state=1)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -315,12 +310,9 @@ def test_broadcast_of_a_state(n_steps, is_loaded):
     """Whether root has loaded it, alone, or all ranks have their share of it."""
     batches = data(8, 2)
     _, state = trained(2, adam, batches[:4])[0]
-    replicas = models(2)
 
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, adam, shard_state=1)
-        fit(model, optimizer, share(batches, rank, 2)[:n_steps])
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine[:n_steps])
         if rank == 1:
             optimizer.param_groups[0]["lr"] = 0.5
             if is_loaded:
@@ -330,7 +322,7 @@ def test_broadcast_of_a_state(n_steps, is_loaded):
         return optimizer.state_dict()
 
     expected = state["state"] if is_loaded else trained(2, adam, batches[:n_steps])[0][1]["state"]
-    for found in run_ranks(2, body, settings=SMALL):
+    for found in on_replicas(2, body, adam, shard_state=1, steps=8):
         assert found["state"].keys() == expected.keys()
         assert all(
             torch.equal(found["state"][i]["exp_avg"], expected[i]["exp_avg"]) for i in expected
@@ -338,18 +330,15 @@ def test_broadcast_of_a_state(n_steps, is_loaded):
 
 
 def test_a_broadcast_over_a_rank_that_has_loaded_is_one_error():
-    replicas = models(2)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank], adam, shard_state=1)
-        fit(replicas[rank], optimizer, data(1, 1))
+    def body(rank, model, optimizer, _):
+        fit(model, optimizer, data(1, 1))
         state = optimizer.state_dict()
         if rank == 1:
             optimizer.load_state_dict(state)
         with pytest.raises(rc.MismatchError, match=r"rank 1 has loaded a whole one"):
             hvd.broadcast_optimizer_state(optimizer)
 
-    run_ranks(2, body)
+    on_replicas(2, body, adam, shard_state=1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -378,16 +367,13 @@ def test_checkpoints_go_on_with_any_number_of_ranks(size, tmp_path):
 
 
 def test_a_rank_that_dies_while_states_are_collected():
-    replicas = models(2)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank], adam, shard_state=1)
-        fit(replicas[rank], optimizer, data(1, 1))
+    def body(rank, model, optimizer, _):
+        fit(model, optimizer, data(1, 1))
         if rank:
             raise ValueError("boom")
         optimizer.state_dict()
 
-    error, _ = outcomes(2, body)
+    error, _ = on_replicas(2, body, adam, shard_state=1, run=outcomes)
     assert isinstance(error, rc.PeerFailedError)
     assert "boom" in str(error)
 

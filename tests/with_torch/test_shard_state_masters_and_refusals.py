@@ -20,6 +20,7 @@ from training_models import (
     fit,
     models,
     network,
+    on_replicas,
     seeded,
     sgd,
     share,
@@ -112,24 +113,18 @@ def test_weights_leave_as_soon_as_their_chunk_is_updated(monkeypatch):
     for name in ("update", "send", "note_written"):
         kind = bucket_weights.BucketWeights
         monkeypatch.setattr(kind, name, logged(name, getattr(kind, name)))
-    replicas = models(2)
 
-    def body(rank):
-        optimizer = wrap(replicas[rank], shard_state=1)
-        fit(replicas[rank], optimizer, share(data(1, 2), rank, 2))
+    def body(rank, model, optimizer, _):
+        fit(model, optimizer, share(data(1, 2), rank, 2))
         return len(optimizer._shards._shards)
 
-    n, _ = run_ranks(2, body, settings=SMALL)
+    n, _ = on_replicas(2, body, shard_state=1)
     assert n > 2
     assert log[0] == log[1] == ["update", "send"] * n + ["note_written"] * n
 
 
 def test_a_graph_of_old_weights_is_refused_by_autograd():
-    replicas = models(2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model, shard_state=1)
+    def body(rank, model, optimizer, _):
         fit(model, optimizer, data(2, 1))
         optimizer.zero_grad()
         ((x, y),) = data(1, 1)
@@ -140,7 +135,7 @@ def test_a_graph_of_old_weights_is_refused_by_autograd():
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stale.backward()
 
-    run_ranks(2, body)
+    on_replicas(2, body, shard_state=1)
 
 
 def test_weights_that_were_moved_or_loaded_between_steps():
@@ -243,17 +238,14 @@ def test_sparse_gradients_are_refused_on_every_rank_and_training_can_go_on():
 
 
 def test_gradients_that_are_kept_while_shares_change_are_refused():
-    replicas = models(2)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank], shard_state=1)
-        fit(replicas[rank], optimizer, data(1, 1))
+    def body(rank, model, optimizer, _):
+        fit(model, optimizer, data(1, 1))
         ((x, y),) = data(1, 1)
         with pytest.raises(rc.RingcommError, match=r"call optimizer\.zero_grad\(\) between"):
-            mse_loss(replicas[rank](x), y).backward()
-        fit(replicas[rank], optimizer, data(2, 1))
+            mse_loss(model(x), y).backward()
+        fit(model, optimizer, data(2, 1))
 
-    run_ranks(2, body, settings=SMALL)
+    on_replicas(2, body, shard_state=1)
 
 
 def test_a_gradient_set_by_hand_of_a_frozen_parameter_is_refused():
@@ -271,37 +263,29 @@ def test_a_gradient_set_by_hand_of_a_frozen_parameter_is_refused():
 
 @pytest.mark.parametrize("n_steps", [0, 2])
 def test_a_dead_rank_ends_step_with_its_reason(n_steps):
-    replicas = models(3)
-    batches = data(3, 3)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank], shard_state=1)
-        mine = share(batches, rank, 3)
-        fit(replicas[rank], optimizer, mine[:n_steps])
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine[:n_steps])
         optimizer.zero_grad()
-        mse_loss(replicas[rank](mine[2][0]), mine[2][1]).backward()
+        mse_loss(model(mine[2][0]), mine[2][1]).backward()
         if rank == 1:
             raise ValueError("boom")
         optimizer.step()
 
-    results = outcomes(3, body, settings=SMALL)
+    results = on_replicas(3, body, steps=3, shard_state=1, run=outcomes)
     for rank in (0, 2):
         assert isinstance(results[rank], rc.PeerFailedError)
         assert "boom" in str(results[rank])
 
 
 def test_a_rank_that_has_joined_has_nothing_to_give():
-    replicas = models(2)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank], shard_state=1)
-        fit(replicas[rank], optimizer, data(1, 1))
+    def body(rank, model, optimizer, _):
+        fit(model, optimizer, data(1, 1))
         if rank == 0:
             rc.join()
         else:
-            fit(replicas[rank], optimizer, data(1, 1))
+            fit(model, optimizer, data(1, 1))
 
-    results = outcomes(2, body, settings=SMALL)
+    results = on_replicas(2, body, shard_state=1, run=outcomes)
     assert any("join()" in str(each) for each in results), results
 
 

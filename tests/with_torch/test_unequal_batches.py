@@ -13,6 +13,7 @@ from training_models import (
     data,
     models,
     network,
+    on_replicas,
     seeded,
     share,
     wrap,
@@ -200,21 +201,17 @@ def test_ranks_that_disagree_get_one_error_and_can_go_on(is_16_bit):
 
 
 def test_no_samples_anywhere_is_an_error_everywhere():
-    replicas = models(2)
-    batches = data(1, 2)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank])
-        x, y = share(batches, rank, 2)[0]
+    def body(rank, model, optimizer, mine):
+        x, y = mine[0]
         optimizer.set_samples(0)
         with pytest.raises(ValueError, match="set_samples\\(0\\) on every rank"):
-            mse_loss(replicas[rank](x), y).backward()
+            mse_loss(model(x), y).backward()
         optimizer.zero_grad()
         optimizer.set_samples(1)
-        mse_loss(replicas[rank](x), y).backward()
+        mse_loss(model(x), y).backward()
         optimizer.step()
 
-    run_ranks(2, body, settings=SMALL)
+    on_replicas(2, body, steps=1)
 
 
 @pytest.mark.parametrize("n", [-1, float("nan"), float("inf")])
