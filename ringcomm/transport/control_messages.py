@@ -102,9 +102,9 @@ class Watch:
         """Send a control message to one rank."""
         self.transport.control(dest, self._pack(kind, text, **fields))
 
-    def tell_all(self, kind: Kind, text: str = "", **fields: Any) -> None:
+    def tell_all(self, kind: Kind, **fields: Any) -> None:
         """Send a control message directly to every other live rank; compare _announce()."""
-        message = self._pack(kind, text, **fields)
+        message = self._pack(kind, "", **fields)
         for rank in range(self.transport.size):
             if rank != self.transport.rank and rank not in self.peers.dead:
                 self.transport.control(rank, message)

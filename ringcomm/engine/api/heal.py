@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringcomm")
 _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
-_ORPHANED_S = 1.0  # messages of a rank that has left in order come in this time
 OTHERS_END = "a rank has waited in vain for others, which may live, so that nobody may go on"
 
 
