@@ -106,9 +106,16 @@ def is_running(pid):
 # --- jobs ---------------------------------------------------------------------------------------
 BIN = Path(sys.executable).parent
 LATE_IMPORTS = Path(__file__).parent / "late_imports"  # which saves seconds in each rank
-IS_MPICH = "mpich" in subprocess.run(
-    [BIN / "mpirun", "--version"], capture_output=True, text=True, check=False, timeout=120
-).stdout.lower().replace("hydra", "mpich")
+
+
+def run_command(command, timeout=HANG_S, **options):
+    """Run a command; return what subprocess.run() does, with all that it wrote as text."""
+    options |= {"capture_output": True, "text": True}
+    return subprocess.run(command, check=False, timeout=timeout, **options)
+
+
+MPIRUN = run_command([BIN / "mpirun", "--version"]).stdout.lower()
+IS_MPICH = "mpich" in MPIRUN or "hydra" in MPIRUN
 
 ABOVE_MPI = "above MPI all is the same, and shown with Open MPI"  # why a test is skipped with MPICH
 

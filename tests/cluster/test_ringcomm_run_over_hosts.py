@@ -5,7 +5,7 @@ import shlex
 import subprocess
 
 import pytest
-from harness import BIN, HANG_S, job_environment, wait_until
+from harness import BIN, HANG_S, job_environment, run_command, wait_until
 
 TRAIN = """
 import os, signal, socket, sys
@@ -127,13 +127,9 @@ def ring(cluster, tmp_path):
 def top(cluster, folder, *options):
     """Return what `ringcomm top` says on h0 of the run, if it sees no process of any host."""
     alone = ["unshare", "--pid", "--fork", "--mount-proc"]  # fake hosts share pids, real ones not
-    return subprocess.run(
+    return run_command(
         [*cluster.entering("h0", folder), *alone, BIN / "ringcomm", "top", "run", *options],
         env=job_environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
     ).stdout
 
 

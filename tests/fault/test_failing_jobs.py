@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 
@@ -15,6 +14,7 @@ from harness import (
     finish_job,
     is_running,
     job_environment,
+    run_command,
     run_script,
     start_job,
     wait_until,
@@ -526,25 +526,13 @@ def test_daemon_workers_of_a_failing_rank_end_with_it(tmp_path):
 
 def test_a_single_process_needs_no_launcher(tmp_path):
     code = script("rc.init(); assert rc.size() == 1; print(rc.allreduce(X)[0])")
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=tmp_path,
-        env=job_environment(),
-    )
+    done = run_command([sys.executable, "-c", code], cwd=tmp_path, env=job_environment())
     assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
 
 
 def test_a_launcher_of_another_kind_is_refused(tmp_path):
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", script("rc.init()")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
         cwd=tmp_path,
         env=job_environment({"SLURM_STEP_NUM_TASKS": "4"}),
     )
@@ -570,15 +558,7 @@ def test_ranks_of_torchrun_are_refused_and_their_children_told_what_they_are(tmp
     path.write_text(script(body))
     hint = f"for MPI it is rank 0 of 1. Run instead: ringcomm run -np 2 {path} (or mpirun"
     for extra, told in (ranks, f"but torchrun started this process: {hint}"), ({}, "told"):
-        done = subprocess.run(
-            [sys.executable, path],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=tmp_path,
-            env=job_environment(extra),
-        )
+        done = run_command([sys.executable, path], cwd=tmp_path, env=job_environment(extra))
         assert told in done.stderr + done.stdout
         assert done.returncode == int(bool(extra))
 

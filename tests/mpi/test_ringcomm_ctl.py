@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import time
 
 import pytest
@@ -15,6 +14,7 @@ from harness import (
     IS_MPICH,
     finish_job,
     job_environment,
+    run_command,
     start_job,
     start_run,
     wait_until,
@@ -27,14 +27,7 @@ def ctl(folder, *words):
     """Give a command to the job in a folder; return the exit code and what is printed."""
     wait_until(lambda: ranks_in(folder), "there is no job")
     job = next(iter(ranks_in(folder).values())).job
-    done = subprocess.run(
-        [BIN / "ringcomm", "ctl", job, *words],
-        env=job_environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = run_command([BIN / "ringcomm", "ctl", job, *words], env=job_environment())
     return done.returncode, done.stdout + done.stderr
 
 

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import ABOVE_MPI, BIN, HANG_S, IS_MPICH, at_length, job_environment, wait_until
+from harness import (
+    ABOVE_MPI,
+    BIN,
+    HANG_S,
+    IS_MPICH,
+    at_length,
+    job_environment,
+    run_command,
+    wait_until,
+)
 
 RUN_PAGE = Path(__file__).parents[2] / "docs" / "run.md"
 PRELUDE = """
@@ -397,15 +406,11 @@ def test_ddp_over_gloo_finds_the_other_ranks_without_a_change(tmp_path):
 def test_stdin_is_left_to_the_caller(tmp_path):
     path = script(tmp_path, "print('read', repr(sys.stdin.read()))")
     command = f"{BIN}/ringcomm run --run-folder run -np 1 {path}; cat"
-    done = subprocess.run(
+    done = run_command(
         ["sh", "-c", command],
         cwd=tmp_path,
         env=job_environment({"TMPDIR": str(tmp_path)}),
         input="words",
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
     )
     assert done.stdout == "read ''\nwords", done
 

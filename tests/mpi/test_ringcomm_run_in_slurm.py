@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import slurm
-from harness import BIN, HANG_S, IS_MPICH, job_environment, wait_until
+from harness import BIN, IS_MPICH, job_environment, run_command, wait_until
 
 TRAIN = """
 import os, signal, sys, time
@@ -50,15 +50,7 @@ COMMAND = [str(BIN / "ringcomm"), "run", "--run-folder", "run"]
 def call(environ, *command):
     environ = environ | {"TMPDIR": os.environ["TMPDIR"]}
     environ.pop("OMP_NUM_THREADS")
-    return subprocess.run(
-        [str(each) for each in command],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=HANG_S,
-    )
+    return run_command([str(each) for each in command], env=environ, stdin=subprocess.DEVNULL)
 
 
 def end():

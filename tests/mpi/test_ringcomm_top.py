@@ -20,6 +20,7 @@ from harness import (
     at_length,
     finish_job,
     job_environment,
+    run_command,
     run_script,
     start_job,
     wait_until,
@@ -49,14 +50,7 @@ rc.barrier()
 
 
 def top(*arguments):
-    return subprocess.run(
-        [BIN / "ringcomm", "top", *arguments],
-        env=job_environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    return run_command([BIN / "ringcomm", "top", *arguments], env=job_environment())
 
 
 def facts_of(folder):
@@ -208,14 +202,10 @@ def test_metrics_are_in_the_folder_of_the_run(tmp_path):
         "    try: call()\n"
         "    except TypeError as error: print(error, flush=True)\n"
     )
-    done = subprocess.run(
+    done = run_command(
         [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "2", "train.py"],
         env=job_environment({"TMPDIR": str(tmp_path)}),
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
     )
     assert done.returncode == 0, done
     for name in ("metrics.jsonl", "metrics-1.jsonl"):
@@ -371,9 +361,7 @@ def test_long_names_are_shortened():
 def test_rows_need_neither_rich_nor_mpi():
     names = "[n for n in ('rich', 'mpi4py') if n in sys.modules]"
     code = f"import sys, ringcomm.launch.watch.top; print({names})"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
-    )
+    done = run_command([sys.executable, "-P", "-c", code])
     assert done.stdout == "[]\n", done.stderr
 
 

@@ -1,6 +1,5 @@
 """torch.distributed's backend in real jobs: the suites, the examples, and ways to start."""
 
-import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from harness import (
     at_length,
     is_at_length,
     job_environment,
+    run_command,
     run_job,
     run_script,
     suite_command,
@@ -166,14 +166,7 @@ def test_another_launcher_is_an_error_that_says_what_to_do(launcher, variables, 
         "import torch.distributed as dist\nimport ringcomm.torch\n"
         'dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=2)\n'
     )
-    done = subprocess.run(
-        [BIN / "python", path],
-        env=job_environment(ranks | variables),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = run_command([BIN / "python", path], env=job_environment(ranks | variables))
     assert done.returncode != 0
     assert f"{launcher} started this process" in done.stderr
     assert f"Run instead: ringcomm run -np 2 {path} (or mpirun" in done.stderr

@@ -4,13 +4,12 @@ import errno
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 
 import numpy as np
 import pytest
-from harness import wait_until
+from harness import run_command, wait_until
 
 from ringcomm import open_errors
 from ringcomm._core import Loop, NodeMemory, StatusPage, take, view
@@ -54,13 +53,7 @@ CALLS = {
 def test_without_descriptors_there_is_an_error_that_says_so(what):
     code, call, spare = CALLS[what]
     script = FEW.format(code=code, spare=spare)
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", script],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ended = run_command([sys.executable, "-P", "-c", script])
     assert ended.returncode == 0, ended.stderr
     number, _, text = ended.stdout.partition(" ")
     assert int(number or 0) == errno.EMFILE, ended.stdout

@@ -1,19 +1,14 @@
 """`import ringcomm` does nothing and costs little; before init() each call says what is missing."""
 
-import subprocess
 import sys
 
 import pytest
+from harness import run_command
 
 
 def run_python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={"PATH": "/usr/bin:/bin", **environment},
+    return run_command(
+        [sys.executable, "-P", "-c", code], env={"PATH": "/usr/bin:/bin", **environment}
     )
 
 

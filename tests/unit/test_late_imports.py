@@ -2,11 +2,10 @@
 
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
-from harness import HANG_S, LATE_IMPORTS
+from harness import LATE_IMPORTS, run_command
 
 
 @pytest.fixture
@@ -17,14 +16,10 @@ def run(tmp_path):
 
     def run(code):
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-        done = subprocess.run(
+        done = run_command(
             [sys.executable, "-W", "error", "-c", code],
             cwd=tmp_path,
             env=environment | {"PYTHONPATH": str(tmp_path / "late")},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANG_S,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import run_command
 
 from ringcomm.launch.check_install import gather_facts
 from ringcomm.launch.child_process import run_child
@@ -75,14 +76,7 @@ ROOT_FOLDER = Path(__file__).parents[2]
 
 def in_folder(folder, *arguments):
     # -S keeps out what is really installed, which may be imported from here, too.
-    return subprocess.run(
-        [sys.executable, "-S", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_command([sys.executable, "-S", *arguments], cwd=folder)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from harness import run_command
 
 from ringcomm._core import record_this_rank_in
 from ringcomm.errors import ConfigError
@@ -113,12 +114,8 @@ def test_torchs_variables_come_from_each_launcher(environ, expected):
 
 
 def start(folder, *program, environ):
-    return subprocess.run(
-        [sys.executable, "-I", "-S", become_rank_program.__file__, folder, *program],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
+    return run_command(
+        [sys.executable, "-I", "-S", become_rank_program.__file__, folder, *program], env=environ
     )
 
 

@@ -1,10 +1,9 @@
 """Scripts that import horovod.torch run unchanged."""
 
-import subprocess
 import sys
 
 import pytest
-from harness import HANG_S, IS_MPICH, run_job, run_script
+from harness import IS_MPICH, run_command, run_job, run_script
 
 SCRIPT = """
 import sys
@@ -115,14 +114,7 @@ def test_installed_from_within_a_script(tmp_path):
 def test_a_horovod_that_is_loaded_already_is_not_replaced(tmp_path):
     (tmp_path / "horovod.py").write_text("")
     text = "import horovod; from ringcomm.torch.as_horovod import install; install()"
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    done = run_command([sys.executable, "-c", text], cwd=tmp_path)
     assert done.returncode == 1
     assert "before that" in done.stderr
 
@@ -130,13 +122,7 @@ def test_a_horovod_that_is_loaded_already_is_not_replaced(tmp_path):
 @pytest.mark.at_length
 @pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["-m"], 2)])
 def test_usage(arguments, code):
-    done = subprocess.run(
-        [sys.executable, "-m", "ringcomm.torch.as_horovod", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    done = run_command([sys.executable, "-m", "ringcomm.torch.as_horovod", *arguments])
     assert done.returncode == code
     assert "usage: python -m ringcomm.torch.as_horovod" in done.stdout + done.stderr
 
@@ -300,13 +286,8 @@ if __name__ == "__main__":
 """
     text = text.replace("OPTIONS", "" if IS_MPICH else "--oversubscribe")
     (tmp_path / "program.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "ringcomm.torch.as_horovod", "program.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
+    done = run_command(
+        [sys.executable, "-m", "ringcomm.torch.as_horovod", "program.py"], cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fine" in done.stdout

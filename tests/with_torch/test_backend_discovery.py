@@ -2,13 +2,12 @@
 
 import json
 import logging
-import subprocess
 import sys
 from importlib.metadata import entry_points
 
 import pytest
 import torch.distributed as dist
-from harness import HANG_S, job_environment
+from harness import job_environment, run_command
 
 import ringcomm.torch  # noqa: F401 - torch.distributed knows the backend from here on
 from ringcomm import discovery
@@ -41,15 +40,7 @@ print(json.dumps(found))
 
 
 def run(text, cwd, env=None):
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        env=job_environment(env),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = run_command([sys.executable, "-c", text], env=job_environment(env), cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,9 +1,8 @@
 """Parts of torch that tests/late_imports keeps out of ranks load once somebody asks for them."""
 
-import subprocess
 import sys
 
-from harness import HANG_S, job_environment
+from harness import job_environment, run_command
 
 
 def test_parts_load_when_asked_for_whole_or_by_a_module_in_them(tmp_path):
@@ -20,13 +19,5 @@ def test_parts_load_when_asked_for_whole_or_by_a_module_in_them(tmp_path):
         "assert 'quantized' in dir(torch.nn) and torch.masked.masked_tensor\n"
         "assert torch.nn.qat.Linear and torch.nn.quantizable.LSTM"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=job_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    done = run_command([sys.executable, "-c", code], cwd=tmp_path, env=job_environment())
     assert done.returncode == 0, done.stderr

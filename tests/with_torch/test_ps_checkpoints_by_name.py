@@ -1,11 +1,11 @@
 """Checkpoints are read, and loaded, by the names that values have in a model."""
 
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from harness import run_command
 from ps_optimizer_wrap import wrap
 from ps_ranks_as_threads import run_workers
 from torch import nn
@@ -94,7 +94,7 @@ def test_a_checkpoint_becomes_safetensors_in_a_process_without_torch_or_mpi(tmp_
     wanted = save_trained(tmp_path / "ps")
     file = tmp_path / "model.safetensors"
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, tmp_path / "ps", file]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_command(command)
     found = load_file(file)
     assert sorted(found) == process.stdout.split(), process.stderr
     assert sorted(found.pop("user.keys").tolist()) == [7, 2**62]

@@ -1,12 +1,11 @@
 """Folders that the rest of the package does without."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import job_environment, run_script
+from harness import job_environment, run_command, run_script
 
 import ringcomm
 
@@ -52,14 +51,11 @@ def test_the_unit_tests_need_no_gpu_folder(tmp_path):
     unit = root / "tests" / "unit"
     where = ("-c", root / "pyproject.toml", "--rootdir", root)
     others = ("-q", "-pno:cacheprovider", "--ignore", unit / "test_routes.py")  # has those of gpu
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", "pytest", *where, *others, unit],
         env={**os.environ, "AT_LENGTH": "", "FAST": "1", "PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         timeout=1200,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:]
 
