@@ -94,12 +94,15 @@ def weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def on_replicas(size, body, make=sgd, *, steps=0, settings=SMALL, run=run_ranks, **wrapping):
+def on_replicas(
+    size, body, make=sgd, *, model=None, steps=0, settings=SMALL, run=run_ranks, **wrapping
+):
     """Run body(rank, model, optimizer, mine) on ranks whose models are alike, and wrapped.
 
     mine: the rank's share of each of so many batches, data(steps, size).
     """
-    replicas, batches = models(size), data(steps, size)
+    replicas = copies(network() if model is None else model, size)
+    batches = data(steps, size)
 
     def on_rank(rank):
         model = replicas[rank]

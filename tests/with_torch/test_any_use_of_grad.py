@@ -17,7 +17,6 @@ from training_models import (
     copies,
     data,
     models,
-    network,
     on_replicas,
     seeded,
     sgd,
@@ -100,23 +99,6 @@ def test_gradients_that_are_never_zeroed_go_on_adding_up(size, k):
         return torch.optim.SGD(parameters, lr=0.01)
 
     assert_equals_one_process(size, train, make=make, backward_passes_per_step=k)
-
-
-@SIZES
-def test_clip_grad_norm(size):
-    norms = {}
-
-    def train(model, optimizer, batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            mse_loss(model(x), y).backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            norms.setdefault(id(model), []).append(float(norm))
-            optimizer.step()
-
-    assert_equals_one_process(size, train)
-    first, *others = norms.values()
-    assert all(other == pytest.approx(first, rel=1e-12) for other in others)
 
 
 def replace_after_backward(p):
@@ -220,21 +202,6 @@ def test_horovods_pattern_of_synchronize_and_skip_synchronize(size):
 
 # --- precision and layout -----------------------------------------------------------------------
 @SIZES
-def test_grad_scaler(size):
-    def train(model, optimizer, batches):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        for x, y in batches:
-            optimizer.zero_grad()
-            scaler.scale(mse_loss(model(x), y)).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-
-    assert_equals_one_process(size, train)
-
-
-@SIZES
 def test_grad_scaler_skips_a_step_on_every_rank_when_one_overflows(size):
     batches = data(6, size)
     batches[2][0][0, 0] = float("inf")  # in the first rank's share
@@ -249,21 +216,6 @@ def test_grad_scaler_skips_a_step_on_every_rank_when_one_overflows(size):
         assert scaler.get_scale() == 2.0**9
 
     assert_equals_one_process(size, train, batches=batches)
-
-
-def test_autocast():
-    def train(model, optimizer, batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = mse_loss(model(x).float(), y)
-            loss.backward()
-            optimizer.step()
-
-    # bfloat16 has 8 bits: two ranks round their halves of a sum where one process rounds it once
-    assert_equals_one_process(
-        2, train, model=network(torch.float32), batches=data(8, 2, torch.float32), tolerance=2**-7
-    )
 
 
 @SIZES

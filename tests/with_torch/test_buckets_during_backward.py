@@ -181,22 +181,20 @@ def test_the_first_passes_of_a_step_send_nothing(sent):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # an inner checkpoint
 @pytest.mark.parametrize("mode", ["reentrant", "not reentrant", "everything", "nested"])
 def test_runs_within_a_backward_are_no_passes_of_their_own(sent, mode):
-    replicas = copies(seeded(lambda: Checkpointed(mode).double()), 2)
-    batches = data(4, 2)
-
-    def body(rank):
-        optimizer = wrap(replicas[rank], backward_passes_per_step=2)
+    def body(rank, model, optimizer, mine):
         counts = []
-        for number, (x, y) in enumerate(share(batches, rank, 2)):
+        for number, (x, y) in enumerate(mine):
             sent[rank].clear()
-            mse_loss(replicas[rank](x), y).backward()
+            mse_loss(model(x), y).backward()
             counts.append(sent[rank].count("which gradients are there"))
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
         return counts
 
-    assert run_ranks(2, body, settings=SMALL) == [[0, 1, 0, 1]] * 2
+    model = seeded(lambda: Checkpointed(mode).double())
+    sent = on_replicas(2, body, model=model, steps=4, backward_passes_per_step=2)
+    assert sent == [[0, 1, 0, 1]] * 2
 
 
 def test_a_step_sends_its_buckets_and_one_message_more(sent):
@@ -222,9 +220,8 @@ def test_a_second_backward_sends_the_buckets_that_it_touches_alone(sent):
 
     settings = rc.config.Settings(timeout_s=120, fusion_mib=0)
     expected = ["gradients of 0.bias", "gradients of 0.weight"]
-    assert [sorted(names) for names in on_replicas(2, body, steps=2, settings=settings)] == [
-        expected
-    ] * 2
+    sent = on_replicas(2, body, steps=2, settings=settings)
+    assert [sorted(names) for names in sent] == [expected] * 2
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.step")  # after synchronize(), on purpose
@@ -242,17 +239,14 @@ def test_step_sends_nothing_after_a_backward(sent):
 
 
 def test_step_within_skip_synchronize_sends_nothing(sent):
-    (model,) = models(1)
-
-    def body(rank):
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         with optimizer.skip_synchronize():
             optimizer.step()
         assert not sent[rank]
         optimizer.step()
         return len(sent[rank]) > 0
 
-    assert run_ranks(1, body) == [True]
+    assert on_replicas(1, body) == [True]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -339,15 +333,12 @@ def test_a_parameter_has_one_distributed_optimizer_at_a_time():
 
 
 def test_an_optimizer_left_in_a_cycle_is_found_out(sent):
-    (model,) = models(1)
-
-    def body(rank):
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         optimizer.itself = optimizer
         del optimizer
         wrap(model)
 
-    run_ranks(1, body)
+    on_replicas(1, body)
 
 
 def test_two_optimizers_with_parameters_of_the_same_names_in_one_backward():
@@ -485,11 +476,9 @@ def test_adversaries_that_take_turns():
 def test_a_forked_childs_backward_sends_nothing(sent):
     import os
 
-    (model,) = models(1)
     ((x, y),) = data(1, 1)
 
-    def body(rank):
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         pid = os.getpid
         real = pid()
         try:
@@ -499,5 +488,5 @@ def test_a_forked_childs_backward_sends_nothing(sent):
             os.getpid = pid
         return len(sent[0]), optimizer._reducer.plan.buckets
 
-    assert run_ranks(1, body) == [(0, None)]
+    assert on_replicas(1, body) == [(0, None)]
     assert threading.active_count() < 50

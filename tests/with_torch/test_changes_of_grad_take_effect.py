@@ -17,7 +17,6 @@ from training_models import (
     copies,
     data,
     fit,
-    models,
     network,
     on_replicas,
     seeded,
@@ -407,11 +406,9 @@ def test_a_gradient_that_is_kept_stays_as_it_was(size, shard_state, kept):
 
 
 def test_memory_that_nobody_refers_to_is_used_again():
-    (model,) = models(1)
     batches = data(1, 1) * 12
 
-    def body(rank):
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         fit(model, optimizer, batches[:3])
         places = set()
         for step, batch in enumerate(batches):
@@ -421,7 +418,7 @@ def test_memory_that_nobody_refers_to_is_used_again():
             assert kept is None or len(kept) == 6
         return len(places)
 
-    (n_places,) = run_ranks(1, body, settings=SMALL)
+    (n_places,) = on_replicas(1, body)
     assert n_places <= 5
 
 

@@ -144,13 +144,6 @@ def test_wrong_arguments_name_the_function_that_was_called():
     run_ranks(2, body)
 
 
-def test_the_mean_of_float16_does_not_overflow():
-    def body(rank):
-        return hvd.allreduce(torch.full((3,), 60000.0, dtype=torch.float16)).tolist()
-
-    assert run_ranks(4, body) == [[60000.0] * 3] * 4
-
-
 @SIZES
 @pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
 def test_compression_sends_16_bits_and_returns_the_dtype(size, compression):
@@ -500,28 +493,6 @@ def test_the_last_to_join_brings_the_others_up_to_date(optimizer_of):
     assert olds[2] != olds[1]
     assert updated == (olds[1],) * 3
     assert trained == (trained[0],) * 3
-
-
-@pytest.mark.parametrize("op", [hvd.Min, hvd.Max, hvd.Product])
-def test_min_max_and_product_do_not_see_a_rank_that_joined(op):
-    def body(rank):
-        values = [-3.0, 2.0]
-        result = hvd.allreduce(torch.tensor(values), op=op).tolist() if rank else None
-        hvd.join()
-        return result
-
-    assert run_ranks(2, body)[1] == [-3.0, 2.0]
-
-
-def test_process_sets_used_unequally_stay_in_step():
-    def body(rank):
-        some = hvd.add_process_set([0, 1])
-        if rank < 2:
-            for _ in range(5):
-                hvd.allreduce(torch.ones(1), process_set=some)
-        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
-
-    assert run_ranks(3, body) == [3] * 3
 
 
 # --- Adasum -------------------------------------------------------------------------------------

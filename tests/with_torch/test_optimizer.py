@@ -11,10 +11,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import (
     BATCH,
-    SMALL,
     assert_close,
     assert_equals_one_process,
-    copies,
     data,
     fit,
     models,
@@ -287,10 +285,7 @@ def test_unpickling_before_init_says_what_to_save_instead():
 
 
 def test_step_hooks_run_once():
-    (model,) = models(1)
-
-    def body(rank):
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         calls = []
         optimizer.register_step_post_hook(lambda *_: calls.append(1))
         fit(model, optimizer, data(1, 1))
@@ -298,7 +293,7 @@ def test_step_hooks_run_once():
         fit(model, optimizer, data(1, 1))
         return len(calls)
 
-    assert run_ranks(1, body) == [2]
+    assert on_replicas(1, body) == [2]
 
 
 def test_step_hooks_see_reduced_gradients_also_without_a_backward():
@@ -406,15 +401,11 @@ def test_before_init_wrapping_and_size_say_so_by_horovods_kind_of_error():
 
 
 def test_a_dtype_changed_after_wrapping_is_refused():
-    replicas = copies(network(torch.float32), 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         fit(model, optimizer, share(data(2, 2, torch.float32), rank, 2))
         model.double()
         optimizer.zero_grad()
         with pytest.raises(rc.RingcommError, match=r"model.to\(\) before"):
             fit(model, optimizer, share(data(1, 2), rank, 2))
 
-    run_ranks(2, body, settings=SMALL)
+    on_replicas(2, body, model=network(torch.float32))

@@ -10,7 +10,6 @@ from torch.nn.functional import mse_loss
 from training_models import (
     SMALL,
     assert_close,
-    copies,
     data,
     fit,
     models,
@@ -175,11 +174,7 @@ def test_a_reentrant_run_that_raises_does_not_spoil_the_next():
                 hidden.register_hook(lambda _: 1 / 0)
             return self.c(checkpoint(self.b, hidden, use_reentrant=True))
 
-    replicas = copies(seeded(lambda: Net().double()), 2)
-
-    def body(rank):
-        model = replicas[rank]
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         x = torch.full((1, 5), rank + 1.0, dtype=torch.float64)
         model.is_bad = True
         with pytest.raises(ZeroDivisionError):
@@ -189,7 +184,7 @@ def test_a_reentrant_run_that_raises_does_not_spoil_the_next():
         model(x).sum().backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    results = run_ranks(2, body, settings=SMALL)
+    results = on_replicas(2, body, model=seeded(lambda: Net().double()))
     alone = seeded(lambda: Net().double())
     for rank in range(2):
         (alone(torch.full((1, 5), rank + 1.0, dtype=torch.float64)).sum() / 2).backward()
@@ -210,11 +205,9 @@ def backward(model, _, x):
 
 @pytest.mark.parametrize("use", [step, synchronize, backward])
 def test_after_a_failed_backward_gradients_are_refused_until_zero_grad(use):
-    (model,) = models(1)
     x = torch.ones(1, 5, dtype=torch.float64)
 
-    def body(rank):
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         hidden = model[0](x)
         hidden.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -225,7 +218,7 @@ def test_after_a_failed_backward_gradients_are_refused_until_zero_grad(use):
         model(x).sum().backward()
         optimizer.step()
 
-    run_ranks(1, body)
+    on_replicas(1, body)
 
 
 def test_ranks_with_unequal_numbers_of_backward_get_one_error():
@@ -350,11 +343,9 @@ def test_a_dead_rank_ends_backward_with_its_reason(n_steps, settings):
 
 
 def test_an_interrupt_while_waiting_ends_the_use_of_the_optimizer(monkeypatch):
-    (model,) = models(1)
     ((x, y),) = data(1, 1)
 
-    def body(rank):
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         fit(model, optimizer, data(2, 1))
         bucket = optimizer._reducer.plan.buckets[0]
 
@@ -368,7 +359,7 @@ def test_an_interrupt_while_waiting_ends_the_use_of_the_optimizer(monkeypatch):
         with pytest.raises(rc.RingcommError, match="interrupted half-way"):
             mse_loss(model(x), y).backward()
 
-    run_ranks(1, body)
+    on_replicas(1, body)
 
 
 def test_a_failed_pass_that_would_have_sent_nothing():

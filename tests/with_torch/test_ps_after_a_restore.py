@@ -4,18 +4,11 @@ import threading
 
 import pytest
 import torch
-from ps_optimizer_wrap import wrap
-from ps_ranks_as_threads import run_workers
-from training_models import copies, network, weights
+from ps_optimizer_wrap import on_workers
+from training_models import weights
 
 import ringcomm as rc
 from ringcomm.torch import ps
-
-
-def on_workers(n, body, **options):
-    """Run body(rank, model, optimizer) on n workers, each with a copy of the model."""
-    replicas = copies(network(), n)
-    return run_workers(n, lambda rank: body(rank, replicas[rank], wrap(replicas[rank], **options)))
 
 
 def backward(model):

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from ps_optimizer_wrap import wrap
+from ps_optimizer_wrap import on_workers, wrap
 from ps_ranks_as_threads import deadline, run_workers
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -20,14 +20,6 @@ from ringcomm.torch import ps
 from ringcomm.torch.ps import count_steps_and_embeddings
 
 pytestmark = pytest.mark.usefixtures("odd_cuts")
-
-
-def on_workers(n, body, n_servers=1, model=None, **options):
-    """Run body(rank, model, optimizer) on n workers, each with a copy of the model."""
-    replicas = copies(network() if model is None else model, n)
-    return run_workers(
-        n, lambda rank: body(rank, replicas[rank], wrap(replicas[rank], **options)), n_servers
-    )
 
 
 def adam(parameters):

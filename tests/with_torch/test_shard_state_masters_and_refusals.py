@@ -155,17 +155,14 @@ def test_weights_that_were_moved_or_loaded_between_steps():
 
 @pytest.mark.parametrize("make", [sgd, lambda p: Counting(p, lr=0.1)])
 def test_step_hooks_run_once_and_see_the_wrapped_optimizer(make):
-    (model,) = models(1)
-
-    def body(rank):
-        optimizer = wrap(model, make, shard_state=1)
+    def body(rank, model, optimizer, _):
         seen = []
         optimizer.register_step_pre_hook(lambda each, *_: seen.append(each is optimizer))
         optimizer.register_step_post_hook(lambda each, *_: seen.append(each is optimizer))
         fit(model, optimizer, data(2, 1))
         return seen
 
-    assert run_ranks(1, body, settings=SMALL) == [[True] * 4]
+    assert on_replicas(1, body, make, shard_state=1) == [[True] * 4]
 
 
 def test_a_process_set_shares_among_its_ranks_alone():

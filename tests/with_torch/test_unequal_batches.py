@@ -236,14 +236,12 @@ def test_a_sum_is_not_weighed():
 
 
 def test_samples_told_after_backward_are_refused_at_step():
-    (model,) = models(1)
     ((x, y),) = data(1, 1)
 
-    def body(rank):
-        optimizer = wrap(model)
+    def body(rank, model, optimizer, _):
         mse_loss(model(x), y).backward()
         optimizer.set_samples(3)
         with pytest.raises(rc.RingcommError, match=r"after backward\(\)"):
             optimizer.step()
 
-    run_ranks(1, body)
+    on_replicas(1, body)
