@@ -60,6 +60,8 @@ class Settings:
         reserves: number of processes, after the spares, that sleep in init() until they are needed.
         ps_evaluators: number of evaluators that ps.init() makes by default.
         ps_spares: number of spare servers that ps.init() makes by default, in an elastic job.
+        ps_worker_spares: number of ranks that ps.init() lets stand by for workers and evaluators by
+            default, likewise.
         tensorboard: folder for TensorBoard's files, which rank 0 writes; "" = none.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
@@ -84,6 +86,7 @@ class Settings:
     reserves: int = 0
     ps_evaluators: int = 0
     ps_spares: int = 0
+    ps_worker_spares: int = 0
 
     @property
     def forced(self) -> dict[str, str]:
@@ -258,7 +261,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             f"{_PREFIX}PS_SERVERS is 0, and ps.init() needs one server at least. Set it to 1 or "
             "more, or unset it"
         )
-    for name in ("SPARES", "RESERVES", "PS_SPARES"):
+    for name in ("SPARES", "RESERVES", "PS_SPARES", "PS_WORKER_SPARES"):
         if values.get(name.lower()) and not found.elastic:
             raise ConfigError(
                 f"{_PREFIX}{name} is {values[name.lower()]}, and {_PREFIX}ELASTIC is 0: only an "

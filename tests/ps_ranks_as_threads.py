@@ -86,7 +86,7 @@ def run_all(
             if sys.exception() is None or isinstance(sys.exception(), SystemExit):
                 leave(engine(), "done")
 
-    size = n_workers + options.get("evaluators", 0)
+    size = n_workers + options.get("evaluators", 0) + options.get("worker_spares", 0)
     if not options.get("colocated"):
         size += n_servers + options.get("spares", 0)
     try:

@@ -22,6 +22,7 @@ class Members(NamedTuple):
     evaluators: tuple[int, ...]
     server_numbers: tuple[int, ...]
     leader: int
+    waiting: tuple[int, ...] = ()
 
 
 class Choices:

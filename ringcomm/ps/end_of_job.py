@@ -63,6 +63,30 @@ class EndOfTraining:
             self._count, self._last, self._is_asked = 0, None, False
             self._counts, self._workers = {}, ()
 
+    @property
+    def n_calls(self) -> int:
+        """Calls of should_stop() that have returned False."""
+        return self._count
+
+    def begin_at(self, n_calls: int) -> None:
+        """Go on from where another worker is; on a newcomer."""
+        with self._lock:
+            self._count = n_calls
+
+    def include(self, rank: int, *, is_worker: bool) -> None:
+        """Let a rank know of the end that has begun, if it has; on the chief, once it joins."""
+        with self._lock:
+            if not self._is_asked:
+                return
+            last = self._last
+            if last is None and is_worker:
+                self._workers = (*self._workers, rank)
+        if last is None and is_worker:
+            self._send(rank, Stop.ASK, 0)
+        else:
+            is_told = last and is_worker
+            self._send(rank, Stop.AT if is_told else Stop.NOW, last if last and is_told else 0)
+
     def is_over(self) -> bool | None:
         """Count a call of should_stop(), and return what it returns; None: not known yet."""
         with self._lock:

@@ -132,7 +132,9 @@ def _await_report(
     peers = current.engine.watch.peers
 
     def is_over() -> bool:
-        return has_come() or all(rank in peers.dead for rank in evaluators)
+        layout = current.layout
+        are_dead = all(rank in peers.dead for rank in layout.evaluators)
+        return has_come() or (are_dead and not layout.standing_by)
 
     if not current.client.drive_until(is_over, "ps.reports", timeout_s):
         label = current.engine.transport.label

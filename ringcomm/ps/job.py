@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -22,6 +23,8 @@ from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
 from ringcomm.ps.client.calls_to_servers import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
+from ringcomm.ps.members.let_in import end_step, hear
+from ringcomm.ps.members.stand_by import stand_by
 from ringcomm.ps.protocol.announce_deaths import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import Header, Kind
@@ -48,6 +51,7 @@ def init(
     *,
     evaluators: int | None = None,
     spares: int | None = None,
+    worker_spares: int | None = None,
     role: Role | None = None,
     replication: int = 1,
     placement: str = "balanced",
@@ -73,6 +77,9 @@ def init(
         spares: servers more, on the highest ranks, that have no partitions until they take the
             place of one that died, or are added: docs/parameter_server.md says how. None:
             RINGCOMM_PS_SPARES, or none. They need RINGCOMM_ELASTIC=1.
+        worker_spares: ranks more that wait in this call until a worker or an evaluator dies, and
+            return from it in its place; where nobody dies, the program ends there. None:
+            RINGCOMM_PS_WORKER_SPARES, or none. They need RINGCOMM_ELASTIC=1.
         role: of this command; None: what remains. Where one command declares servers
             (`python -m ringcomm.ps.server`), no others are made.
         replication: copies of each partition, 1 or 2. With 2, another server goes on in the place
@@ -98,19 +105,23 @@ def init(
     init_rank_size.init()
     engine = init_rank_size.engine()
     if (begun := engine.extensions.get(SESSION)) is not None:
-        _require_alike(begun.layout, servers, evaluators, spares, replication, colocated=colocated)
+        _require_alike(
+            begun.layout, servers=servers, evaluators=evaluators, spares=spares,
+            worker_spares=worker_spares, replication=None if replication == 1 else replication,
+            colocated=colocated or None,
+        )  # fmt: skip
         return
     _refuse_other_views(engine)
+    found = read_settings()
     if servers is None and role != "server":
-        servers = read_settings().ps_servers or None
-    if evaluators is None:
-        evaluators = read_settings().ps_evaluators
-    if spares is None:
-        spares = read_settings().ps_spares
+        servers = found.ps_servers or None
+    evaluators = found.ps_evaluators if evaluators is None else evaluators
+    spares = found.ps_spares if spares is None else spares
+    worker_spares = found.ps_worker_spares if worker_spares is None else worker_spares
     functions, is_evaluating = registered(), is_marked()
     options = InitOptions(
         role, servers, evaluators, spares, colocated, replication, placement, is_evaluating,
-        tuple(sorted(functions)),
+        tuple(sorted(functions)), worker_spares,
     )  # fmt: skip
     all_options = allgather_object(options)
     layout = assign(all_options, engine.groups.default.ranks.nodes)
@@ -126,12 +137,21 @@ def init(
     engine.groups.default = current.group
     engine.extensions.check_joins(current.refuse_join)
     engine.extensions.check_views(current.refuse_view)
+    if layout.role_of(engine.job_rank) == "spare":
+        if not stand_by(current, evaluates=is_evaluating):
+            _end()
+        engine.groups.default = current.group
     if recover is not None and layout.role_of(engine.job_rank) == "worker":
         _let_recover(current, Path(recover), save_every_s)
+    _begin(current, evaluates=role is None and is_evaluating)
+
+
+def _begin(current: Session, *, evaluates: bool) -> None:
+    """Do what a rank of this role does; return on a worker, or if the program evaluates."""
+    engine, layout = current.engine, current.layout
     if current.dispatcher.server is None:
         engine.extensions.before_leaving(current.leave)
-        is_evaluator = layout.role_of(engine.job_rank) == "evaluator"
-        if is_evaluator and role is None and is_evaluating:
+        if evaluates and layout.role_of(engine.job_rank) == "evaluator":
             evaluate()
             current.leave()
             _end()
@@ -149,26 +169,15 @@ def _require_seconds(**seconds: float | None) -> None:
             raise ConfigError(f"ps.init: {name} is {value!r}; it must be more than 0 seconds")
 
 
-def _require_alike(
-    begun: Layout,
-    servers: int | None,
-    evaluators: int | None,
-    spares: int | None,
-    replication: int,
-    *,
-    colocated: bool,
-) -> None:
+def _require_alike(begun: Layout, **asked: int | None) -> None:
     """Raise ConfigError if a second call asks for another job than the one that has begun."""
-    n_servers, n_evaluators = begun.n_places, len(begun.evaluators)
-    asked = {
-        "servers": (n_servers if servers is None else servers, n_servers),
-        "spares": (begun.spares if spares is None else spares, begun.spares),
-        "evaluators": (n_evaluators if evaluators is None else evaluators, n_evaluators),
-        "replication": (begun.replication if replication == 1 else replication, begun.replication),
-        "colocated": (colocated or begun.is_colocated, begun.is_colocated),
-    }
-    for name, (wanted, is_so) in asked.items():
-        if wanted != is_so:
+    facts = {
+        "servers": begun.n_places, "spares": begun.spares, "worker_spares": len(begun.waiting),
+        "evaluators": len(begun.evaluators), "replication": begun.replication,
+        "colocated": begun.is_colocated,
+    }  # fmt: skip
+    for name, wanted in asked.items():
+        if wanted is not None and wanted != (is_so := facts[name]):
             raise ConfigError(
                 f"ps.init: {name}={wanted}, but this job has begun with {name}={is_so}. The first "
                 "call decides for the whole job; call rc.shutdown() before another one"
@@ -186,8 +195,9 @@ def _refuse_other_views(engine: Engine) -> None:
     if what:
         raise ConfigError(
             f"ps.init: it does not go with {what}: in a job with parameter servers the others go "
-            "on after a death without a new view, and nobody takes the place of a worker. Leave it "
-            "out; spares of servers are ps.init(spares=), or RINGCOMM_PS_SPARES"
+            "on after a death without a new view. Leave it out; spares of servers are "
+            "ps.init(spares=), or RINGCOMM_PS_SPARES, and those of workers "
+            "ps.init(worker_spares=), or RINGCOMM_PS_WORKER_SPARES"
         )
 
 
@@ -270,7 +280,7 @@ def _start(
         memory = partial(memory_of, engine)
         number = layout.number_of(me)
         if layout.replication == 1:
-            dispatcher.server = Server(number, layout, link, memory, functions)
+            dispatcher.server = Server(number, replace(layout), link, memory, functions)
             dispatcher.server.page = engine.page
         else:
             dispatcher.server = Homes(
@@ -281,7 +291,10 @@ def _start(
                 partial(make_pushes, pipes.endpoint),
             )  # fmt: skip
             dispatcher.server.show_on(engine.page)
-    of_role = {"worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators}
+    of_role = {
+        "worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators,
+        "spare": layout.waiting,
+    }  # fmt: skip
     group = Group.of_job(of_role[layout.role_of(me)])
     dispatcher.deaths = Deaths(engine.watch.peers)
     current = Session(
@@ -289,6 +302,7 @@ def _start(
     )
     dispatcher.deaths.listeners.append(current.on_death)
     dispatcher.takes[Kind.HOMES] = current.on_homes
+    dispatcher.takes[Kind.NEWCOMER] = partial(hear, current)
     keep_queues(engine, layout.rank_of(layout.leader))
     engine.extensions.add_service(dispatcher)
     engine.extensions.add_waits(lambda: client.waits.label)
@@ -314,7 +328,7 @@ def _looks_of_server(engine: Engine, layout: Layout) -> int:
 
 
 def rank() -> int:
-    """Return this worker's rank among the workers."""
+    """Return this worker's rank among the workers: that of the one whose place it has taken."""
     return session().group.index
 
 
@@ -357,8 +371,7 @@ def complete_step(step: int | None = None) -> int:
         )
     if step is None or step > current.clock:
         current.tick(step)
-    if current.between_steps is not None:
-        current.between_steps()
+    end_step(current)
     current.engine.note_step(current.clock)
     current.engine.control.come_to_boundary(current, current.clock)
     return current.clock

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from ringcomm.errors import ConfigError
+from ringcomm.ps.placement.newcomers import Newcomer
 
-Role = Literal["worker", "server", "evaluator"]
-ROLES: Final[tuple[str, ...]] = get_args(Role)
+Role = Literal["worker", "server", "evaluator", "spare"]
+ROLES: Final = ("worker", "server", "evaluator")  # those that a command may declare
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class InitOptions:
         servers: how many; None: as other ranks say.
         evaluators: how many among the ranks without a role.
         spares: how many servers more there are than hold partitions.
+        worker_spares: how many ranks wait for the place of a worker or an evaluator.
         colocated: servers live in the processes of workers.
         dead: ranks that died.
         replication: copies of each partition.
@@ -39,14 +41,15 @@ class InitOptions:
     placement: str = "balanced"
     evaluates: bool = False
     functions: tuple[str, ...] = ()
+    worker_spares: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Layout:
     """The role of each rank. All ranks are of the job.
 
     Attributes:
-        workers: train. The default group, in this order.
+        workers: train, by place. The default group, in this order, as long as nobody has joined.
         servers: own partitions, by server number; the spares are the last ones.
         evaluators: read snapshots.
         gone: workers that cannot follow a chief that died: they died, or had left by then.
@@ -55,6 +58,9 @@ class Layout:
             they take part in all else from the start; without, once they have a place.
         lost: numbers of servers that died, with all copies of what they had.
         hosts: ranks of the servers whose first process died, by number; see rank_of().
+        waiting: stood by at first, for the place of a worker or an evaluator.
+        joined: numbers of those that have one by now, in the order in which they came.
+        filled: who has the place of a rank that died.
     """
 
     workers: tuple[int, ...]
@@ -66,16 +72,47 @@ class Layout:
     spares: int = 0
     lost: set[int] = field(default_factory=set, compare=False)
     hosts: dict[int, int] = field(default_factory=dict, compare=False)
+    waiting: tuple[int, ...] = ()
+    joined: dict[int, int] = field(default_factory=dict, compare=False)
+    filled: dict[int, Newcomer] = field(default_factory=dict, compare=False)
 
     @property
     def chief(self) -> int:
-        """The worker that initialises, checkpoints and logs: the lowest one that is not gone."""
-        return next((rank for rank in self.workers if rank not in self.gone), self.workers[0])
+        """The worker that initialises, checkpoints and logs: the lowest one that is not gone.
+
+        One that has joined is higher than all that were there before.
+        """
+        workers = sorted(self.workers, key=lambda rank: self.joined.get(rank, 0))
+        return next((rank for rank in workers if rank not in self.gone), workers[0])
+
+    def join(self, newcomer: Newcomer) -> bool:
+        """Give a rank the place of one that died; return False if it had it already."""
+        rank, role, place, number = newcomer
+        if rank in self.joined:
+            return False
+        self.joined[rank], self.filled[place] = number, newcomer
+        places = self.workers if role == "worker" else self.evaluators
+        filled = tuple(rank if each == place else each for each in places)
+        if role == "worker":
+            self.workers = filled
+        else:
+            self.evaluators = filled
+        return True
+
+    @property
+    def ranks(self) -> set[int]:
+        """All ranks, but those whose place another has."""
+        return {*self.workers, *self.servers, *self.evaluators, *self.waiting}
+
+    @property
+    def standing_by(self) -> set[int]:
+        """The ranks that wait for a place, and live."""
+        return {*self.waiting} - self.joined.keys() - self.dead
 
     @property
     def survivable(self) -> frozenset[int]:
         """The ranks that may die in an elastic job: all but colocated servers, and the last one."""
-        clients = {*self.workers, *self.evaluators} - {*self.servers}
+        clients = {*self.workers, *self.evaluators, *self.waiting, *self.filled} - {*self.servers}
         live = {*self.servers} - self.dead
         if self.is_colocated or len(live) > 1:
             return frozenset(clients if self.is_colocated else {*clients, *self.servers})
@@ -154,9 +191,23 @@ class Layout:
 
     def role_of(self, rank: int) -> Role:
         """Return the role of a rank; a colocated server is a worker."""
+        if rank in self.filled:
+            return self.role_of(self.filled[rank].rank)
         if rank in self.workers:
             return "worker"
-        return "server" if rank in self.servers else "evaluator"
+        if rank in self.servers:
+            return "server"
+        return "evaluator" if rank in self.evaluators else "spare"
+
+    def place_of(self, rank: int) -> int:
+        """Return the place of a rank among those of its role. Raises ValueError."""
+        while rank in self.filled:
+            rank = self.filled[rank].rank
+        of_role = {
+            "worker": self.workers, "server": self.servers, "evaluator": self.evaluators,
+            "spare": self.waiting,
+        }  # fmt: skip
+        return of_role[self.role_of(rank)].index(rank)
 
     @property
     def is_colocated(self) -> bool:
@@ -169,7 +220,8 @@ def assign(all_options: Sequence[InitOptions], hosts: Sequence[int]) -> Layout:
 
     Of the ranks whose command declares no role, the highest are spares, servers are one per host in
     turn, from the highest of the others down, and evaluators the highest of the rest; so rank 0 is
-    a worker. Of the ranks that declare to be servers the highest are the spares.
+    a worker. Of the ranks that declare to be servers the highest are the spares. The highest of the
+    workers wait for the place of another.
 
     Args:
         all_options: of every rank.
@@ -196,9 +248,18 @@ def assign(all_options: Sequence[InitOptions], hosts: Sequence[int]) -> Layout:
             "no worker. Start more ranks, or ask for fewer servers"
         )
     replication = next(w.replication for w in all_options if w.role != "server")
+    n_waiting = next(w.worker_spares for w in all_options if w.role != "server")
+    if n_waiting >= len(workers):
+        raise ConfigError(
+            f"ps.init: worker_spares={n_waiting} asked for, and {_count(len(workers), 'rank')} "
+            "can be worker or stand by, of which one must be a worker. Start more ranks "
+            "(mpirun -np N)"
+        )
+    at = len(workers) - n_waiting
     return Layout(
-        workers, tuple(servers), tuple(sorted(evaluators)), replication=replication, spares=n_spares
-    )
+        workers[:at], tuple(servers), tuple(sorted(evaluators)), replication=replication,
+        spares=n_spares, waiting=workers[at:],
+    )  # fmt: skip
 
 
 def refuse_what_cannot_be(layout: Layout, *, is_elastic: bool) -> None:
@@ -220,6 +281,11 @@ def refuse_what_cannot_be(layout: Layout, *, is_elastic: bool) -> None:
         why = "without RINGCOMM_ELASTIC=1 any death ends the job, and there is no place to take"
     if why:
         raise ConfigError(f"ps.init: spares={layout.spares}: {why}")
+    if layout.waiting and not is_elastic:
+        raise ConfigError(
+            f"ps.init: worker_spares={len(layout.waiting)}: without RINGCOMM_ELASTIC=1 any death "
+            "ends the job, and there is no place to take"
+        )
 
 
 def _require_sound(rank: int, options: InitOptions) -> None:
@@ -227,10 +293,16 @@ def _require_sound(rank: int, options: InitOptions) -> None:
         raise ConfigError(
             f"ps.init: rank {rank} says role={options.role!r}; roles are {', '.join(ROLES)}"
         )
+    if options.worker_spares and options.colocated:
+        raise ConfigError(
+            f"ps.init: worker_spares={options.worker_spares}: it does not go with colocated=True, "
+            "where the death of a worker ends the job"
+        )
     for name, value, least in (
         ("servers", options.servers, 1),
         ("evaluators", options.evaluators, 0),
         ("spares", options.spares, 0),
+        ("worker_spares", options.worker_spares, 0),
         ("replication", options.replication, 1),
     ):
         if value is not None and value < least:
@@ -249,6 +321,7 @@ def _require_alike(all_options: Sequence[InitOptions]) -> None:
         if options.role != "server":
             values |= {"replication": options.replication, "placement": options.placement}
             values |= {"colocated": options.colocated, "spares": options.spares}
+            values["worker_spares"] = options.worker_spares
         for name, value in values.items():
             other, before = first.setdefault(name, (rank, value))
             if before != value:

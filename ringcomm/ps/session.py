@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -88,6 +88,9 @@ class Session:
         recovers_from: the folder of ps.init(recover=); None: the program recovers.
         drops_step: the step that this worker is in trains nothing, for it has recovered within it.
         between_steps: called after each step of this worker, if set.
+        newcomers: wait until this worker has ended its step, and stands still.
+        begins: on a rank that took the place of a worker: the rounds that are not its own, by
+            number of the table; on others empty.
         recovering: called by ps.recover() once tables have values again.
         takeovers: where each home runs.
         abandoned: tables of optimizers that are gone, and references to their parameters: once
@@ -114,6 +117,8 @@ class Session:
     recovers_from: Path | None = None
     drops_step: bool = False
     between_steps: Callable[[], None] | None = None
+    newcomers: set[int] = field(default_factory=set)
+    begins: Mapping[int, int] = field(default_factory=dict)
     recovering: WeakSet[Recovering] = field(default_factory=WeakSet)
     takeovers: Takeovers = field(init=False)
     _how: dict[int, str] = field(default_factory=dict)  # servers died, by rank
@@ -146,6 +151,11 @@ class Session:
         clock = self.clock + 1 if clock is None else clock
         ask_servers(self.client, "tick", Kind.TICK, self.client.servers, ignore, clock=clock)
         self.clock = clock
+
+    @property
+    def is_newcomer(self) -> bool:
+        """True on a rank that has taken the place of another: nobody meets it in collectives."""
+        return self.engine.job_rank in self.layout.joined
 
     def has_mode(self, *names: str) -> bool:
         """Return True if this process has opened a table whose mode has one of these names."""
@@ -306,12 +316,7 @@ def require_not_begun(what: str, why: str) -> None:
 
 
 def _role_in_words(layout: Layout, rank: int) -> str:
-    role = layout.role_of(rank)
-    if role == "worker":
-        return f"worker {layout.workers.index(rank)}"
-    if role == "server":
-        return f"server {layout.number_of(rank)}"
-    return f"evaluator {layout.evaluators.index(rank)}"
+    return f"{layout.role_of(rank)} {layout.place_of(rank)}"
 
 
 def is_chief() -> bool:

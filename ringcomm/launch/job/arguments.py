@@ -55,6 +55,7 @@ def parse_arguments(argv: Sequence[str], python: str) -> Arguments:
         servers=args.servers,
         evaluators=args.evaluators,
         spares=args.spares,
+        worker_spares=args.worker_spares,
         reserves=args.reserves,
         elastic=_elastic(args),
         timeline=args.timeline,
@@ -104,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--evaluators", type=_count, default=0, metavar="N", help="evaluators, beside -np")
     add("--spares", type=_count, default=0, metavar="N",
         help="ranks that wait to replace dead ones, beside -np")
+    add("--worker-spares", type=_count, default=0, metavar="N",
+        help="likewise, of workers and evaluators, where --spares are of servers")
     add("--reserves", type=_count, default=0, metavar="N",
         help="ranks that sleep until dead ones are to be replaced, beside -np")
     add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX workers when ranks die or come")

@@ -57,6 +57,11 @@ def _refuse_what_is_missing(request: Request, here: Surroundings) -> None:
         raise ConfigError(
             f"{flag}: only an elastic job has places for other ranks. Add --elastic MIN:MAX"
         )
+    if request.worker_spares and not (request.servers and request.elastic):
+        raise ConfigError(
+            "--worker-spares: it is for an elastic job with parameter servers. Add --servers N and "
+            "--elastic MIN:MAX; without servers, spares of workers are --spares"
+        )
     findings = judge(here.facts)
     if request.launcher == "srun":
         findings = [each for each in findings if each.subject != "mpirun"]
@@ -122,7 +127,7 @@ def _roles(request: Request, hosts: tuple[Host, ...], origin: str) -> dict[str, 
     others = {
         "server": request.servers,
         "evaluator": request.evaluators,
-        "spare": request.spares,
+        "spare": request.spares + request.worker_spares,
         "reserve": request.reserves,
     }
     np = places_of(hosts) - sum(others.values()) if request.np is None else request.np
@@ -173,6 +178,8 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
         made["RINGCOMM_PS_EVALUATORS"] = str(request.evaluators)
     if request.spares:
         made["RINGCOMM_PS_SPARES" if request.servers else "RINGCOMM_SPARES"] = str(request.spares)
+    if request.worker_spares:
+        made["RINGCOMM_PS_WORKER_SPARES"] = str(request.worker_spares)
     if request.elastic:
         low, _ = request.elastic
         made["RINGCOMM_ELASTIC"] = "1"

@@ -22,6 +22,7 @@ class Request:
         hosts: from -H or a host file; (): those of the scheduler, or this host.
         servers, evaluators: parameter servers and evaluators, in addition to the workers.
         spares: ranks that wait to take the place of a dead one, in addition to all others.
+        worker_spares: those that wait to take the place of a worker beside servers, likewise.
         reserves: ranks that sleep until there are too few, in addition to all others.
         elastic: the lowest and highest number of workers; None: the number stays.
         timeline: prefix of the timeline; "": in the run folder; None: no timeline.
@@ -39,6 +40,7 @@ class Request:
     servers: int = 0
     evaluators: int = 0
     spares: int = 0
+    worker_spares: int = 0
     reserves: int = 0
     elastic: tuple[int, int] | None = None
     timeline: str | None = None

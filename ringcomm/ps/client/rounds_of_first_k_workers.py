@@ -130,8 +130,13 @@ class FirstOfRounds:
             self._began.clear()
             self._last.clear()
 
-    def add(self, table: int) -> None:
-        """Add a new table to these rounds. Collective, between two steps."""
+    def add(self, table: int, rounds: int = 0) -> None:
+        """Add a new table to these rounds. Collective, between two steps.
+
+        Args:
+            table: its number.
+            rounds: of it that are not those of this worker, which has joined.
+        """
         began = 0
         if self._began:
             reply = request_entry(self._client, "rounds", self._first, 0, join=table).wait()
@@ -139,6 +144,7 @@ class FirstOfRounds:
         else:
             self._first = table
         self._began[table] = began
+        self._round = max(self._round, began + rounds)
 
     def round_of(self, table: int) -> int:
         """Return how many rounds of a table are to be over before the next pull."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from ringcomm.ps.table_spec import Spec
 
 
+class Counting(Protocol):
+    """Sends the pushes of this process to one table."""
+
+    @property
+    def n_rounds(self) -> int:
+        """Rounds that this worker has contributed to, or that went by without it."""
+
+
 class TableBase(ABC):
     """A table that this rank has opened.
 
@@ -36,6 +44,7 @@ class TableBase(ABC):
     """
 
     asking: ClassVar[tuple[str, ...]] = ()
+    _pushes: Counting
 
     def __init__(
         self, session: Session, spec: Spec, updater: Updater, created: dict[str, Any]
@@ -103,6 +112,11 @@ class TableBase(ABC):
     def described(self) -> tuple[int, dict[str, Any]]:
         """Return its number and spec, for servers that do not know it."""
         return self.number, self._spec.to_json()
+
+    @property
+    def n_rounds(self) -> int:
+        """Rounds that this worker has contributed to, or that went by without it."""
+        return self._pushes.n_rounds
 
     @property
     def first_of(self) -> FirstOfRounds | None:

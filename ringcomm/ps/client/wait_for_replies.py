@@ -108,7 +108,7 @@ class Waits:
         if missing is None:
             return "It does not answer: it is busy, or hangs."
         ranks = {rank for _, workers in missing for rank in workers}
-        return reasons_text(missing, self._doings(ranks, is_over), self._layout.workers.index)
+        return reasons_text(missing, self._doings(ranks, is_over), self._layout.place_of)
 
     def _missing_workers(self, servers: Iterable[int], is_over: IsOver) -> Missing | None:
         """Return for which workers servers wait; None: they do not answer."""

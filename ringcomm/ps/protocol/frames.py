@@ -56,6 +56,8 @@ class Kind(IntEnum):
     RECOVER = 25  # see ringcomm.ps.server.core.recovery
     RECORD = 26  # between the copies of a home, see Copy
     HOMES = 27  # a server to all: a rank died, and these homes run here; of some there are copies
+    JOIN = 28  # a rank takes the place of one that died, see Join
+    NEWCOMER = 29  # the same, between clients, see Coming
 
 
 class Step(IntEnum):
@@ -75,6 +77,24 @@ class Meeting(IntEnum):
     BEGIN = 0
     DONE = 1
     FOLLOW = 2
+
+
+class Join(IntEnum):
+    """The option of a frame of Kind.JOIN. See ringcomm.ps.placement.newcomers."""
+
+    WAIT = 0  # to the leader: I stand by
+    ALONE = 1  # a newcomer: no worker lives; how far were they?
+    TAKE = 2  # a newcomer: it has its place, and begins there and then
+    RETRACT = 3  # a newcomer: it has no place after all
+
+
+class Coming(IntEnum):
+    """The option of a frame of Kind.NEWCOMER. See ringcomm.ps.members."""
+
+    ASK = 0  # the newcomer, to a worker: stand still once your step is over
+    HERE = 1  # the worker, which stands still: here you begin
+    IN = 2  # the newcomer, to all: it has a place
+    SEEN = 3  # a worker, to the newcomer: it knows that
 
 
 class Copy(IntEnum):
@@ -113,7 +133,7 @@ class Stop(IntEnum):
 
 
 _ONE_WAY: Final = frozenset(
-    (Kind.VIEW, Kind.REPORT, Kind.STOP, Kind.REPLACED, Kind.RECORD, Kind.HOMES)
+    (Kind.VIEW, Kind.REPORT, Kind.STOP, Kind.REPLACED, Kind.RECORD, Kind.HOMES, Kind.NEWCOMER)
 )
 
 

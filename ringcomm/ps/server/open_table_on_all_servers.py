@@ -169,7 +169,7 @@ class Catalog:
         self, number: int, option: int, tables: list[dict[str, Any]], asked: list[Delivery]
     ) -> None:
         """Make tables known to all other servers, then answer those who have asked for them."""
-        others = self._tell_others(number, option, as_body(tables))
+        others = self._tell_others(number, option, as_body([self._core.newcomers.taken, tables]))
         opening = _Opening(number, option == ADOPT_ALL, others, asked)
         self._opening[number] = opening
         self._end_if_known(opening)
@@ -271,11 +271,12 @@ class Catalog:
 
     def _adopt(self, request: Delivery) -> None:
         """Note tables that the leader has placed, and maybe no other; or reply why that fails."""
-        why = ""
+        why, (taken, tables) = "", json.loads(request.body.tobytes())
         if request.header.option == ADOPT_ALL:
             self.on_restart()
+            self._core.departures.keep(taken.values())
         try:
-            for each in json.loads(request.body.tobytes()):
+            for each in tables:
                 self.install(each["number"], Spec.of_json(each["spec"]), each["owners"])
         except Exception as error:  # noqa: BLE001 - the clients that have asked get it
             why = f"{type(error).__name__}: {error}"

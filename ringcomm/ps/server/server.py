@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
+from ringcomm.ps.placement.newcomers import Beginning, Newcomer
 from ringcomm.ps.placement.view import Move
-from ringcomm.ps.protocol.frames import Header, Kind, Step, is_one_way
+from ringcomm.ps.protocol.frames import Header, Join, Kind, Step, is_one_way
 from ringcomm.ps.server.clock import Clock, OwnClock
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.perform_actions import Performer
@@ -101,6 +102,7 @@ class Server:
             Kind.RECOVER: self._recover,
             Kind.CLOSE: lambda r: self._handle(on.Closed(r, r.header.table)),
             Kind.LEAVE: self._leave,
+            Kind.JOIN: lambda r: self._handle(_said_by_newcomer(r)),
         }
 
     def answers_for(self, number: int) -> bool:
@@ -110,7 +112,7 @@ class Server:
     @property
     def is_over(self) -> bool:
         """True once all clients have left."""
-        return not self.core.clients()
+        return self.core.departures.is_over
 
     def look(self) -> None:
         """Do what is due by now; at each poll."""
@@ -337,6 +339,20 @@ class Server:
                 for number, shard in shards.items()
             }
         self._replies.json(request, stats)
+
+
+def _said_by_newcomer(request: Delivery) -> on.Event:
+    """Return that a rank stands by, or takes a place, or has none after all."""
+    content, option = json.loads(request.body.tobytes()), request.header.option
+    if option == Join.WAIT:
+        return on.Awaits(request, content["evaluates"])
+    if option == Join.ALONE:
+        return on.Alone(request)
+    if option == Join.RETRACT:
+        return on.Retracted(request)
+    begins = content["begins"] and Beginning.of_json(content["begins"])
+    place, beside, servers = (content[name] for name in ("place", "beside", "servers"))
+    return on.TookPlace(request, Newcomer(*place), begins, beside, servers)
 
 
 def _named(header: Header) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ringcomm.collectives.operators import MAX
 from ringcomm.engine.api import collectives
+from ringcomm.ps.members.let_in import end_step as end_step_of_all
 from ringcomm.ps.session import Session, session
 
 _counting: Final[WeakKeyDictionary[Session, weakref.ref[object]]] = WeakKeyDictionary()
@@ -28,10 +29,8 @@ def count_step(session: Session, optimizer: object) -> None:
 
 def end_step(session: Session, number: int) -> None:
     """Do what is due between two steps, after the step of the optimizer that was wrapped last."""
-    if session.between_steps is not None and number == max(
-        (each.number for each in session.recovering), default=number
-    ):
-        session.between_steps()
+    if number == max((each.number for each in session.recovering), default=number):
+        end_step_of_all(session)
 
 
 def catch_up(session: Session, name: str) -> None:
@@ -41,6 +40,8 @@ def catch_up(session: Session, name: str) -> None:
     another's steps within a collective call, it would wait for ever.
     """
     mine = np.array([session.clock])
+    if session.is_newcomer:
+        return
     most = int(collectives.allreduce(mine, MAX, name=name, group=session.group)[0])
     if most > session.clock:
         session.tick(most)

@@ -85,7 +85,16 @@ class Recovery:
 
 
 def push_state(feeder: Feeder, state: Mapping[Any, Any]) -> None:
-    """Give the chief's values and state to the servers, and the values to all. Collective."""
+    """Give the chief's values and state to the servers, and the values to all. Collective.
+
+    A newcomer takes the servers' values: what they have is newer than what it begins with.
+    """
+    if feeder.session.is_newcomer:
+        feeder.pusher.forget_updaters()
+        for bucket in feeder.pusher.buckets:
+            bucket.table.updater = feeder.pusher.updater_for(bucket)
+        pull_values(feeder)
+        return
     _from_chief(feeder, lambda each: push_table_state(each.table, from_torch(each, state)))
 
 

@@ -92,7 +92,7 @@ def _on(hosts: tuple[Host, ...], job: Ended) -> Request | None:
     request, places = job.request, places_of(hosts)
     assert request.elastic is not None
     low, high = request.elastic
-    beside = request.servers + request.evaluators
+    beside = request.servers + request.evaluators + request.worker_spares
     wanted = places_of(job.hosts) - beside if request.np is None else request.np
     room = places - beside
     if request.oversubscribes and hosts:

@@ -37,7 +37,7 @@ class Blocks:
         self.dtype = np.dtype(spec.dtype)
         self.bounds = cuts(spec.count, spec.block)
         self.versions = [0] * spec.partitions
-        self.rounds = [0] * spec.partitions
+        self.rounds = [session.begins.get(self.number, 0)] * spec.partitions
         self.first_of: FirstOfRounds | None = None
         self._lock = threading.Lock()  # of rounds
         epochs = {int(part): epoch for part, epoch in created["epochs"].items()}

@@ -64,6 +64,11 @@ class DensePushes:
         self._spare: Bytes | None = None
         self._lock = threading.Lock()  # of _spare
 
+    @property
+    def n_rounds(self) -> int:
+        """Rounds that this worker has contributed to, or that went by without it."""
+        return max(map(self._blocks.clock_of_pull, range(self._spec.partitions)), default=0)
+
     def push(self, push: Contribution, updater: Updater) -> Future[Pushed]:
         """Send a contribution; see Table.push()."""
         blocks, (values, start, weight, flags, scale, absent) = self._blocks, push

@@ -147,6 +147,7 @@ class Table(TableBase):
     """
 
     asking = ("_pushes", "_pulls")
+    _pushes: DensePushes
 
     def __init__(
         self, current: Session, spec: Spec, updater: Updater, created: dict[str, Any],
@@ -189,7 +190,7 @@ class Table(TableBase):
         On all workers, and before anything is pushed. The caller has to call rounds.enter() after
         it has pushed to all tables.
         """
-        rounds.add(self.number)
+        rounds.add(self.number, self._session.begins.get(self.number, 0))
         self.blocks.first_of = rounds
 
     def is_on(self, server: int) -> bool:

@@ -135,6 +135,7 @@ class HashTable(TableBase):
     """
 
     asking = ("_pushes", "_calls", "_maintenance")
+    _pushes: RowPushes
 
     def __init__(
         self, current: Session, spec: Spec, updater: Updater, created: dict[str, Any],

@@ -102,14 +102,18 @@ class UsedKeys:
 
 
 class RowPushes:
-    """Sends the pushes of this process to one table, and counts its rounds."""
+    """Sends the pushes of this process to one table, and counts its rounds.
+
+    Attributes:
+        n_rounds: rounds that this worker has contributed to, or that went by without it.
+    """
 
     def __init__(self, session: Session, spec: Spec, number: int, calls: RowCalls) -> None:
         self._session, self._client, self._spec = session, session.client, spec
         self._table, self._calls = number, calls
         self._label = f"push[{spec.name}]"
         self._versions: defaultdict[int, int] = defaultdict(int)  # by server
-        self._n_pushed = 0
+        self.n_rounds = session.begins.get(number, 0) if spec.mode.has_rounds else 0
         self._watching: WeakSet[UsedKeys] = WeakSet()
         self._held = -1  # number of the round that was pushed last with hold=True
         self._lock = threading.Lock()  # of versions and numbers
@@ -198,7 +202,7 @@ class RowPushes:
     def _draw(self, *, is_assign: bool) -> tuple[int, int | None]:
         """Return the number of a push; and after how many rounds it comes, if it is late."""
         with self._lock:
-            number, self._n_pushed = self._n_pushed, self._n_pushed + (not is_assign)
+            number, self.n_rounds = self.n_rounds, self.n_rounds + (not is_assign)
         if is_assign or self._spec.mode.name != "first_of":
             return number, None
         try:
@@ -211,8 +215,8 @@ class RowPushes:
     def _give_back(self, number: int, *, is_assign: bool) -> None:
         """Use the number of a push again, of which nothing was sent."""
         with self._lock:
-            if not is_assign and self._n_pushed == number + 1:
-                self._n_pushed = number
+            if not is_assign and self.n_rounds == number + 1:
+                self.n_rounds = number
 
     def clock_of_pull(self, ahead: int = 0) -> int:
         """Return how much rows must have that this process pulls: rounds, or steps with SSP.
@@ -223,7 +227,7 @@ class RowPushes:
         mode = self._spec.mode
         if mode.name == "ssp":
             return max(0, self._session.clock + ahead - mode.bound)
-        return self._n_pushed + ahead if mode.has_rounds else 0
+        return self.n_rounds + ahead if mode.has_rounds else 0
 
     def watched(self, most: int) -> UsedKeys:
         """Return the keys used from now on, without those that the clock of a pull counts."""
@@ -244,4 +248,4 @@ class RowPushes:
         with self._lock:
             self._versions[server] = max(self._versions[server], version)
             if self._spec.mode.has_rounds:  # after rounds that went by without this worker
-                self._n_pushed = max(self._n_pushed, version)
+                self.n_rounds = max(self.n_rounds, version)

@@ -9,7 +9,8 @@
 | snapshots | core.snapshot_moments |
 | moves and pauses | core.migration_roles, core.migration_leader, core.migration_participant |
 | when a table that was closed goes | core.drop_closed_tables |
-| what follows when a rank leaves, or dies | core.departures |
+| what follows when a rank leaves, dies or joins | core.departures |
+| who takes the place of one that died | placement.newcomers |
 | when a job whose server died begins anew | core.recovery |
 
 Whatever this server owns for a rank (a pause, a moment, moves, a request that waits, a place in a
@@ -21,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from ringcomm.ps.placement.newcomers import Members as AtFirst
+from ringcomm.ps.placement.newcomers import Newcomers, Present
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import (
@@ -36,7 +39,7 @@ from ringcomm.ps.server.core.actions import (
 )
 from ringcomm.ps.server.core.departures import Departures
 from ringcomm.ps.server.core.drop_closed_tables import ClosedTables
-from ringcomm.ps.server.core.migration_roles import Members, Migration
+from ringcomm.ps.server.core.migration_roles import Migration
 from ringcomm.ps.server.core.recovery import Recovery
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table import Table
@@ -49,10 +52,11 @@ class Core:
 
     Args:
         index: of this server.
-        members: returns who takes part.
+        members: returns who takes part at first.
 
     Attributes:
         tables: by number.
+        newcomers: who has joined, or is going to.
         left: ranks that ask nothing more.
         dead: those of them that died.
         rested: workers that complete no more steps.
@@ -64,11 +68,16 @@ class Core:
         recovery: after the death of a server.
     """
 
-    def __init__(self, index: int, members: Callable[[], Members]) -> None:
-        self._index, self._members = index, members
+    def __init__(self, index: int, members: Callable[[], AtFirst]) -> None:
+        self._index, self.newcomers = index, Newcomers()
+
+        def present() -> Present:
+            return Present(members(), self.newcomers)
+
+        self._members = present
         self.tables: dict[int, Table] = {}
         self._begin()
-        self.recovery = Recovery(members, self.left)
+        self.recovery = Recovery(self._members, self.left)
         self._handlers[on.Met] = self.recovery.on_met
 
     def _begin(self) -> None:
@@ -80,7 +89,7 @@ class Core:
         self.migration = Migration(index, members, self.tables, self)
         self.departures = departures = Departures(
             members, self.tables, progress=self.progress, moments=self.moments,
-            migration=self.migration, units=self,
+            migration=self.migration, units=self, newcomers=self.newcomers,
         )  # fmt: skip
         self.left, self.dead, self.rested = departures.left, departures.dead, departures.rested
         self._closed = ClosedTables(self.tables, self.left, lambda: self.migration.is_quiet)
@@ -122,15 +131,19 @@ class Core:
         done = actions if type(actions) is list else list(actions)
         if self._closed.numbers:
             done = done + self._closed.due()
+        if self.newcomers.waiting or self.newcomers.alone:
+            done = [*done, *self.departures.due(len(self.live_workers))]
         return done + self.recovery.due() if self.recovery.n_waiting else done
 
     def restart(self) -> None:
         """Know no table, nor anything that is under way; who is gone is still gone."""
         left, dead, rested = {*self.left}, {*self.dead}, {*self.rested}
         recovery = self.recovery
+        self.newcomers.restart(recovery.following)
         self.tables.clear()
         self._begin()
         self.departures.lose(left, dead, rested)
+        self.departures.count_newcomers()
         recovery.go_on(self.left)
         self._handlers[on.Met] = recovery.on_met
 
@@ -189,7 +202,7 @@ class Core:
         """Number of waiting requests."""
         waiting = sum(len(unit.waiting) for unit in self.units())
         waiting += self.progress.n_waiting + self.migration.n_waiting
-        return waiting + self.recovery.n_waiting
+        return waiting + self.recovery.n_waiting + len(self.newcomers.alone)
 
     # --- requests for a unit --------------------------------------------------------------------
     def admits(self, key: Key, view: int) -> bool:

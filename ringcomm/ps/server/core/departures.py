@@ -1,10 +1,11 @@
-"""Decides what follows when a rank leaves, rests or dies. Pure.
+"""Decides what follows when a rank leaves, rests, dies or joins. Pure.
 
 | event | what the rank has pushed | its requests, pauses, moments and moves | its steps |
 |---|---|---|---|
 | Left, still_asks | counts | go on | nobody waits for more |
 | Left | counts | end | nobody waits for more |
 | Died | counts if it has been carried out: its step never ended | end | nobody waits for more |
+| TookPlace | counts in rounds from a given one on | | all wait for its next |
 
 A mean that is held has what had come. The server that decides who is in a round of ps.FirstOf says
 to all servers in which rounds a dead worker was (the message "without"). Nobody is let in for it:
@@ -13,6 +14,8 @@ its gradient may count in some blocks already, and nobody else may count in a pa
 Servers hear of a death at different times: one may have ended a round with the gradient that
 another drops. While a worker lives, the round waits for it on all of them. If none does, reads take
 the values as they are, and a server whose rows move ends the round without an update.
+
+A worker that joins begins on all servers in the same round; see ringcomm.ps.placement.newcomers.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+from ringcomm.ps.placement.newcomers import Beginning, Members, Newcomers
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Reply, Send
-from ringcomm.ps.server.core.migration_roles import Members, Migration
+from ringcomm.ps.server.core.migration_roles import Migration
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import Unit
@@ -55,6 +59,7 @@ class Departures:
         moments: that are held.
         migration: what moves.
         units: see above.
+        newcomers: who has joined.
 
     Attributes:
         left: ranks that ask nothing more.
@@ -72,8 +77,10 @@ class Departures:
         moments: Moments,
         migration: Migration,
         units: Units,
+        newcomers: Newcomers,
     ) -> None:
         self._members, self._tables, self._units = members, tables, units
+        self._newcomers = newcomers
         self._progress, self._moments, self._migration = progress, moments, migration
         self.left: set[int] = set()
         self.dead: set[int] = set()
@@ -82,6 +89,10 @@ class Departures:
             on.Left: self._on_left,
             on.Died: lambda event, now: self._die(event.rank, now),
             on.ServerMessage: self._on_message,
+            on.Awaits: lambda event, _: self._newcomers.stand_by(event.request, event.evaluates),
+            on.Alone: lambda event, _: self._newcomers.ask_alone(event.request),
+            on.TookPlace: self._on_took_place,
+            on.Retracted: self._on_retracted,
         }
 
     def lose(self, left: Iterable[int], dead: Iterable[int], rested: Iterable[int]) -> None:
@@ -99,6 +110,8 @@ class Departures:
 
     def apply_to(self, unit: Unit) -> None:
         """Exempt a new unit from waiting for ranks that are gone."""
+        for rank, beginning in self._newcomers.began.items():
+            unit.join(rank, beginning.rounds)
         for rank in self.left:
             (unit.die if rank in self.dead else unit.leave)(rank)
         for rank in self.rested:
@@ -107,6 +120,9 @@ class Departures:
     def _on_left(self, event: on.Left, now: float) -> Iterator[Action]:
         rank, rests = event.rank, event.still_asks
         (self.rested if rests else self.left).add(rank)
+        self._newcomers.is_ending |= rank in self._members().workers
+        if not rests:
+            self._newcomers.forget(rank)
         (self._progress.rest if rests else self._progress.leave)(rank)
         for unit in [*self._units.units()]:
             yield from self._flow(unit, (unit.rest if rests else unit.leave)(rank))
@@ -124,8 +140,11 @@ class Departures:
             self.dead.add(rank)
             return
         self.dead.add(rank)
-        if rank not in {*self._members().workers, *self._members().evaluators}:
-            return  # a server, whose part is lost; see core.recovery
+        members, newcomers = self._members(), self._newcomers
+        newcomers.forget(rank)
+        if rank not in {*members.workers, *members.evaluators}:
+            return  # a server, whose part is lost; see core.recovery. Or one that stood by
+        newcomers.fallen[rank] = None
         self.left.add(rank)
         for table, rounds in self._progress.die(rank).items():
             message = {"do": "without", "table": table, "worker": rank, "rounds": rounds}
@@ -141,6 +160,93 @@ class Departures:
         yield from self._units.resume(*owned)
         yield from self._progress.advance()
         yield from self._migration.leave(rank, now, is_dead=rank in self.dead)
+
+    # --- newcomers ------------------------------------------------------------------------------
+    @property
+    def is_over(self) -> bool:
+        """True once all clients have left, and nobody comes in the place of one that died."""
+        members = self._members()
+        standing_by = {*members.waiting} - self.left - self.dead
+        clients = {*members.workers, *members.evaluators} - self.left
+        return not (clients or self._newcomers.may_come(standing_by))
+
+    def keep(self, taken: Iterable[Iterable[Any]]) -> None:
+        """Count these newcomers and no others, as the leader does, once all begin anew."""
+        for rank in self._newcomers.workers:
+            self._progress.rest(rank)
+        self._newcomers.keep(taken)
+        self.count_newcomers()
+
+    def load_newcomers(self, state: dict[str, Any]) -> None:
+        """Know the newcomers that another copy of this server knows."""
+        self._newcomers.load(state)
+        self.count_newcomers()
+
+    def count_newcomers(self) -> None:
+        """Await the steps of the newcomers that live."""
+        for rank, beginning in self._newcomers.began.items():
+            if rank not in self.left | self.rested:
+                self._progress.join(rank, beginning.clock, beginning.rounds)
+
+    def _on_took_place(self, event: on.TookPlace, _: float) -> Iterator[Action]:
+        newcomer, beginning = event.newcomer, event.beginning
+        members = self._members()
+        is_now = tuple(event.servers) == tuple(members.server_numbers)  # else one hears of a loss
+        if not is_now or event.beside in self.left or not self._may_begin(beginning):
+            yield Reply(event.request, is_late=True)
+            return
+        self._newcomers.take(newcomer, beginning)
+        if beginning is not None:
+            rank, rounds = newcomer.rank, beginning.rounds
+            self._progress.join(rank, beginning.clock, rounds)
+            for unit in [*self._units.units()]:
+                yield from self._flow(unit, unit.join(rank, rounds))
+        yield Reply(event.request)
+
+    def _may_begin(self, beginning: Beginning | None) -> bool:
+        """Return True if no round is over, or its mean is held, that a newcomer is to be in."""
+        return beginning is None or all(
+            unit.rounds is None
+            or unit.mode.name == "first_of"  # it may be late, as any worker
+            or unit.rounds.at <= (beginning.rounds.get(unit.key[0], 0), False)
+            for unit in self._units.units()
+        )
+
+    def _on_retracted(self, event: on.Retracted, _: float) -> Iterator[Action]:
+        rank = event.request.source
+        self._newcomers.retract(rank)
+        self._progress.rest(rank)
+        for unit in [*self._units.units()]:
+            yield from self._flow(unit, unit.rest(rank))
+        yield from self._progress.advance()
+        yield Reply(event.request)
+
+    def due(self, n_live: int) -> Iterator[Action]:
+        """Yield replies to those that wait for a place; n_live: workers that complete steps."""
+        newcomers = self._newcomers
+        if not n_live:
+            is_late = newcomers.is_ending
+            for request in newcomers.alone:
+                begins = Beginning(self._progress.clocks.most, self._rounds())
+                yield Reply(request, is_late=is_late, content={"begins": begins.to_json()})
+            newcomers.alone.clear()
+            if is_late:
+                for request, _ in newcomers.waiting.values():
+                    yield Reply(request, is_late=True)
+                newcomers.waiting.clear()
+        given = newcomers.give(self._members())
+        if given is not None:
+            request, newcomer = given
+            yield Reply(request, content={"place": newcomer, "taken": [*newcomers.taken.values()]})
+
+    def _rounds(self) -> dict[int, int]:
+        """Return how many rounds are over, by table."""
+        rounds: dict[int, int] = {}
+        for unit in self._units.units():
+            if unit.rounds is not None:
+                table = unit.key[0]
+                rounds[table] = max(rounds.get(table, 0), unit.rounds.current)
+        return rounds
 
     def _on_message(self, event: on.ServerMessage, now: float) -> Iterator[Action]:
         message = event.message

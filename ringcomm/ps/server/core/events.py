@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from ringcomm.ps.placement.newcomers import Beginning, Newcomer
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.server.core.actions import Key, Request
 
@@ -170,6 +171,35 @@ class Met(NamedTuple):
     content: Any  # what it has to say
 
 
+class Awaits(NamedTuple):
+    """A rank stands by for the place of one that dies; for the leader."""
+
+    request: Request
+    evaluates: bool  # it may be an evaluator, too
+
+
+class Alone(NamedTuple):
+    """A newcomer has nobody who says where it begins, for no worker lives."""
+
+    request: Request
+
+
+class TookPlace(NamedTuple):
+    """A newcomer has a place; beginning: of a worker."""
+
+    request: Request
+    newcomer: Newcomer
+    beginning: Beginning | None
+    beside: int  # the worker that stands still meanwhile; -1: none lives
+    servers: Sequence[int]  # that live, as far as it knows
+
+
+class Retracted(NamedTuple):
+    """A newcomer has no place after all."""
+
+    request: Request
+
+
 class Died(NamedTuple):
     """A rank is dead."""
 
@@ -213,5 +243,6 @@ class TimePassed(NamedTuple):
 Event: TypeAlias = (
     Arrived | Initialized | Assigned | Pushed | Released | Read | Decided | Loaded | Entered
     | Joined | Ticked | Awaited | Stopped | Held | MomentEnded | Paused | Settling | MovesAsked
-    | Noted | Closed | Met | Died | Left | ServerMessage | Taken | Finished | TimePassed
+    | Noted | Closed | Met | Awaits | Alone | TookPlace | Retracted
+    | Died | Left | ServerMessage | Taken | Finished | TimePassed
 )  # fmt: skip

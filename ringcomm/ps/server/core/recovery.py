@@ -4,7 +4,7 @@
 |---|---|
 | Met, BEGIN | it waits until all live workers have met here: then Reopen, which answers them |
 | Met, DONE | it waits likewise; then replies, with what the lowest of them has to say |
-| Met, FOLLOW, of who is no worker | it waits until a recovery is done; then Describe |
+| Met, FOLLOW | it waits until a recovery is done; then Describe. Nobody waits for it |
 | a worker leaves, or dies | nobody waits for it |
 | no worker is left | replies that are late |
 
@@ -53,6 +53,11 @@ class Recovery:
         """Look at another set of ranks that ask nothing more, from now on."""
         self._left = left
 
+    @property
+    def following(self) -> set[int]:
+        """The ranks that wait for others to recover; a newcomer that has not begun does."""
+        return {*self._met[Meeting.FOLLOW]}
+
     def state(self) -> tuple[tuple[int, ...], Any]:
         """Return what the last recovery was, as load() takes it; no request waits."""
         return self._recovered, self._said
@@ -83,7 +88,7 @@ class Recovery:
         for met in self._met.values():
             for rank in [rank for rank in met if rank in self._left]:
                 del met[rank]
-        workers = {*self._members().workers} - {*self._left}
+        workers = self._workers()
         if not workers:
             waiting = [each.request for met in self._met.values() for each in met.values()]
             for met in self._met.values():
@@ -120,7 +125,9 @@ class Recovery:
     def _agrees(self, met: _Met) -> bool:
         return met.servers == tuple(self._members().server_numbers)
 
+    def _workers(self) -> set[int]:
+        return {*self._members().workers} - {*self._left} - self.following
+
     def _absent(self) -> set[int]:
-        workers = {*self._members().workers} - {*self._left}
         here = {rank for each in _OF_WORKERS for rank in self._met[each]}
-        return workers - here
+        return self._workers() - here

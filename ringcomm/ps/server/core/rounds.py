@@ -33,6 +33,7 @@ class Rounds:
     | open | a worker dies | its contributions are dropped; then as if it had left |
     | open, FirstOf | all that were let in are dead | End without contributions |
     | open, without contributions | no worker lives, and it is to go further | the same |
+    | open, without contributions | those that live all join in later rounds | the same |
     | any | a contribution or a release of a round that is over | Late; Released |
 
     While limit() stands, the unit goes no further than it says. A server that heard of a death
@@ -52,6 +53,7 @@ class Rounds:
         self.without: Mapping[int, set[int]] = {}
         self._key = key
         self._live = set(workers)
+        self._coming: dict[int, int] = {}  # workers that join: from this round on
         self._first_of = first_of
         self._came: defaultdict[int, dict[int, Contribution]] = defaultdict(dict)
         self._let_in: defaultdict[int, set[int]] = defaultdict(set)
@@ -92,9 +94,16 @@ class Rounds:
         self._releases.append(release)
         return self.advance()
 
+    def join(self, worker: int, number: int) -> list[Action]:
+        """Wait for a worker from a round on; the last call counts."""
+        self._live.discard(worker)
+        self._coming[worker] = number
+        return self.advance()
+
     def leave(self, worker: int) -> list[Action]:
         """Wait no more for a worker; what it has contributed counts."""
         self._live.discard(worker)
+        self._coming.pop(worker, None)
         return self.advance()
 
     def die(self, worker: int) -> list[Action]:
@@ -122,7 +131,7 @@ class Rounds:
     def is_over(self) -> bool:
         """True if workers died, and none lives that could contribute to the current round."""
         is_empty = self._held is None and self.current not in self._came
-        return self._has_lost and is_empty and not self._live
+        return self._has_lost and is_empty and not (self._live or self._coming)
 
     def has_reached(self, at: tuple[int, bool]) -> bool:
         """Return True if the unit has come as far as `at`, or would have to hold no mean at all."""
@@ -139,15 +148,19 @@ class Rounds:
         """Return the actions that end the rounds that are complete, and may end."""
         actions: list[Action] = []
         while True:
+            if self._coming:
+                _let_come(self._coming, self._live, self.current)
             if self._releases:
                 self._answer_releases(actions)
-            may_end = self._may_be((self.current + 1, False))
+            may_end = _may_be((self.current + 1, False), self._limits.values())
             if self._held is None:
                 came = self._complete()
                 if came is None:
                     return actions
                 is_held = any(each.is_held for each in came)
-                if not (self._may_be((self.current, True)) if is_held else may_end):
+                if is_held:
+                    may_end = _may_be((self.current, True), self._limits.values())
+                if not may_end:
                     return actions
                 if not came:
                     self._let_in.pop(self.current, None)
@@ -173,9 +186,6 @@ class Rounds:
             self.current += 1
             actions.append(ended)
 
-    def _may_be(self, at: tuple[int, bool]) -> bool:
-        return all(at <= limit for limit in self._limits.values())
-
     def _answer_releases(self, actions: list[Action]) -> None:
         over = [each for each in self._releases if each.number < self.current]
         if over:
@@ -192,7 +202,7 @@ class Rounds:
         if self._goals and self.is_over and self.at < max(self._goals.values()):
             return []
         if not (came or without):
-            return None
+            return [] if self._coming and not self._live else None
         counting = set(came or ())
         if self._first_of is not None:
             counting &= self._let_in.get(self.current, set())
@@ -294,6 +304,7 @@ class Entries:
 
     def __init__(self, workers: Iterable[int], first_of: int) -> None:
         self._live = set(workers)
+        self._coming: dict[int, int] = {}  # workers that join: from this round on
         self._first_of = first_of
         self._in: defaultdict[int, set[int]] = defaultdict(set)
         self._rounds: dict[int, deque[int]] = {}  # of each worker: those that it was let into
@@ -335,9 +346,16 @@ class Entries:
         """Return the round in which another table begins to share these rounds."""
         return self.joined.setdefault(table, self.current)
 
+    def come(self, worker: int, number: int) -> None:
+        """Wait for a worker from a round on; the last call counts."""
+        self._live.discard(worker)
+        self._coming[worker] = number
+        self._advance()
+
     def leave(self, worker: int) -> None:
         """Wait no more for a worker."""
         self._live.discard(worker)
+        self._coming.pop(worker, None)
         self._advance()
 
     def die(self, worker: int) -> list[int]:
@@ -350,11 +368,27 @@ class Entries:
         return [*self._rounds.pop(worker, ())]
 
     def _advance(self) -> None:
-        while entered := self._in.get(self.current):
+        while True:
+            _let_come(self._coming, self._live, self.current)
+            entered = self._in.get(self.current, set())
+            if not entered and (self._live or not self._coming):
+                return
             if len(entered) < self._first_of and not self._live <= entered:
                 return
-            del self._in[self.current]
+            self._in.pop(self.current, None)
             self.current += 1
+
+
+def _may_be(at: tuple[int, bool], limits: Iterable[tuple[int, bool]]) -> bool:
+    """Return True if none of the limits forbids a unit to go so far; see Rounds.at."""
+    return all(at <= limit for limit in limits)
+
+
+def _let_come(coming: dict[int, int], live: set[int], current: int) -> None:
+    """Let workers live that join in this round, or have before."""
+    for worker in [worker for worker, number in coming.items() if number <= current]:
+        del coming[worker]
+        live.add(worker)
 
 
 class Clocks:
@@ -362,15 +396,25 @@ class Clocks:
 
     Args:
         workers: those that count.
+
+    Attributes:
+        most: steps that any worker has completed.
     """
 
     def __init__(self, workers: Iterable[int]) -> None:
         self._of = dict.fromkeys(workers, 0)
+        self.most = 0
 
     def tick(self, worker: int, clock: int) -> None:
         """A worker has completed so many steps; all that it pushed in them has been applied."""
         if worker in self._of:
             self._of[worker] = max(self._of[worker], clock)
+            self.most = max(self.most, clock)
+
+    def join(self, worker: int, clock: int) -> None:
+        """A worker counts from now on, as if it had completed so many steps."""
+        self._of.setdefault(worker, clock)
+        self.tick(worker, clock)
 
     def leave(self, worker: int) -> None:
         """A worker that has finished, or is dead, holds nobody up."""

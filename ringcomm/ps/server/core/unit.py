@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from ringcomm.ps.server.core.actions import (
@@ -246,6 +246,10 @@ class Unit:
         self.waiting.forget(rank, is_dead=True)
         self.fence.pop(rank, None)
         return [] if self.rounds is None else self.rounds.die(rank)
+
+    def join(self, rank: int, rounds: Mapping[int, int]) -> list[Action]:
+        """Wait for a worker from a round on, by table."""
+        return [] if self.rounds is None else self.rounds.join(rank, rounds.get(self.key[0], 0))
 
     def rest(self, rank: int) -> list[Action]:
         """Wait for nothing of a worker that completes no more steps."""

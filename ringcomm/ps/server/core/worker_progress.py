@@ -41,6 +41,7 @@ class Progress:
         tables: Mapping[int, Table],
     ) -> None:  # fmt: skip
         self._index, self._live_workers, self._tables = index, live_workers, tables
+        self._began: dict[int, Mapping[int, int]] = {}  # workers that joined: rounds, by table
         self.clocks = Clocks(workers)
         self._entries: dict[int, Entries] = {}  # by the table that stands for all that share them
         self._awaiting: list[tuple[float, Request]] = []  # steps of the slowest worker
@@ -63,12 +64,15 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """Return how far the workers are, as load() takes it."""
         entries = [(number, each.state()) for number, each in self._entries.items()]
-        return {"clocks": [*self.clocks.all().items()], "entries": entries}
+        return {
+            "clocks": [*self.clocks.all().items()], "most": self.clocks.most, "entries": entries,
+        }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
         """Know what another server knew; who is gone, and the tables, are known already."""
         for worker, clock in state["clocks"]:
             self.clocks.tick(worker, clock)
+        self.clocks.most = state["most"]
         for number, entries in state["entries"]:
             self._entries_of(number).load(entries)
 
@@ -97,6 +101,13 @@ class Progress:
         """Know a table no more."""
         self._entries.pop(number, None)
 
+    def join(self, rank: int, clock: int, rounds: Mapping[int, int]) -> None:
+        """Wait for steps of a worker, and for its entries in rounds from these on, by table."""
+        self.clocks.join(rank, clock)
+        self._began[rank] = rounds
+        for number, entries in self._entries.items():
+            entries.come(rank, rounds.get(number, 0))
+
     def leave(self, rank: int) -> None:
         """Wait for no step of a rank, and answer none of its requests; advance() follows."""
         self.rest(rank)
@@ -115,6 +126,7 @@ class Progress:
     def rest(self, rank: int) -> None:
         """Wait for no step of a rank; advance() follows."""
         self.clocks.leave(rank)
+        self._began.pop(rank, None)
         for entries in self._entries.values():
             entries.leave(rank)
 
@@ -149,6 +161,8 @@ class Progress:
             if table.mode.name != "first_of":
                 raise ValueError(f"{table.name}: nobody enters rounds of mode {table.mode}")
             self._entries[number] = Entries(self._live_workers(), table.mode.bound)
+            for rank, rounds in self._began.items():
+                self._entries[number].come(rank, rounds.get(number, 0))
         return self._entries[number]
 
     def _on_ticked(self, event: on.Ticked, _: float) -> Iterator[Action]:

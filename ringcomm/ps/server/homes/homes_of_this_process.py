@@ -147,8 +147,7 @@ class Homes:
         run = [home for home in self._homes.values() if home.is_primary]
         copied = [home.number for home in run if home.server.n_copies > 1]
         meta = packed_json({"runs": [home.number for home in run], "copied": copied})
-        layout = self._layout
-        for each in {*layout.workers, *layout.evaluators, *layout.servers} - self._dead:
+        for each in {*self._layout.ranks} - self._dead:
             self._link.send(each, Header(Kind.HOMES, clock=dead), meta)
 
     def _restore_copies(self) -> None:

@@ -95,7 +95,7 @@ def _waiting(server: Server) -> list[Delivery]:
 
 def _waiting_for_no_unit(server: Server) -> list[Delivery]:
     core = server.core
-    requests = core.progress.requests()
+    requests = [*core.progress.requests(), *core.newcomers.requests()]
     requests += [request for table in core.tables.values() for request in table.closing]
     return _changes(requests)
 
@@ -145,6 +145,7 @@ def _what_is_of_no_unit(server: Server, link: HomeLink) -> State:
         "gone": [sorted(each) for each in (core.left, core.dead, core.rested)],
         "lost": sorted(server.layout.lost), "tables": tables, "last": catalog.last,
         "progress": core.progress.state(), "moves": core.migration.state(),
+        "newcomers": core.newcomers.state(),
         "recovered": core.recovery.state(), "vacant": sorted(catalog.places.vacant),
         "job": server.job, "n_requests": server.n_requests,
         "written": [*letters.written.items()], "heard": [*letters.heard.items()],
@@ -271,6 +272,7 @@ def _load_what_is_of_no_unit(server: Server, link: HomeLink, piece: State) -> No
     server.layout.lost.update(meta["lost"])
     server.core.departures.lose(*meta["gone"])
     server.core.recovery.load(meta["recovered"])
+    server.core.departures.load_newcomers(meta["newcomers"])
     for each in meta["tables"]:
         number = each["number"]
         spec, owners = Spec.of_json(each["spec"]), each["owners"]

@@ -1,0 +1,88 @@
+"""What is due between two steps of a worker: it stands still while a newcomer takes a place.
+
+    newcomer -> worker    ASK: stand still once your step is over
+    worker -> newcomer    HERE: how many steps, rounds and calls of should_stop() it has made
+    newcomer -> servers   TAKE: it counts from there on; the worker stands still meanwhile
+    newcomer -> all       IN: it has a place, and which
+    workers -> newcomer   SEEN: they know; the chief also lets it know of ps.stop()
+
+So the newcomer is at the same point as the worker, in all tables: their next step is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Final
+
+from ringcomm.ps.placement.newcomers import Beginning, Newcomer
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import Coming, Header, Kind
+
+if TYPE_CHECKING:
+    from ringcomm.ps.protocol.link import Delivery
+    from ringcomm.ps.session import Session
+
+_log: Final = logging.getLogger("ringcomm")
+
+
+def end_step(current: Session) -> None:
+    """Do what is due between two steps of this worker."""
+    if current.between_steps is not None:
+        current.between_steps()
+    if current.newcomers:
+        _let_in(current)
+
+
+def _let_in(current: Session) -> None:
+    """Stand still until the ranks that have asked for it have their places, or are gone."""
+    client = current.client
+    for rank in sorted(current.newcomers):
+        if rank in current.engine.watch.peers.gone or client.outstanding.loss is not None:
+            current.newcomers.discard(rank)
+            continue
+        client.wait_until_sent("step")
+        tables = [table for table in [*current.tables.values()] if table.mode.has_rounds]
+        beginning = Beginning(current.clock, {table.number: table.n_rounds for table in tables})
+        said = {"begins": beginning.to_json(), "calls": current.training.n_calls}
+        send(current, rank, Coming.HERE, packed_json(said))
+
+        def is_over(rank: int = rank) -> bool:
+            is_in = rank not in current.newcomers or rank in current.engine.watch.peers.gone
+            return is_in or client.outstanding.loss is not None
+
+        if not client.drive_until(is_over, "step", None):
+            _log.warning(
+                "ps: %s has not taken its place within %g s, and this worker goes on",
+                current.engine.transport.label(rank), client.deadline_s,
+            )  # fmt: skip
+        current.newcomers.discard(rank)
+
+
+def send(current: Session, to: int, option: Coming, meta: bytes = b"") -> None:
+    """Send a frame between a newcomer and another rank."""
+    header = Header(Kind.NEWCOMER, origin=current.engine.job_rank, option=option)
+    current.client.link.send(to, header, meta)
+
+
+def hear(current: Session, frame: Delivery) -> None:
+    """Take a frame of a newcomer, on a rank that is none; called in the loop."""
+    layout, rank, option = current.layout, frame.source, frame.header.option
+    is_worker = layout.role_of(current.engine.job_rank) == "worker"
+    if option == Coming.ASK:
+        current.newcomers.add(rank)
+    elif option == Coming.IN:
+        newcomer = Newcomer(*json.loads(frame.meta))
+        if layout.join(newcomer):
+            is_chief = layout.chief == current.engine.job_rank
+            _log.log(
+                logging.WARNING if is_chief else logging.DEBUG,
+                "ps: %s is %s %d now, in the place of rank %d",
+                current.engine.transport.label(rank), newcomer.role, layout.place_of(rank),
+                newcomer.place,
+            )  # fmt: skip
+            if is_chief:
+                current.training.include(rank, is_worker=newcomer.role == "worker")
+        if is_worker:
+            send(current, rank, Coming.SEEN)
+        current.newcomers.discard(rank)

@@ -1,0 +1,180 @@
+"""A rank that stands by: it waits for a place, and takes it. See ringcomm.ps.members.let_in."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from ringcomm.errors import ServerLostError
+from ringcomm.ps.checkpoint.recover import follow
+from ringcomm.ps.client.json_requests import json_of
+from ringcomm.ps.client.request import Request
+from ringcomm.ps.members.let_in import send
+from ringcomm.ps.members.place_of_the_dead import PlaceOfTheDead
+from ringcomm.ps.placement.newcomers import Beginning, Newcomer
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import Coming, Join, Kind, Status
+from ringcomm.ps.server.replies import as_body
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ringcomm.ps.protocol.link import Delivery
+    from ringcomm.ps.session import Session
+
+_LABEL: Final = "ps.init"
+
+
+def stand_by(current: Session, *, evaluates: bool) -> bool:
+    """Return True once this rank has the place of another; False if no place is given any more.
+
+    Args:
+        current: of this rank.
+        evaluates: it can be an evaluator, too.
+
+    Raises:
+        PeerFailedError: a rank died without which the job does not go on.
+    """
+    spare = _Spare(current)
+    while True:
+        try:
+            given = spare.await_place(evaluates=evaluates)
+            if given is None:
+                return False
+            is_over = spare.take(given)
+            if is_over is not None:
+                return not is_over
+        except ServerLostError:  # the workers go back to a checkpoint
+            if follow(current) is None:
+                return False
+
+
+class _Spare:
+    """This rank, until it has a place."""
+
+    def __init__(self, current: Session) -> None:
+        self._current = current
+        self._here: Delivery | None = None
+        self._seen: set[int] = set()
+        self._others = current.dispatcher.takes[Kind.NEWCOMER]
+        current.dispatcher.takes[Kind.NEWCOMER] = self._hear
+
+    def _hear(self, frame: Delivery) -> None:
+        if frame.header.option == Coming.HERE:
+            self._here = frame
+        elif frame.header.option == Coming.SEEN:
+            self._seen.add(frame.source)
+        else:
+            self._others(frame)
+
+    def await_place(self, *, evaluates: bool) -> Newcomer | None:
+        """Return a place once there is one; None: there will be none."""
+        leader = [self._current.client.leader]
+        (given,) = self._ask(Join.WAIT, leader, {"evaluates": evaluates})
+        if given is None:
+            return None
+        for each in given["taken"]:
+            self._current.layout.join(Newcomer(*each))
+        return Newcomer(*given["place"])
+
+    def take(self, newcomer: Newcomer) -> bool | None:
+        """Take a place; return True if training ends instead, None if it is to be asked for anew.
+
+        Raises:
+            ServerLostError: all begin anew.
+        """
+        current, begins, beside = self._current, None, -1
+        if newcomer.role == "worker":
+            found = self._beginning()
+            if found is None:
+                return True
+            begins, beside = found
+        said = {
+            "place": newcomer, "begins": begins and begins.to_json(), "beside": beside,
+            "servers": current.client.servers,
+        }  # fmt: skip
+        if None in self._ask(Join.TAKE, current.client.servers, said):
+            self._ask(Join.RETRACT, current.client.servers, {})
+            return None
+        current.layout.join(newcomer)
+        ranks = current.layout.workers if begins else current.layout.evaluators
+        current.group = PlaceOfTheDead(current.engine, ranks, newcomer.place)
+        if begins is not None:
+            current.clock, current.begins = begins.clock, begins.rounds
+        if current.engine.page is not None:
+            current.engine.page.set_role(newcomer.role)
+        self._tell(newcomer)
+        return False
+
+    def _beginning(self) -> tuple[Beginning, int] | None:
+        """Return where to begin, and the worker that stands still meanwhile; -1: none lives.
+
+        None: the workers have left, and training is over.
+        """
+        current, peers = self._current, self._current.engine.watch.peers
+        while True:
+            live = [rank for rank in current.layout.workers if rank not in peers.gone]
+            if not live:
+                return self._where_all_were()
+            asked = current.layout.chief if current.layout.chief in live else live[0]
+            self._here = None
+            send(current, asked, Coming.ASK)
+
+            def is_over(asked: int = asked) -> bool:
+                return asked in peers.gone or self._said_by(asked) is not None
+
+            self._drive(is_over)
+            said = self._said_by(asked)
+            if said is not None:
+                current.training.begin_at(said["calls"])
+                return Beginning.of_json(said["begins"]), asked
+
+    def _said_by(self, rank: int) -> Any:
+        """Return what a worker has said that stands still; None: nothing."""
+        here = self._here
+        return json.loads(here.meta) if here is not None and here.source == rank else None
+
+    def _where_all_were(self) -> tuple[Beginning, int] | None:
+        answers = self._ask(Join.ALONE, self._current.client.servers, {})
+        if None in answers:
+            return None
+        begins = [Beginning.of_json(each["begins"]) for each in answers]
+        tables = {table for each in begins for table in each.rounds}
+        rounds = {table: max(each.rounds.get(table, 0) for each in begins) for table in tables}
+        return Beginning(max(each.clock for each in begins), rounds), -1
+
+    def _tell(self, newcomer: Newcomer) -> None:
+        """Tell all ranks, and return once all workers that live know."""
+        current, peers = self._current, self._current.engine.watch.peers
+        layout, me = current.layout, current.engine.job_rank
+        for rank in sorted(layout.ranks - {me}):
+            if rank not in peers.gone:
+                send(current, rank, Coming.IN, packed_json(newcomer))
+        workers = {*layout.workers} - {me}
+        self._drive(lambda: workers <= self._seen | {*peers.gone}, may_lose=True)
+
+    # --- waiting --------------------------------------------------------------------------------
+    def _drive(self, is_over: Callable[[], bool], *, may_lose: bool = False) -> None:
+        """Return once it is over, or a server was lost; that raises ServerLostError."""
+        client = self._current.client
+        client.drive_until(
+            lambda: is_over() or client.outstanding.loss is not None, _LABEL, math.inf
+        )
+        loss = client.outstanding.loss
+        if loss is not None and not may_lose:
+            raise loss.error(_LABEL)
+
+    def _ask(self, option: Join, servers: Sequence[int], said: Any) -> list[Any]:
+        """Return the answers of servers; None for each that is late."""
+
+        def read(reply: Delivery) -> Any:
+            if reply.header.status == Status.LATE:
+                return None
+            return json_of(reply) if reply.meta or reply.body.nbytes else {}
+
+        body = as_body(said)
+        requests = [
+            Request(Kind.JOIN, server=server, option=option, body=body) for server in servers
+        ]
+        return self._current.client.gather(_LABEL, requests, read).wait(math.inf)
