@@ -1,12 +1,17 @@
 """A rank that stands by takes the place of a worker, or an evaluator, that died."""
 
+import itertools
+import random
 import threading
+from collections import deque
+from functools import partial
 
 import numpy as np
 import pytest
 from harness import DEADLINE_S, at_length
 from ps_core_steps import KEY, arrive, core_of, leave, names, push
 from ps_ranks_as_threads import Boom, ended, kill_server, run_all
+from ps_simulation import Members
 from ps_simulation_messages import Request
 
 import ringcomm as rc
@@ -19,6 +24,10 @@ from ringcomm.ps.members.stand_by import _Spare
 from ringcomm.ps.placement.newcomers import Beginning, Newcomer
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.core.actions import End, Late, Reply
+from ringcomm.ps.server.core.core import Core
+from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.session import session
 from ringcomm.ps.update_modes import FirstOf, Mode
 
@@ -452,3 +461,164 @@ def test_a_place_in_rounds_of_first_of_waits_for_a_newcomer():
     assert reply.clock == 1  # it is not over yet
     (reply,) = core.handle(ask(7, 1), 0.0)
     assert (reply.clock, reply.is_late) == (2, False)
+
+
+# --- several servers, in any order of messages --------------------------------------------------
+class Chance(random.Random):
+    """Chooses what happens next."""
+
+    def below(self, n):
+        return self.randrange(n)
+
+    def one_of(self, things):
+        return things[self.randrange(len(things))]
+
+
+class Server:
+    """A core with one block, and what the rounds of the block were made of."""
+
+    def __init__(self, index):
+        self.core = Core(index, lambda: Members((1, 2, 3), (), (0, 1), 0))
+        self.key = 1, index
+        self.core.add_table(Table(1, "w", SYNC, True, [0, 1]))
+        self.core.add_unit(Unit(self.key, SYNC, AppliedHere(), (1, 2, 3), is_ready=True))
+        self.core.handle(on.Died(1), 0.0)
+        self.rounds, self.late = [], []
+
+    def hear(self, event, reply):
+        """Take an event; pass to reply() who is answered, and whether that is late."""
+        for action in self.core.handle(event, 0.0):
+            if isinstance(action, End):
+                self.rounds.append({each.worker for each in action.contributions})
+                for each in action.contributions:
+                    reply(each.worker, False)
+            elif isinstance(action, Late):
+                self.late.append(action.contribution.worker)
+                reply(action.contribution.worker, True)
+            elif isinstance(action, Reply):
+                reply(action.request.source, action.is_late)
+
+
+class World:
+    """Two servers, workers 2 and 3, and rank 7, which comes in the place of worker 1.
+
+    What a rank sends to a server arrives in this order, some time; a death behind all of it that
+    arrives at all. `choices` says what happens next.
+    """
+
+    def __init__(self, choices):
+        self.choices, self.servers = choices, [Server(0), Server(1)]
+        self.channels = {(rank, to): deque() for rank in (2, 3, 7) for to in (0, 1)}
+        self.made = {2: 0, 3: 0}  # rounds of each worker
+        self.open = {}  # by rank: answers that it awaits, and whether one was late
+        self.sequence = itertools.count(1)
+        self.beside = self.stands_still = None
+        self.dead, self.is_in, self.n_retracted = set(), False, 0
+
+    def send(self, rank, event_of):
+        self.open[rank] = [2, False]
+        for to in (0, 1):
+            self.channels[rank, to].append(event_of(to))
+
+    def push(self, rank):
+        n = self.made[rank]
+
+        def event_of(to):
+            kinds = {"sequence": next(self.sequence), "table": 1, "partition": to, "clock": n}
+            return on.Pushed((1, to), Request(rank, Header(Kind.PUSH, origin=rank, **kinds)), None)
+
+        self.send(rank, event_of)
+
+    def take(self):
+        live = [rank for rank in (2, 3) if rank not in self.dead]
+        self.beside = self.choices.one_of(live)
+
+    def answered(self, rank, is_late):
+        if rank in self.dead:
+            return
+        self.open[rank][0] -= 1
+        self.open[rank][1] |= is_late
+        if self.open[rank][0]:
+            return
+        _, was_late = self.open.pop(rank)
+        if rank == 7 and not self.is_in:
+            self.go_on(was_late=was_late)
+            return
+        assert not was_late, (rank, self.made)
+        self.made[rank] += 1
+
+    def go_on(self, *, was_late):
+        """The newcomer has its answers: to TAKE, or to RETRACT."""
+        header = Header(Kind.JOIN, origin=7, sequence=next(self.sequence))
+        if self.beside is None:
+            self.take()
+        elif was_late:
+            self.beside = self.stands_still = None
+            self.n_retracted += 1
+            self.send(7, lambda _: on.Retracted(Request(7, header)))
+        else:
+            self.is_in, self.made[7] = True, self.made[self.stands_still]
+            self.stands_still = None
+
+    def stand_still(self, rank):
+        """A worker says where the newcomer begins, which tells the servers."""
+        self.stands_still = rank
+        newcomer, begins = Newcomer(7, "worker", 1, 1), Beginning(0, {1: self.made[rank]})
+        header = Header(Kind.JOIN, origin=7, sequence=next(self.sequence))
+        self.send(7, lambda _: on.TookPlace(Request(7, header), newcomer, begins, rank, (0, 1)))
+
+    def steps(self):
+        """Return what may happen now."""
+        steps = [partial(self.deliver, key) for key, queue in self.channels.items() if queue]
+        for rank in self.made:
+            if rank in self.dead or rank in self.open or self.made[rank] >= ROUNDS:
+                continue
+            if rank == self.beside and not self.is_in:
+                if self.stands_still is None and 7 not in self.open:
+                    steps.append(partial(self.stand_still, rank))
+                continue  # the others may go on
+            steps.append(partial(self.push, rank))
+        if self.beside in self.dead and self.stands_still is None and 7 not in self.open:
+            steps.append(self.take)
+        return steps
+
+    def deliver(self, key):
+        self.servers[key[1]].hear(self.channels[key].popleft(), self.answered)
+
+    def die(self, rank):
+        """A worker is killed: of what it has sent, some arrives."""
+        self.dead.add(rank)
+        for to in (0, 1):
+            queue = self.channels[rank, to]
+            for _ in range(self.choices.below(len(queue) + 1)):
+                queue.pop() if queue else None
+            queue.append(on.Died(rank))
+
+
+ROUNDS = 6
+
+
+@pytest.mark.parametrize("seeds", at_length([range(20_000)], [range(200)]), ids=len)
+def test_a_newcomer_is_in_the_same_rounds_on_all_servers_whoever_dies(seeds):
+    """Servers hear of the chief's death at any time, also while the newcomer comes in."""
+    n_retracted = 0
+    for seed in seeds:
+        world = World(rng := Chance(seed))
+        world.take()
+        dies_at = rng.below(60)
+        for at in itertools.count():
+            if at == dies_at and seed % 3:
+                world.die(2)
+            steps = world.steps()
+            if not steps:
+                break
+            rng.one_of(steps)()
+        live = {2, 3, 7} - world.dead
+        assert all(world.made.get(rank) == ROUNDS for rank in live), (seed, world.made)
+        first, second = (server.rounds for server in world.servers)
+        assert len(first) == len(second) == ROUNDS, seed
+        for one, other in zip(first, second, strict=True):
+            assert one ^ other <= {2}, (seed, first, second)
+        assert not any(rank in live for server in world.servers for rank in server.late), seed
+        n_retracted += world.n_retracted
+    assert n_retracted  # else nothing has come too late

@@ -6,6 +6,7 @@ from harness import DEADLINE_S
 from ps_ranks_as_threads import Boom, ended, run_all
 from torch import nn
 
+import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.ps.members.let_in import end_step
 from ringcomm.ps.session import session
@@ -45,6 +46,22 @@ def await_newcomer():
         is_asked = lambda: bool(current.layout.joined or current.newcomers)  # noqa: E731
         assert current.client.drive_until(is_asked, "test", DEADLINE_S)
         end_step(current)
+
+
+def test_a_newcomer_is_told_that_nobody_has_parameters_for_it():
+    def body(rank):
+        model = Model(start=1)
+        if rank == 1:
+            raise Boom
+        if rank == 0:
+            await_newcomer()
+            return rank
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(rc.RingcommError, match="nobody has parameters for it"):
+            ps.DistributedOptimizer(optimizer, model.named_parameters(), apply="worker")
+        return rank
+
+    assert ended(run_all(2, body, 1, settings=ELASTIC, worker_spares=1), 1)[:2] == [0, 2]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=str)
