@@ -81,9 +81,10 @@ def convert(
         }  # fmt: skip
         new = _made(old, options)
         taken.add(name)
-        if is_chief():
-            new.load(old.weight)
-        collectives.barrier(name=f"{_WHO}[{name}]", group=session().group)
+        if not session().is_newcomer:  # else the servers have the rows
+            if is_chief():
+                new.load(old.weight)
+            collectives.barrier(name=f"{_WHO}[{name}]", group=session().group)
         new.train(old.training)
         new.is_in_state_dict = True
         for path in paths:

@@ -146,6 +146,12 @@ def DistributedOptimizer(
     options = ServerOptions(when, class_name, compression, max_grad_norm, scaler, overlap)
     if class_name is None:
         served_buffers = []  # the workers have the parameters, too
+        if session().is_newcomer:
+            raise RingcommError(
+                "ps.DistributedOptimizer: with apply='worker' the servers take means of gradients "
+                "only, and this rank has joined in the place of another: nobody has parameters for "
+                "it. Leave worker_spares= out, or use an optimizer whose updates the servers make"
+            )
     require_alone(session(), is_on_servers=class_name is not None)
     feeder = Feeder(
         named, optimizer.param_groups, options, backward_passes_per_step, served_buffers
