@@ -5,12 +5,49 @@ from mutations.mutation import Mutation
 _TESTS = ("unit/test_ps_client_deaths.py",)
 _OF_SERVERS = ("unit/test_ps_lost_servers.py",)
 _OF_SPARES = ("unit/test_ps_spares.py",)
+_OF_NEWCOMERS = ("unit/test_ps_worker_spares.py",)
 _OF_COPIES = ("unit/test_ps_replication_model.py",)
 _WITHOUT_PYTHON = ("unit/test_ps_pushes_to_two_copies.py",)
 _IN_PLACE = ("unit/test_ps_reads_of_two_copies.py",)
 _OF_GROUPS = ("unit/test_groups_end_with_deaths.py",)
 
 PS_DEATHS = [
+    Mutation(
+        "ps-a-newcomer-is-in-a-round-that-has-ended",
+        "ps",
+        "ps/server/core/departures.py",
+        "event.beside in self.left or not self._may_begin(beginning)",
+        "event.beside in self.left",
+        "a newcomer is in a round on some servers and not on others",
+        _OF_NEWCOMERS,
+    ),
+    Mutation(
+        "ps-a-newcomer-comes-beside-the-dead",
+        "ps",
+        "ps/server/core/departures.py",
+        "event.beside in self.left or not self._may_begin(beginning)",
+        "not self._may_begin(beginning)",
+        "servers await a newcomer in rounds of ps.FirstOf that others end without it",
+        _OF_NEWCOMERS,
+    ),
+    Mutation(
+        "ps-rounds-wait-for-who-left-before-a-newcomer",
+        "ps",
+        "ps/server/core/rounds.py",
+        "return [] if self._coming and not self._live else None",
+        "return None",
+        "a newcomer waits for a round that nobody is left to make",
+        _OF_NEWCOMERS,
+    ),
+    Mutation(
+        "ps-a-newcomer-is-the-chief-beside-another",
+        "ps",
+        "ps/roles.py",
+        "key=lambda rank: self.joined.get(rank, 0)",
+        "key=lambda rank: 0",
+        "the place of the first worker makes a newcomer the chief, beside one that lives",
+        _OF_NEWCOMERS,
+    ),
     Mutation(
         "ps-the-dead-contribute",
         "ps",

@@ -138,7 +138,7 @@ def init(
     engine.extensions.check_joins(current.refuse_join)
     engine.extensions.check_views(current.refuse_view)
     if layout.role_of(engine.job_rank) == "spare":
-        if not stand_by(current, evaluates=is_evaluating):
+        if not stand_by(current, evaluates=role is None and is_evaluating):
             _end()
         engine.groups.default = current.group
     if recover is not None and layout.role_of(engine.job_rank) == "worker":
