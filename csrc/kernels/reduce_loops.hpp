@@ -77,32 +77,42 @@ std::size_t combine_sources(const Places<T>& places, const T* const* src, Real<T
   return std::min<std::size_t>(places.count, 2);
 }
 
+// Sources that one loop reads. More than two only where training waits for it: these loops are most
+// of what takes the compiler long.
+template <class T, class O>
+constexpr std::size_t kFused =
+    std::is_same_v<O, Sum> || std::is_floating_point_v<T> ? kMostFused : 2;
+
 template <class T, class O>
 std::size_t combine_group(const Places<T>& places, const T* const* src, std::size_t n_src,
                           Real<T> scale, std::size_t count) {
-  if (n_src == 2) return combine_sources<T, O, 2>(places, src, scale, count);
-  if (n_src == 3) return combine_sources<T, O, 3>(places, src, scale, count);
-  return combine_sources<T, O, 4>(places, src, scale, count);
+  if constexpr (kFused<T, O> > 2) {
+    if (n_src == 3) return combine_sources<T, O, 3>(places, src, scale, count);
+    if (n_src == 4) return combine_sources<T, O, 4>(places, src, scale, count);
+  }
+  return combine_sources<T, O, 2>(places, src, scale, count);
 }
 
-// As combine_sources(), of all sources, which are two or more.
+// As combine_sources(), of all sources, which are two or more. (The loops stand here once, for the
+// partial results and for the last: twice as many take the compiler twice as long.)
 template <class T, class O>
 std::size_t reduce_block(const Places<T>& places, const Job& job, std::size_t start, Real<T> scale,
                          std::size_t count) {
   T partial[kBlockBytes / sizeof(T)];
-  const T* group[kMostFused];
-  std::size_t n = 0;
-  const std::size_t n_first = 2 + (job.n_src - 2) % (kMostFused - 1);  // the other groups are full
+  const T* group[kFused<T, O>];
+  std::size_t n = 0, done = 0;
+  const std::size_t n_first = 2 + (job.n_src - 2) % (kFused<T, O> - 1);  // the other groups are full
   for (std::size_t k = 0; k < job.n_src; ++k) {
     group[n++] = at<T>(job.src[k], start);
-    const bool is_first = k + 1 == n_first;
-    if (k + 1 < job.n_src && (is_first || n == kMostFused)) {
-      combine_group<T, O>(Places<T>(partial), group, n, 1, count);
+    const bool is_first = k + 1 == n_first, is_last = k + 1 == job.n_src;
+    if (is_first || is_last || n == kFused<T, O>) {
+      const Places<T> here = is_last ? places : Places<T>(partial);
+      done = combine_group<T, O>(here, group, n, is_last ? scale : Real<T>{1}, count);
       group[0] = partial;
       n = 1;
     }
   }
-  return combine_group<T, O>(places, group, n, scale, count);
+  return done;
 }
 
 template <class T, class O>
