@@ -1,7 +1,8 @@
 """Each fault of ci/mutants can still be planted; whether it is caught takes ci/mutants itself."""
 
 import ast
-from collections import Counter
+from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,35 +12,57 @@ ROOT = Path(__file__).parents[2]
 EVERY = [*MUTATIONS, *CPP_MUTATIONS]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_fault_has_one_place_and_changes_the_code(mutation):
-    path, faulty = mutation.planted(ROOT)  # raises unless there is one place
-    assert ast.dump(ast.parse(faulty)) != ast.dump(ast.parse(path.read_text()))
+def of_file(mutations):
+    """Return the faults of each file or folder: there are hundreds, each too small for a test."""
+    found = defaultdict(list)
+    for mutation in mutations:
+        found[mutation.file].append(mutation)
+    return pytest.mark.parametrize("faults", found.values(), ids=list(found))
 
 
-@pytest.mark.parametrize("mutation", CPP_MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_fault_in_cpp_has_one_place_and_changes_more_than_a_comment(mutation):
-    path, faulty = mutation.planted(ROOT)  # raises unless there is one place
-    assert without_comments(faulty) != without_comments(path.read_text())
+@of_file(MUTATIONS)
+def test_each_fault_has_one_place_and_changes_the_code(faults):
+    for mutation in faults:
+        path, faulty = mutation.planted(ROOT)  # raises unless there is one place
+        assert ast.dump(ast.parse(faulty)) != code_of(path), mutation.name
+
+
+@cache
+def code_of(path):
+    return ast.dump(ast.parse(path.read_text()))
+
+
+@of_file(CPP_MUTATIONS)
+def test_each_fault_in_cpp_has_one_place_and_changes_more_than_a_comment(faults):
+    for mutation in faults:
+        path, faulty = mutation.planted(ROOT)  # raises unless there is one place
+        assert without_comments(faulty) != without_comments(path.read_text()), mutation.name
 
 
 def without_comments(text):
     return [line.partition("//")[0] for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("mutation", CPP_MUTATIONS, ids=lambda mutation: mutation.name)
-def test_the_stress_runs_that_are_to_catch_it_exist(mutation):
-    assert mutation.targets or mutation.stress
-    for name, *_ in mutation.stress:
-        assert (ROOT / "csrc" / "stress" / f"{name}.cpp").exists()
+def test_the_stress_runs_that_are_to_catch_them_exist():
+    assert [each.name for each in CPP_MUTATIONS if not (each.targets or each.stress)] == []
+    programs = {name for mutation in CPP_MUTATIONS for name, *_ in mutation.stress}
+    assert programs <= {path.stem for path in (ROOT / "csrc" / "stress").glob("*.cpp")}
 
 
-@pytest.mark.parametrize("mutation", EVERY, ids=lambda mutation: mutation.name)
-def test_the_tests_that_are_to_catch_it_exist(mutation):
-    assert mutation.targets or mutation in CPP_MUTATIONS
-    for target in mutation.targets:
-        file, _, test = target.partition("::")
-        assert f"def {test}" in (ROOT / "tests" / file).read_text()
+def test_the_tests_that_are_to_catch_them_exist():
+    assert [each.name for each in MUTATIONS if not each.targets] == []
+    targets = {target for mutation in EVERY for target in mutation.targets}
+    assert [target for target in sorted(targets) if not exists(target)] == []
+
+
+def exists(target):
+    file, _, test = target.partition("::")
+    return f"def {test}" in text_of(file)
+
+
+@cache
+def text_of(file):
+    return (ROOT / "tests" / file).read_text()
 
 
 def test_names_are_unique_and_every_category_has_some():
