@@ -19,6 +19,7 @@ from ringcomm.status import guardian
 GUARDIAN = str(guardian._PROGRAM)
 # Ranks that are threads share the lock of Python: polls of one that waits keep others from working.
 SPINS_OF_THREADS = 2
+THERE = pytest.StashKey()  # after the last test: its path, the files in /dev/shm and all processes
 
 
 @pytest.fixture(params=["messages", "node"])
@@ -70,36 +71,50 @@ def start_rank():
 
 @pytest.fixture
 def watch(pytestconfig):
-    """Return what knows the files of this run in /dev/shm; None in a job of test_spmd_suite.py."""
-    plugin = pytestconfig.pluginmanager.get_plugin(leftovers_plugin.NAME)
+    """Return what knows the files in /dev/shm of this run; None in a job of test_spmd_suite.py."""
+    return watch_of(pytestconfig)
+
+
+def watch_of(config):
+    plugin = config.pluginmanager.get_plugin(leftovers_plugin.NAME)
     return plugin and plugin.watch
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(watch, request):
+def nothing_is_left(request):
     """Fail the test that leaves a file in /dev/shm or a guardian behind."""
+    watch = watch_of(request.config)
     if watch is None:
         yield
         return
-    before, others, failed = set(names()), set(pids()), request.session.testsfailed
+    # To list all processes takes longer than many a test: what one leaves is what the next one
+    # finds, but in another file, which may have fixtures of its own.
+    path, before, others = request.session.stash.get(THERE, (None, None, None))
+    if path != request.path:
+        before, others = set(names()), set(pids())
+    failed = request.session.testsfailed
     yield
     if request.session.testsfailed > failed:
         leftovers_plugin.end_what_runs(others)
     deadline = time.monotonic() + 60
-    while left := new_orphans(watch, before) | orphaned_guardians(others):
+    while True:
+        files, processes = set(names()), set(pids())
+        request.session.stash[THERE] = request.path, files, processes
+        left = orphans(watch, files - before) | orphaned_guardians(processes - others)
+        if not left:
+            break
         assert time.monotonic() < deadline, left
         time.sleep(0.02)  # nobody tells of the end of another process
 
 
-def new_orphans(watch, before):
-    new = set(names()) - before
+def orphans(watch, new):
     return new and new & watch.orphans()  # which costs more than most tests
 
 
-def orphaned_guardians(others):
-    """Return new guardians of this environment all of whose ranks are gone."""
+def orphaned_guardians(new):
+    """Return those of new processes that are guardians of this environment whose ranks are gone."""
     found = set()
-    for pid in set(pids()) - others:
+    for pid in new:
         program, *arguments = read(pid, "cmdline").split("\0")
         wards = [a.split(":")[0] for a in arguments if a.count(":") in (2, 4)]
         if program == GUARDIAN and not any(map(is_alive, wards)):
