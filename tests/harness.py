@@ -143,13 +143,23 @@ def few_of(cases):
     mixed = sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
     if is_fast():
         return mixed[:CASES_IF_FAST]
-    seen, chosen, others = set(), [], []
-    for item in mixed:
-        values = [(name, id(value)) for name, value in sorted(item.callspec.params.items())]
-        pairs = set(itertools.combinations_with_replacement(values, 2))
-        (others if pairs <= seen else chosen).append(item)
-        seen |= pairs
-    return chosen + others[: max(0, CASES_IN_THE_GATE - len(chosen))]
+    chosen, others = [], [(item, _pairs_of(item)) for item in mixed]
+    seen, most_first = set(), range(max(len(pairs) for _, pairs in others), 0, -1)
+    for n_new in most_first:  # those that add many pairs come first: so few cases have them all
+        left = []
+        for item, pairs in others:
+            if len(pairs - seen) >= n_new:
+                chosen.append(item)
+                seen |= pairs
+            else:
+                left.append((item, pairs))
+        others = left
+    return chosen + [item for item, _ in others[: max(0, CASES_IN_THE_GATE - len(chosen))]]
+
+
+def _pairs_of(item):
+    values = [(name, id(value)) for name, value in sorted(item.callspec.params.items())]
+    return set(itertools.combinations_with_replacement(values, 2))
 
 
 def listen(is_enough):

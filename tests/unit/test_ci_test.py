@@ -353,7 +353,7 @@ def test_of_many_cases_some_are_left_in_which_each_two_values_meet(monkeypatch):
         for each in settings
     ]
     few = [case.callspec.params for case in harness.few_of(cases)]
-    assert len(few) < 100 < len(cases)
+    assert len(few) < 70 < len(cases), "each n meets each name: there are 56 at least"
     for one, other in itertools.combinations(every, 2):
         met = {(case[one], case[other]) for case in few}
         assert met == set(itertools.product(every[one], every[other]))
