@@ -1,12 +1,14 @@
 // CUDA on the CPU, as far as ringcomm/gpu/kernels/kernels.cu uses it. Threads run one after the other.
 #pragma once
-#include <math.h>
-
 #include <cstddef>
 #include <cstring>
 #include <utility>
 
 #include "half.hpp"  // of csrc/kernels, for the conversions that stand there in PTX
+
+// <math.h>, which has them, takes the compiler as long as all else that is compiled here.
+extern "C" float fmaf(float, float, float) noexcept;
+extern "C" float sqrtf(float) noexcept;
 
 #define RC_EMULATED
 #define __device__
