@@ -79,12 +79,12 @@ for value in (7, 8):
     driver.write_and_await(stream.value, own, tuple(others), value, flushes=False)
 end = time.monotonic() + 30
 for late in (1, 255, 256, size - 1):  # in each of the three calls
-    flags[1:] = 7
-    flags[late] = 6
+    flags[late] = 6  # first: at no moment may all be there
+    flags[1:late] = flags[late + 1 :] = 7
     while flags[0] != 7 and time.monotonic() < end:
         pass
     assert flags[0] == 7, flags[0]
-    time.sleep(0.05)
+    time.sleep(0.05)  # a stream that missed the late flag would write 8 by now
     assert flags[0] == 7, late
 flags[1:] = 2**31
 while flags[0] != 8 and time.monotonic() < end:
