@@ -34,7 +34,7 @@ GPU = [
         "gpu-outlines-of-ranks-that-have-none-count",
         "gpu",
         "gpu/executor/team.py",
-        "if len(outlines) == len(told):",
+        "if len(outlines) == len(of_all):",
         "if outlines:",
         "an operation begun while another rank still sets up its transport fails, or adds too few",
         ("gpu/test_ipc_reuses_commands_of_a_reduction.py",),

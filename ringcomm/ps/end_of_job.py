@@ -40,7 +40,7 @@ class EndOfTraining:
     | COUNT of all who live | AT to all workers; calls go on | |
     | AT, NOW | | calls go on |
     | the chief died | | what is known to its heir, by succeed(): COUNT, AT or NOW |
-    | COUNT, AT or NOW to the heir | ASK, AT or NOW to all, as if it had been told by ps.stop() | |
+    | COUNT, AT or NOW to the heir | ASK, AT or NOW to all, as if ps.stop() had asked it | |
 
     Args:
         me: this rank.

@@ -76,7 +76,7 @@ def test_the_measurement_of_an_operation_runs():
 
 def test_a_rank_may_begin_an_operation_before_it_has_a_transport(tmp_path, monkeypatch):
     """In the round of the second operation, rank 0 has an outline, and rank 1 has none yet."""
-    told, tell, set_up = [], LaunchOrder.place_and_told, team_module.set_up_transport
+    told, tell, set_up = [], LaunchOrder.place_and_bytes, team_module.set_up_transport
 
     async def note(order, t, mine):
         told.append((t.rank, mine[0]))
@@ -88,7 +88,7 @@ def test_a_rank_may_begin_an_operation_before_it_has_a_transport(tmp_path, monke
             await Wait((Until(lambda: len([r for r, _ in told if r == 1]) == 2),))
         return made
 
-    monkeypatch.setattr(LaunchOrder, "place_and_told", note)
+    monkeypatch.setattr(LaunchOrder, "place_and_bytes", note)
     monkeypatch.setattr(team_module, "set_up_transport", set_up_late)
 
     def body(rank):

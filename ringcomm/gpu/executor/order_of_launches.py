@@ -28,16 +28,16 @@ class LaunchOrder:
         await tree.broadcast_(Flat(number.view(np.uint8), DTYPES["int64"]), 0, t)
         return int(number[0])
 
-    async def place_and_told(self, t: Channel, mine: bytes) -> tuple[int, list[bytes]]:
-        """Return the place, and what every rank told, in one round.
+    async def place_and_bytes(self, t: Channel, mine: bytes) -> tuple[int, list[bytes]]:
+        """Return the place, and the bytes of every rank, in one round.
 
         Args:
             t: the operation's channel.
             mine: this rank's bytes, equally many on all ranks; PLACE_NBYTES others follow them.
         """
-        told = await gather_alike(mine + self._next(t).to_bytes(PLACE_NBYTES, "little"), t)
-        place = int.from_bytes(told[0][-PLACE_NBYTES:], "little")
-        return place, told
+        of_all = await gather_alike(mine + self._next(t).to_bytes(PLACE_NBYTES, "little"), t)
+        place = int.from_bytes(of_all[0][-PLACE_NBYTES:], "little")
+        return place, of_all
 
     def _next(self, t: Channel) -> int:
         """Return the next place on the first rank, 0 on the others."""

@@ -161,10 +161,10 @@ class GpuTeam:
             prepared = await prepare(transport, jobs, issue.memory.launcher)
             await self._loaded.load(prepared.jobs, transport, self._gpu.idle_calls, t)
         known = _NOTHING if prepared is None else b"\1" + prepared.outlines[0]
-        place, told = await self.order.place_and_told(t, known)
+        place, of_all = await self.order.place_and_bytes(t, known)
         if prepared is not None:
-            outlines = [each[1:-PLACE_NBYTES] for each in told if each[0]]
-            if len(outlines) == len(told):
+            outlines = [each[1:-PLACE_NBYTES] for each in of_all if each[0]]
+            if len(outlines) == len(of_all):
                 prepared.first = outlines
                 return place, prepared
         return place, None
@@ -208,8 +208,8 @@ class GpuTeam:
                     if number == len(todo)
                     else None
                 )
-                told, first = first or await gather_alike(outline, t), None
-                launched = await self.put(t, job, told, issue, end=end)
+                outlines, first = first or await gather_alike(outline, t), None
+                launched = await self.put(t, job, outlines, issue, end=end)
             assert launched is not None
             self._watch(self._under_way, t, launched, keeps)
         except BaseException:  # a death, or an error of CUDA: nothing watches the stream so far

@@ -382,14 +382,14 @@ def _restore(
         except BaseException:
             ask_json(client, Kind.RESTORE, {**common, "do": FORGET}).wait()
             raise
-        told = answers[0]
-        fresh = [*told["missing"], *told.get("mismatched", ())]
+        found = answers[0]
+        fresh = [*found["missing"], *found.get("mismatched", ())]
         if fresh:
             some = ", ".join(fresh)
             _log.warning("%s: %s stay as they are: %s has none", label, some, checkpoint.folder)
         commit = {**common, "do": COMMIT, "is_same_job": manifest["job"] == job}
         ask_json(client, Kind.RESTORE, commit).wait()
-        return {**manifest, **told} if values_only else manifest
+        return {**manifest, **found} if values_only else manifest
 
     try:
         job = pause(client, number).job  # and nothing moves while servers read

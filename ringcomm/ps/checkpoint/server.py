@@ -259,7 +259,7 @@ class Store:
                 plan = plan_load(saved, specs)
                 require_values(plan, folder, is_strict=content["is_strict"])
                 found = [(each, _values_for(source, plan, each)) for each in wanted]
-                told = {
+                answer = {
                     "missing": plan.missing, "mismatched": plan.unlike, "unexpected": plan.unused
                 }  # fmt: skip
             else:
@@ -269,11 +269,11 @@ class Store:
                     for each in wanted
                     if each.partition[0] in origin
                 ]
-                told = {"missing": sorted(specs[n].name for n in specs.keys() - origin.keys())}
+                answer = {"missing": sorted(specs[n].name for n in specs.keys() - origin.keys())}
             self._prepared[content["id"]] = [
                 (each, state) for each, state in found if state is not None
             ]
-            return told
+            return answer
 
         self._beside(request, read)
 

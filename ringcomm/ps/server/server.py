@@ -191,7 +191,7 @@ class Server:
         self.on_death(self.layout.address_of(number))
 
     def notify_again(self) -> None:
-        """Tell clients of moves of which another copy of this server may not have told them."""
+        """Tell clients of moves: the copy that answered before may have died before it did so."""
         self._performer.perform(self.core.migration.notices())
 
     # --- clocks, snapshots, checkpoints ---------------------------------------------------------

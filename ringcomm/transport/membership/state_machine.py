@@ -276,8 +276,8 @@ def handle(state: Membership, event: Event) -> _Result:  # noqa: PLR0911 - one p
             return _and_then([Send(state.colleagues, _message(state, Kind.DONE))], _go_on(done))
         case Leave():
             outsiders = tuple(m for m in state.everyone if m not in state.view.members)
-            told = [Send(outsiders, _message(state, Kind.LEAVES))] if outsiders else []
-            return _and_then([*told], _refuse_others(replace(state, phase=Phase.LEAVING)))
+            news = [Send(outsiders, _message(state, Kind.LEAVES))] if outsiders else []
+            return _and_then([*news], _refuse_others(replace(state, phase=Phase.LEAVING)))
         case Withdraw():
             return _withdraw(state)
         case GiveUp():

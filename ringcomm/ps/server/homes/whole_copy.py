@@ -110,7 +110,7 @@ def pieces(server: Server, link: HomeLink, sent: SentUnits[Key]) -> Iterator[Pie
     Args:
         server: takes part in no moves meanwhile, and its tables stay.
         link: its wire.
-        sent: is told of each unit.
+        sent: takes note of each unit.
     """
     yield Piece(_what_is_of_no_unit(server, link))
     shards = []
