@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import at_length, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +13,7 @@ from ringcomm.config import Settings
 
 torch.set_num_threads(1)
 BATCH = 6
+STEPS = at_length(8, 6)  # buckets are made anew after the first, and most changes come in the third
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 SMALL = Settings(timeout_s=120, fusion_mib=0.0005)  # 524 bytes: some buckets for each model here
 
@@ -127,7 +128,7 @@ def assert_equals_one_process(
 
     train(model, optimizer, batches) is what both do; split(batches, rank, size) makes the shares.
     """
-    batches = data(8, size) if batches is None else batches
+    batches = data(STEPS, size) if batches is None else batches
     alone, *replicas = copies(network() if model is None else model, size + 1)
     start = weights(alone)
     train(alone, make(alone.parameters()), batches)

@@ -9,6 +9,7 @@ from torch.nn.functional import mse_loss
 from training_models import (
     SIZES,
     SMALL,
+    STEPS,
     Checkpointed,
     Counting,
     adamw,
@@ -375,7 +376,7 @@ def test_clip_grad_norm_is_that_of_all_gradients(stage, norm_type, size):
             optimizer.step()
 
     assert_equals_one_process(size, train, shard_state=stage)
-    assert sorted(norms[8:]) == pytest.approx(sorted(norms[:8] * size), rel=1e-12)
+    assert sorted(norms[STEPS:]) == pytest.approx(sorted(norms[:STEPS] * size), rel=1e-12)
     assert min(norms) > 0.1
 
 
