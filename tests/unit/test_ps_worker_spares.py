@@ -371,7 +371,8 @@ def test_an_evaluator_that_dies_is_followed_by_a_spare(monkeypatch):
 def test_spares_that_could_take_no_place_are_refused(options, why):
     options = {"settings": ELASTIC, "worker_spares": 1, **options}
     results = run_all(4, lambda rank: None, 1, **options)
-    assert all(why in str(each) for each in results), results
+    assert all(isinstance(each, rc.RingcommError) for each in results), results
+    assert any(why in str(each) for each in results), results  # some may hear of another's first
 
 
 # --- decisions of one server --------------------------------------------------------------------
