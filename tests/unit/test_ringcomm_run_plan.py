@@ -253,6 +253,11 @@ SITUATIONS = {
         f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 7",
         {"RINGCOMM_PS_SERVERS": "2", "RINGCOMM_PS_SPARES": "1", "RINGCOMM_SPARES": None},
     ),
+    "servers and a spare of a worker": (
+        "-np 4 --servers 2 --worker-spares 1 --elastic 1:4 train.py", {},
+        f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 7",
+        {"RINGCOMM_PS_WORKER_SPARES": "1", "RINGCOMM_PS_SPARES": None, "RINGCOMM_SPARES": None},
+    ),
     "workers are what places remain": (
         "-H h1:8 --servers 2 train.py", with_mpi(MPICH), f"{MPIRUN} -hosts h1:8 -np 8",
         {"RINGCOMM_PS_SERVERS": "2"},
@@ -346,6 +351,11 @@ REFUSALS = {
         "for 1 hosts, and SLURM_JOB_NODELIST names 2",
     ),
     "spares": ("-np 2 --spares 1 train.py", {}, "Add --elastic MIN:MAX"),
+    "spares of workers beside no servers": (
+        "-np 2 --worker-spares 1 --elastic 1:2 train.py",
+        {},
+        "Add --servers N",
+    ),
     "elastic with fewer hosts' places": (
         "-H here:2 --elastic 4:8 train.py",
         {},
