@@ -132,37 +132,50 @@ def test_where_workers_make_the_updates_it_says_that_it_cannot(tmp_path):
 
 @pytest.mark.parametrize("name", at_length(["sync", "clipped"], ["clipped"]))
 def test_training_recovers_by_itself(name, tmp_path):
-    options = OPTIONS[name]
+    require_recovery_by_itself(OPTIONS[name], [(0,), (2,)], tmp_path)
 
-    def job(victim):
-        path = tmp_path / str(victim)
+
+@pytest.mark.parametrize("victims", at_length([(0, 1), (1, 2), (2, 0)], [(0, 1)]), ids=str)
+def test_training_recovers_by_itself_if_both_copies_of_a_server_are_lost(victims, tmp_path):
+    require_recovery_by_itself({}, [victims], tmp_path, replication=2)
+
+
+def require_recovery_by_itself(options, deaths, tmp_path, **job_options):
+    """Fail unless jobs in which servers die end with what one has in which none does.
+
+    deaths: of each job, the servers that die at the same time.
+    """
+
+    def job(victims):
+        path = tmp_path / str(victims)
 
         def body(rank):
             model = Model("sync")
             plain = torch.optim.Adam(model.parameters(), lr=0.01)
             optimizer = ps.DistributedOptimizer(plain, model.named_parameters(), **options)
-            is_due = victim is not None and rank == 0
+            is_due = bool(victims) and rank == 0
             went_back = 0
             while ps.step_number() < N_STEPS:
                 step = ps.step_number()
                 if step == DIES_AT and is_due:
                     wait_until(lambda: files.complete(path), "nothing was saved")
-                    kill_server(victim)
+                    for victim in victims:
+                        kill_server(victim)
                     is_due = False
                 train_one(model, optimizer, rank, step)
                 went_back += ps.step_number() <= step
                 assert optimizer.was_applied == (ps.step_number() > step)
             rc.barrier()
-            assert went_back == (victim is not None)
+            assert went_back == bool(victims)
             return state_of(model)
 
-        settings = ELASTIC if victim is not None else None
-        results = run_all(2, body, 3, settings=settings, recover=path, save_every_s=1e-9)
-        return ended(results, victim is not None)[:2]
+        options_of_job = {"recover": path, "save_every_s": 1e-9, **job_options}
+        results = run_all(2, body, 3, settings=ELASTIC, **options_of_job)
+        return ended(results, len(victims))[:2]
 
-    expected = job(None)
-    for victim in (0, 2):
-        for mine, theirs in zip(job(victim), expected, strict=True):
+    expected = job(())
+    for victims in deaths:
+        for mine, theirs in zip(job(victims), expected, strict=True):
             torch.testing.assert_close(mine[0], theirs[0], rtol=0, atol=0)
 
 

@@ -91,13 +91,14 @@ class Store:
 
     Attributes:
         is_copy: another server writes the files, which does the same otherwise.
+        has_restored: the last request of a restore has replaced values.
     """
 
     def __init__(
         self, index: int, core: Core, contents: Mapping[int, Contents], replies: Replies
     ) -> None:
         self._index, self._core, self._contents, self._replies = index, core, contents, replies
-        self.is_copy = False
+        self.is_copy = self.has_restored = False
         self._taken: dict[int, list[_Item]] = {}
         self._roots: dict[int, Path] = {}
         self._is_there: dict[Path, bool] = {}
@@ -227,6 +228,7 @@ class Store:
             The units whose values were replaced.
         """
         content = json.loads(request.meta)
+        self.has_restored = False
         if content["do"] == PREPARE:
             self._prepare(request, content)
             return []
@@ -288,6 +290,7 @@ class Store:
             if not content["is_same_job"]:
                 continue  # the same numbers are those of other pushes
             part.merge_applied(state.meta.get("applied", ()))  # none of an empty partition
+        self.has_restored = True
         self._replies(request, meta=b"{}")
         return [*keys]
 

@@ -306,6 +306,8 @@ class Home:
         self._clock.time_s = entry.time_s
         if header.kind != Kind.RECORD:
             self.server.on_request(delivery)
+            if header.kind == Kind.RESTORE:
+                link.note_outcome(self.server.store.has_restored)
             if is_letter(header):
                 link.carried_out_letter(self._layout.number_of(delivery.source), header.letter)
         elif header.option == Copy.DIED:

@@ -18,9 +18,10 @@ same state after the same requests, and a follower whose primary died goes on in
 send again all that is not answered: Answers knows which of it was carried out. Servers send again
 what was not confirmed: see Letters.
 
-One copy may fail where the other does not, for want of memory. The outcome of all requests so far
-is a checksum of which of those for values were refused, and of what the copy has said to other
-servers. With each report the primary compares the follower's with its own.
+One copy may fail where the other does not, for want of memory, or of a file. The outcome of all
+requests so far is a checksum of which of those for values were refused, of which restores have
+replaced values, and of what the copy has said to other servers. With each report the primary
+compares the follower's with its own.
 
 A new follower gets all that the primary has in pieces, one unit (see core.unit) after the other.
 Meanwhile the primary is alone, and goes on: it carries out changes at once.

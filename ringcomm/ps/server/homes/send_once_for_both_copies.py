@@ -72,9 +72,13 @@ class HomeLink:
         elif header.kind == Kind.REPLY:
             is_of_change = self.answers.note(dest, header.sequence, sent)
             if is_of_change and header.table:  # others are about files, which one copy touches
-                self.outcome = zlib.crc32(bytes([header.status]), self.outcome)
+                self.note_outcome(header.status)
         if self.is_primary:
             self._link.send(dest, *sent)
+
+    def note_outcome(self, how: int) -> None:
+        """Take note of how a change went: a number up to 255, the same on both copies."""
+        self.outcome = zlib.crc32(bytes([how]), self.outcome)
 
     def answer_again(self, client: int, sequence: int) -> None:
         """Send the reply to a request that comes again, after it was carried out."""
