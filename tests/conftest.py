@@ -35,7 +35,7 @@ def clock(monkeypatch):
     times = itertools.count(1)
     state = {"now": 0.0}
     state["tick"] = lambda: state.update(now=float(next(times)))
-    from ringcomm.ps.server.clock import OwnClock
+    from ringcomm.ps.server.own_or_copied_clock import OwnClock
     from ringcomm.ps.server.rows import hash_shard as hashed
 
     monkeypatch.setattr(OwnClock, "time", lambda _: state["now"])
@@ -46,7 +46,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def model_time(monkeypatch):
     """Let time pass in homes of servers by how often they look at it."""
-    from ps_homes_model import ModelTime
+    from ps_simulation_with_copies import ModelTime
 
     from ringcomm.ps.server.homes import home, homes_of_this_process
 

@@ -158,7 +158,7 @@ def main() -> int:
 def set_up(work: Path, wheels: Path, *, is_dry: bool) -> Stage:
     """Return the stage that makes the environment of all stages but the first ones."""
     options = ["--dry-run"] if is_dry else []
-    script = str(Path(__file__).with_name("make_environment.py"))
+    script = str(Path(__file__).with_name("build_without_network.py"))
     command = [sys.executable, script, str(ROOT), str(wheels), str(work), *options]
     return Stage(SET_UP, command, SET_UP_LIMIT_S, needs_gpu=False, needs_build=False)
 

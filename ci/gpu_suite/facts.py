@@ -11,7 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from gpu_suite.make_environment import BUILDS_NEED, GPUS_NEED, STAGES_NEED
+from gpu_suite.build_without_network import BUILDS_NEED, GPUS_NEED, STAGES_NEED
 from gpu_suite.outcome_lines import detail, figure
 
 QUERY = "name,driver_version,memory.total,compute_mode,mig.mode.current,clocks.sm,clocks.mem"

@@ -312,7 +312,7 @@ ELASTIC = [
     Mutation(
         "who-has-come-late-is-killed",
         "fault",
-        "engine/api/heal.py",
+        "engine/api/begin_next_view.py",
         "        if missing != self._missing:\n",
         "        if not self._missing:\n",
         "ranks that make progress are killed, because the whole takes long",
@@ -430,7 +430,7 @@ ELASTIC = [
     Mutation(
         "a-hang-after-the-last-operation-is-an-error",
         "fault",
-        "engine/api/heal.py",
+        "engine/api/begin_next_view.py",
         "waits_in_vain = state.is_broken or membership.state.phase is Phase.FINISHING",
         "waits_in_vain = state.is_broken",
         "a rank that hangs between its last operation and the end of its run is not killed",

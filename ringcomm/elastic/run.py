@@ -12,7 +12,13 @@ from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 from ringcomm.elastic.current_view_and_listeners import tell_listeners
 from ringcomm.elastic.state import HostsUpdatedInterrupt, State
 from ringcomm.elastic.wait_for_enough_ranks import await_enough_ranks
-from ringcomm.engine.api.heal import end_with_others, evict, finish_run, heal, is_given_up
+from ringcomm.engine.api.begin_next_view import (
+    end_with_others,
+    evict,
+    finish_run,
+    heal,
+    is_given_up,
+)
 from ringcomm.engine.api.init_rank_size import init, rank, shutdown
 from ringcomm.engine.api.spares_and_reserves import end_outside, request_size, take_place
 from ringcomm.engine.api.world import current, is_outside

@@ -13,7 +13,7 @@ import numpy as np
 from ringcomm.elastic.checksum import checksum_of
 from ringcomm.elastic.commit_file import KeptFile
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.heal import require_all_live, stop_for_another_size
+from ringcomm.engine.api.begin_next_view import require_all_live, stop_for_another_size
 from ringcomm.engine.api.init_rank_size import rank
 from ringcomm.engine.core.current_engine import has_engine
 from ringcomm.errors import MismatchError, RingcommError

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.heal import elastic_world, stop_for_another_size
+from ringcomm.engine.api.begin_next_view import elastic_world, stop_for_another_size
 
 _log = logging.getLogger("ringcomm")
 _NAP_S = 20e-3

@@ -13,7 +13,7 @@ from ps_row_model import DIM, Model
 import ringcomm as rc
 from ringcomm import _core, ps
 from ringcomm.ps.job import session
-from ringcomm.ps.server.clock import OwnClock
+from ringcomm.ps.server.own_or_copied_clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed
 
 pytestmark = pytest.mark.usefixtures("wire")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_settings import hypothesis_settings
-from ps_home_pipes_model import PipeNet
-from ps_homes_model import MODES
 from ps_simulation import Choices
+from ps_simulation_over_pipes import PipeNet
+from ps_simulation_with_copies import MODES
 
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes

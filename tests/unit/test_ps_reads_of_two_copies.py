@@ -6,9 +6,9 @@ acknowledged, or read by anybody, before it began.
 
 import numpy as np
 import pytest
-from ps_home_pipes_model import PipeNet, PipeWire
-from ps_homes_model import MODES
 from ps_simulation import Choices
+from ps_simulation_over_pipes import PipeNet, PipeWire
+from ps_simulation_with_copies import MODES
 
 OTHER, PRIMARY, FOLLOWER = 1, 2, 3  # ranks of a job of two workers, as to the blocks of server 0
 

@@ -7,9 +7,9 @@ then; none is doubled; each request is answered, be it by ServerLostError.
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ps_homes_model import ANY_ORDER, MODES
-from ps_recovery_model import LossyCopiesNet, LossyNet
 from ps_simulation import Choices
+from ps_simulation_of_recovery import LossyCopiesNet, LossyNet
+from ps_simulation_with_copies import ANY_ORDER, MODES
 
 pytestmark = pytest.mark.usefixtures("model_time")
 

@@ -9,8 +9,8 @@ import pytest
 from harness import at_length
 from hypothesis import given
 from hypothesis import strategies as st
-from ps_homes_model import ANY_ORDER, MODES, NOTHING, Net
 from ps_simulation import Choices
+from ps_simulation_with_copies import ANY_ORDER, MODES, NOTHING, Net
 
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step, Where, header_of

@@ -15,7 +15,7 @@ from ringcomm.ps.job import session
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.placement.view import HASH_PARTITIONS, Move
 from ringcomm.ps.protocol.frame_meta import MISSING
-from ringcomm.ps.server.clock import OwnClock
+from ringcomm.ps.server.own_or_copied_clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed
 from ringcomm.ps.server.rows.options_for_cpp import row_spec
 from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from membership_model import Job, Training, steps
 
 from ringcomm.config import Settings
-from ringcomm.engine.api import heal
+from ringcomm.engine.api import begin_next_view
 from ringcomm.errors import CommTimeoutError
 from ringcomm.transport.membership.events_and_actions import Arrive, GiveUp, Heal, Heard
 from ringcomm.transport.membership.messages import Kind, Message
@@ -71,9 +71,9 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now, self.killed, self.has_given_up = 0.0, [], False
         self.state = Membership.first(0, 4)
-        monkeypatch.setattr(heal.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(begin_next_view.time, "monotonic", lambda: self.now)
         limits = Settings(elastic=True, elastic_hang_s=5.0, stall_warning_s=0.0, grace_s=3.0)
-        self.patience = heal._Patience(world_of(self.state.view), limits)
+        self.patience = begin_next_view._Patience(world_of(self.state.view), limits)
 
     def wait(self, seconds, missing):
         self.now += seconds
@@ -94,7 +94,7 @@ class Clock:
 
 
 def world_of(view):
-    """Return what heal._Patience needs of a world."""
+    """Return what begin_next_view._Patience needs of a world."""
     presence = SimpleNamespace(near=frozenset(view.members))
     return SimpleNamespace(transport=SimpleNamespace(view=view), presence=presence)
 
@@ -112,7 +112,7 @@ def test_who_heals_waits_anew_for_those_that_are_left_when_another_has_come(monk
 def test_a_rank_that_heals_does_not_have_most_of_the_others_killed(monkeypatch):
     clock = Clock(monkeypatch)
     clock.wait(0.0, {1, 2, 3})
-    monkeypatch.setattr(heal, "_text_of_wait", lambda *_: "waits")
+    monkeypatch.setattr(begin_next_view, "_text_of_wait", lambda *_: "waits")
     with pytest.raises(CommTimeoutError, match="waits"):
         clock.wait(6.0, {1, 2, 3})
     assert clock.killed == []

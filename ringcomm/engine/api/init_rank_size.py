@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ringcomm._core import exit_at_last, kill_at_last
 from ringcomm.config import Settings, read_settings
 from ringcomm.engine.api.await_at_end import await_at_end
-from ringcomm.engine.api.heal import announce_leave, withdraw
+from ringcomm.engine.api.begin_next_view import announce_leave, withdraw
 from ringcomm.engine.api.spares_and_reserves import (
     end_outside,
     leave_outside,

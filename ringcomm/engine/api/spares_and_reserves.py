@@ -9,7 +9,7 @@ import time
 from typing import NoReturn
 
 from ringcomm.engine.api.await_at_end import await_at_end
-from ringcomm.engine.api.heal import (
+from ringcomm.engine.api.begin_next_view import (
     OTHERS_END,
     clear_memory,
     elastic_world,

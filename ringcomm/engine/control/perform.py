@@ -11,8 +11,8 @@ from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.launched.marks_of_children import run_file
 
 if TYPE_CHECKING:
-    from ringcomm.engine.control.base import ControlledEngine
     from ringcomm.engine.control.commands import Command
+    from ringcomm.engine.control.controlled_engine import ControlledEngine
     from ringcomm.engine.control.live_parameters_and_callbacks import Program
 
 _NO_CHECKPOINT = "the program has no function that @rc.on_checkpoint marks"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from ringcomm.engine.control.base import ControlledEngine
 from ringcomm.engine.control.commands import STOP, parse, split
+from ringcomm.engine.control.controlled_engine import ControlledEngine
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM, Program
 from ringcomm.engine.control.perform import Answer, perform, refusal
 from ringcomm.engine.control.rounds import Note, Phase, Rounds

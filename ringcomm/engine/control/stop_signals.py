@@ -9,7 +9,7 @@ import logging
 import signal
 
 from ringcomm._core import catch_stop_signals, release_stop_signals, stop_signal
-from ringcomm.engine.control.base import ControlledEngine
+from ringcomm.engine.control.controlled_engine import ControlledEngine
 from ringcomm.engine.control.rounds import Phase
 from ringcomm.transport.control_header import Kind
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Delivery
     from ringcomm.ps.protocol.wire_of_a_server import Wire
     from ringcomm.ps.roles import Layout
-    from ringcomm.ps.server.clock import Clock
     from ringcomm.ps.server.core.actions import Action, Key
+    from ringcomm.ps.server.own_or_copied_clock import Clock
     from ringcomm.ps.server.rows.hash_shard import Shard
     from ringcomm.ps.server.table_contents import Contents
 

@@ -17,8 +17,8 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.placement.newcomers import Beginning, Newcomer
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Header, Join, Kind, Step, is_one_way
-from ringcomm.ps.server.clock import Clock, OwnClock
 from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.own_or_copied_clock import Clock, OwnClock
 from ringcomm.ps.server.perform_actions import Performer
 from ringcomm.ps.server.time_spent_on_requests import OwnTime
 from ringcomm.ps.server.user_functions import Function

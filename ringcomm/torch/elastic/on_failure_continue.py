@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ringcomm.elastic.current_view_and_listeners import tell_listeners, view
 from ringcomm.elastic.run import is_running, warn_unless_elastic
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.heal import heal
+from ringcomm.engine.api.begin_next_view import heal
 from ringcomm.engine.api.init_rank_size import rank, size
 from ringcomm.engine.api.world import current
 from ringcomm.errors import PeerFailedError, ServerLostError

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Final
 
 from ringcomm.ps.protocol.frames import Copy, Header, Kind
 from ringcomm.ps.protocol.link import Delivery
-from ringcomm.ps.server.clock import CopiedClock
 from ringcomm.ps.server.homes.records import Entry, entry_of, send_drop, send_record, send_report
 from ringcomm.ps.server.homes.replication import Came, Log
 from ringcomm.ps.server.homes.send_once_for_both_copies import NO_BODY, HomeLink, is_letter
 from ringcomm.ps.server.homes.transfer_whole_copy import SendWholeCopy, take_pieces
 from ringcomm.ps.server.homes.whole_copy import is_read, may_be_copied
+from ringcomm.ps.server.own_or_copied_clock import CopiedClock
 
 if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Link

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable
 
 from ringcomm.elastic.current_view_and_listeners import tell_listeners
-from ringcomm.engine.api.heal import heal, require_all_live
+from ringcomm.engine.api.begin_next_view import heal, require_all_live
 from ringcomm.engine.api.world import World, current
 from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError
 

@@ -3,7 +3,7 @@
 The chief saves at any time. After the death of a server all clients go back to the checkpoint that
 was complete last, as ps.recover() does, and make the steps since then again. The servers are real,
 up to their wire and their files; what was pushed is counted by table, for each has a new number
-after a recovery. See ps_homes_model.py for the rest.
+after a recovery. See ps_simulation_with_copies.py for the rest.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
-from ps_homes_model import (
+from ps_simulation_with_copies import (
     BLOCK,
     N_PARTS,
     Client,

@@ -9,7 +9,7 @@ has shown.
 """
 
 import numpy as np
-from ps_homes_model import BLOCK, NOTHING, Client, Net, Wire
+from ps_simulation_with_copies import BLOCK, NOTHING, Client, Net, Wire
 
 from ringcomm import _core
 from ringcomm.ps.protocol.frame_meta import KNOWN_BLOCK, PLACE

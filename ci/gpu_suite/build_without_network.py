@@ -1,6 +1,6 @@
 """Makes the environment WORK/venv, which extends that of this python, and builds ringcomm there.
 
-usage: python3 make_environment.py SOURCES WHEELS WORK [--dry-run]
+usage: python3 build_without_network.py SOURCES WHEELS WORK [--dry-run]
 The wheel that it builds stays in WORK/wheel. Works offline, and imports the standard library alone.
 """
 
