@@ -102,13 +102,22 @@ def deliver_but_between(net, *servers):
         net.deliver(others[0])
 
 
-def test_what_comes_behind_a_change_that_waits_for_a_copy_waits_too():
+def copying():
+    """Return a run, two servers and the home of the first, of which the second is getting a copy.
+
+    What they send each other has yet to arrive.
+    """
     net = begun("async")
     source, dest = net.servers[0], net.servers[2]
     copied = net.ranks[source].homes._homes[0]
     while copied._sending is None:
         net.deliver_one()
     deliver_but_between(net, source, dest)
+    return net, source, dest, copied
+
+
+def test_what_comes_behind_a_change_that_waits_for_a_copy_waits_too():
+    net, source, dest, copied = copying()
     n = sum(net.acked[0].values())
     copied.say(Copy.TIME)  # is of no single block
     net.client(0).push_part(0, 0)
@@ -123,13 +132,8 @@ def test_what_comes_behind_a_change_that_waits_for_a_copy_waits_too():
 
 def test_a_primary_answers_pushes_and_reads_while_it_is_copied():
     """Nothing that it sends the new copy, or gets from it, arrives meanwhile."""
-    net = begun("async")
-    source, dest = net.servers[0], net.servers[2]
-    copied = net.ranks[source].homes._homes[0]
-    while copied._sending is None:
-        net.deliver_one()
+    net, source, dest, copied = copying()
     ways, client = set(), net.client(0)
-    deliver_but_between(net, source, dest)
     while not copied._sending.has_sent_all:
         for part in (0, 3):
             n = sum(net.acked[part].values())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness import DEADLINE_S, at_length
 from ps_ranks_as_threads import ended, kill_server, run_all
-from ringcomm.ps.server.homes.homes import Homes
+from ps_training_of_two_tables import KEYS, N, require_exact, train
 
 import ringcomm as rc
 from ringcomm import ps
@@ -18,11 +18,10 @@ from ringcomm.ps.placement.places import Places
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.roles import Layout
+from ringcomm.ps.server.homes.homes_of_this_process import Homes
 from ringcomm.ps.session import session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
-KEYS = np.arange(60, dtype=np.uint64)
-N = 600
 MODES = ["sync", "async", ps.SSP(1), ps.FirstOf(2)]
 
 
@@ -36,26 +35,6 @@ def tables(mode="async"):
     add = ps.optim.Add()
     table = ps.table("w", N, "float64", updater=add, mode=mode, block_nbytes=400)
     return table, ps.hashtable("emb", 2, updater=add, mode=mode, dtype="float64")
-
-
-def train(table, rows, steps):
-    for step in steps:
-        pushed = table.push(np.full(N, 1.0 + step))
-        rows.push(KEYS[step % 9 :], np.full((60 - step % 9, 2), 1.0 + step)).wait()
-        pushed.wait()
-        table.pull().wait()
-        rows.pull(KEYS).wait()
-        ps.complete_step()
-
-
-def require_exact(table, rows, n_steps, mode):
-    """Fail unless each push of both workers counts once."""
-    rc.barrier()
-    n = 1 if str(mode) in ("sync", "FirstOf(2)") else 2
-    expected = [n * sum(1.0 + s for s in range(n_steps) if s % 9 <= key) for key in range(60)]
-    np.testing.assert_array_equal(table.pull().wait(), n * sum(1.0 + s for s in range(n_steps)))
-    np.testing.assert_array_equal(rows.pull(KEYS).wait(), np.repeat(expected, 2).reshape(60, 2))
-    rc.barrier()
 
 
 def blocks():
