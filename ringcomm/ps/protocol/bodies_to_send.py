@@ -19,13 +19,15 @@ class BodiesToSend:
         survivable: ranks without which the job goes on if they die.
 
     Attributes:
+        new: bodies that wait for go_on().
+        under_way: those with which it has begun.
         n_sent: bodies that have left.
     """
 
     def __init__(self, transport: Transport, survivable: Collection[int]) -> None:
         self._transport, self._survivable = transport, survivable
-        self._new: deque[_Sending] = deque()  # any thread appends
-        self._under_way: list[_Sending] = []
+        self.new: deque[_Sending] = deque()  # any thread appends
+        self.under_way: list[_Sending] = []
         self._dead: set[int] = set()
         self.n_sent = 0
 
@@ -33,39 +35,24 @@ class BodiesToSend:
         self, body: Bytes, dest: int, tag: int, is_filled: Callable[[], bool] | None = None
     ) -> None:
         """Send a body to a rank; any thread. It leaves at the next go_on() once it is filled."""
-        self._new.append(_Sending(self._transport, body, dest, tag, is_filled))
-
-    @property
-    def n_new(self) -> int:
-        """Number of bodies that wait for go_on()."""
-        return len(self._new)
-
-    @property
-    def n_under_way(self) -> int:
-        """Number of bodies with which go_on() has begun."""
-        return len(self._under_way)
-
-    @property
-    def n_left(self) -> int:
-        """Number of bodies that have not left."""
-        return len(self._new) + len(self._under_way)
+        self.new.append(_Sending(self._transport, body, dest, tag, is_filled))
 
     def go_on(self) -> None:
         """Go on with all of them, as far as that is possible without waiting."""
-        while self._new:
-            sending = self._new.popleft()
+        while self.new:
+            sending = self.new.popleft()
             if sending.dest not in self._dead:
-                self._under_way.append(sending)
+                self.under_way.append(sending)
         may_die = self._survivable
-        left = [each for each in self._under_way if not is_over(each, may_die=each.dest in may_die)]
-        self.n_sent += len(self._under_way) - len(left)
-        self._under_way = left
+        left = [each for each in self.under_way if not is_over(each, may_die=each.dest in may_die)]
+        self.n_sent += len(self.under_way) - len(left)
+        self.under_way = left
 
     def forget(self, rank: int) -> list[Request]:
         """Send nothing to a dead rank any more; return what has begun, for abandon()."""
         self._dead.add(rank)
-        for_it = [each.request for each in self._under_way if each.dest == rank]
-        self._under_way = [each for each in self._under_way if each.dest != rank]
+        for_it = [each.request for each in self.under_way if each.dest == rank]
+        self.under_way = [each for each in self.under_way if each.dest != rank]
         return [request for request in for_it if request is not None]
 
 

@@ -63,13 +63,15 @@ class FrameDispatcher:
             self.link.leave()
 
     def _look(self, only_news: bool) -> bool:
-        n_before = self._n_moved
+        n_before = 0 if only_news else self._n_moved
         deliveries = self.link.poll(only_near=only_news)
         acks = self.link.take_acks()
         for sequence, clock in acks:
             assert self.client is not None
             self.client.on_ack(sequence, clock)
-        has_moved = self._take(deliveries) or bool(acks) or self._n_moved != n_before
+        has_moved = self._take(deliveries) or bool(acks)
+        if not only_news and not has_moved:
+            has_moved = self._n_moved != n_before
         self.deaths.look()  # what the dead have sent has come before
         return has_moved
 
@@ -91,7 +93,7 @@ class FrameDispatcher:
             else:
                 assert self.server is not None
                 self.server.on_request(delivery)
-            if self.link.bodies.n_new:  # it leaves while the next delivery is carried out
+            if self.link.bodies.new:  # it leaves while the next delivery is carried out
                 self.link.flush()
         if deliveries and self.link.waits_to_leave:
             self.link.flush()

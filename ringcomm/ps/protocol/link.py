@@ -296,13 +296,14 @@ class Link:
     def waits_to_leave(self) -> bool:
         """True if a poll() would put something on the wire."""
         is_full = self._endpoint is not None and self._endpoint.n_unsent
-        return bool(self.bodies.n_new or any(self._outgoing) or is_full)
+        return bool(self.bodies.new or any(self._outgoing) or is_full)
 
     @property
     def is_busy(self) -> bool:
         """True while something waits to leave, or for its body."""
         return bool(
-            self.bodies.n_left
+            self.bodies.new
+            or self.bodies.under_way
             or self._n_waiting
             or self._short_messages.n_unsent
             or (
@@ -315,7 +316,7 @@ class Link:
     @property
     def is_streaming(self) -> bool:
         """True while a body is under way as a message."""
-        return bool(self.bodies.n_under_way or self._n_waiting)
+        return bool(self.bodies.under_way or self._n_waiting)
 
     @property
     def n_queued(self) -> int:
@@ -334,7 +335,8 @@ class Link:
                     room -= len(queue[0])
                     batch.append(queue.popleft())
                 self._short_messages.send(dest, batch[0] if len(batch) == 1 else b"".join(batch))
-        self.bodies.go_on()
+        if self.bodies.new or self.bodies.under_way:
+            self.bodies.go_on()
 
     def _admit(self, source: int, frame: Frame) -> None:
         if source in self._dead:
