@@ -1,6 +1,6 @@
 """Pushes that C++ carries out on both copies of a server: the follower first, whoever dies, once.
 
-The model of ps_simulation_over_pipes has the real pipes, and what C++ does with them.
+ps_simulation_over_pipes has the real pipes, and what C++ does with them.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Workers read the memory of a server that has a copy, and of a dead one: nobody reads what is old.
 
-The model of ps_simulation_over_pipes has the real memory. What it requires of each read: all that was
+ps_simulation_over_pipes has the real memory. What it requires of each read: all that was
 acknowledged, or read by anybody, before it began.
 """
 
