@@ -23,7 +23,7 @@ from ringcomm.launch.child_process import outside_of_a_job
 
 # torch-rpc-uv: without its shared memory, which it polls
 PEERS = {"torch-rpc": [], "torch-rpc-uv": ["uv"]}
-SCRIPT = Path(__file__).with_name("torch_rpc.py")
+SCRIPT = Path(__file__).with_name("ps_peer_torch_rpc.py")
 PATIENCE_S = 120.0
 
 

@@ -466,7 +466,7 @@ ELASTIC = [
     Mutation(
         "who-gives-up-ends-before-the-others",
         "fault",
-        "engine/api/await_at_end.py",
+        "engine/api/await_others_at_end.py",
         "left = frozenset(n for n in awaited & presence.near if not presence.is_at_end(n))",
         "left: frozenset[int] = frozenset()",
         "mpirun ends a rank in the midst of its checkpoint, and a rank that hangs is never killed",

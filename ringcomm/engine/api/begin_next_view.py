@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringcomm.config import Settings
-from ringcomm.engine.api.await_at_end import await_at_end
+from ringcomm.engine.api.await_others_at_end import await_others_at_end
 from ringcomm.engine.api.world import World, begin_view, current, engine_for
 from ringcomm.engine.core.lifecycle import end_view
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
@@ -130,7 +130,7 @@ def end_with_others(missing: Iterable[int] = ()) -> None:
     """
     world, membership = elastic_world()
     members = world.transport.view.members
-    left = await_at_end(world, members, world.engine.settings.timeout_or_inf)
+    left = await_others_at_end(world, members, world.engine.settings.timeout_or_inf)
     membership.to_kill |= left.intersection(members[rank] for rank in missing)
     world.presence.look(at_once=True)
 

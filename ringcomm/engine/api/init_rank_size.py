@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ringcomm._core import exit_at_last, kill_at_last
 from ringcomm.config import Settings, read_settings
-from ringcomm.engine.api.await_at_end import await_at_end
+from ringcomm.engine.api.await_others_at_end import await_others_at_end
 from ringcomm.engine.api.begin_next_view import announce_leave, withdraw
 from ringcomm.engine.api.spares_and_reserves import (
     end_outside,
@@ -386,7 +386,7 @@ def _leave_job(world: World) -> Failure | None:
         world.transport.page.set_state(State.LEAVING)
         world.words.wait_for_report()
         if failure.blames is not None or not world.survives_deaths:
-            await_at_end(world, world.transport.view.members, world.engine.settings.grace_s)
+            await_others_at_end(world, world.transport.view.members, world.engine.settings.grace_s)
         is_clean = world.engine.job_size == 1
     _note_end(world, is_clean=is_clean)
     if failure is None and is_clean and _is_mpi_broken:

@@ -8,7 +8,7 @@ import os
 import time
 from typing import NoReturn
 
-from ringcomm.engine.api.await_at_end import await_at_end
+from ringcomm.engine.api.await_others_at_end import await_others_at_end
 from ringcomm.engine.api.begin_next_view import (
     OTHERS_END,
     clear_memory,
@@ -80,7 +80,7 @@ def end_outside() -> NoReturn:
         raise SystemExit(0)
     _log.error("elastic.run: %s. This process, without a place, ends, too", OTHERS_END)
     limit_s = 2 * world.engine.settings.timeout_or_inf  # of a checkpoint, and of those that hang
-    await_at_end(world, membership.state.view.members, limit_s)
+    await_others_at_end(world, membership.state.view.members, limit_s)
     raise SystemExit(os.EX_TEMPFAIL)
 
 

@@ -1,4 +1,4 @@
-"""The base of allreduce, reduce and reduce_scatter."""
+"""The base of allreduce, reduce, reduce_scatter: the array that is reduced, the step on a host."""
 
 from __future__ import annotations
 

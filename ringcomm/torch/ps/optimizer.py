@@ -37,8 +37,8 @@ from ringcomm.torch.ps.exchange_state_with_servers import (
     require_between_steps,
     unrounded_state,
 )
-from ringcomm.torch.ps.nested_optimizers import NestedOptimizers
 from ringcomm.torch.ps.push_during_backward import Feeder
+from ringcomm.torch.ps.refuse_step_of_a_part import NestedOptimizers
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")

@@ -1,6 +1,6 @@
 """torch.distributed.rpc as a parameter server, in processes of its own: see ps_peer_processes.py.
 
-python torch_rpc.py RANK SIZE PORT [TRANSPORT ...]     reads lines of JSON, and answers with lines
+python ps_peer_torch_rpc.py RANK SIZE PORT [TRANSPORT ...]     reads lines of JSON, answers so
 """
 
 import ctypes
@@ -95,10 +95,10 @@ def say(what):
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     # Functions are sent by name: they must not be those of __main__, which is another on each side.
-    from bench import torch_rpc
+    from bench import ps_peer_torch_rpc
     from bench.ps_workload import Case, Work
 
-    torch_rpc.Case, torch_rpc.Work = Case, Work
+    ps_peer_torch_rpc.Case, ps_peer_torch_rpc.Work = Case, Work
     if os.getppid() == 1:
         sys.exit(1)
-    torch_rpc.main(*sys.argv[1:])
+    ps_peer_torch_rpc.main(*sys.argv[1:])

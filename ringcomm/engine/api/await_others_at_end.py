@@ -11,7 +11,7 @@ from ringcomm.status.page_enums import State
 _NAP_S = 10e-3
 
 
-def await_at_end(world: World, processes: Iterable[int], limit_s: float) -> frozenset[int]:
+def await_others_at_end(world: World, processes: Iterable[int], limit_s: float) -> frozenset[int]:
     """Return once these processes of this node are at their end, as this one is; or after limit_s.
 
     Returns those that are not at their end. Open MPI's mpirun ends all processes of a job when half
