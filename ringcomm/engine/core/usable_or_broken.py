@@ -39,7 +39,7 @@ class EngineState:
 
     def require_own_process(self) -> None:
         """Raise NotInitializedError in a child of the rank."""
-        if self.n_forks != n_forks():
+        if self.n_forks != _n_forks:
             raise NotInitializedError(
                 f"this process (pid {os.getpid()}) is a child of rank {self._watch.transport.rank} "
                 f"(pid {self._pid}); only the rank itself can communicate. Do so there, and pass "
@@ -48,7 +48,8 @@ class EngineState:
 
     def require_usable(self) -> None:
         """Raise an error in a child of the rank, or if the engine was shut down or is broken."""
-        self.require_own_process()
+        if self.n_forks != _n_forks:
+            self.require_own_process()
         if self.is_closed:
             raise NotInitializedError("ringcomm was shut down: call ringcomm.init() again first")
         if self.error is not None:

@@ -52,14 +52,6 @@ def _require_answerable(request: AnyRequest, loss: Loss, lost: Collection[int]) 
         raise loss.error(request.future.label)
 
 
-def _header_of(request: AnyRequest, me: int, sequence: int, epoch: int) -> RequestHeader:
-    table, part = request.partition or (request.table, 0)
-    return (
-        request.kind, epoch, me, sequence, table, part, request.clock, request.option,
-        request.place,
-    )  # fmt: skip
-
-
 class RowMoves(Protocol):
     """Follows the moves of one hash table's rows."""
 
@@ -69,6 +61,15 @@ class RowMoves(Protocol):
 
     def on_notice(self, delivery: Delivery) -> None:
         """Rows have moved."""
+
+
+def _send_once_filled(
+    request: AnyRequest, header: RequestHeader, layout: Layout, link: Link
+) -> None:
+    home = request.server
+    full = header_of_request(header, home + 1 if home in layout.hosts else 0)
+    dest, is_filled = layout.rank_of(home), lambda: request.source is None
+    link.send(dest, full, request.meta, request.body, is_filled=is_filled)
 
 
 class Outstanding:
@@ -229,14 +230,16 @@ class Outstanding:
             self._send(request, sequence, request.epoch if order is None else order.epoch)
 
     def _send(self, request: AnyRequest, sequence: int, epoch: int) -> None:
-        header = _header_of(request, self._me, sequence, epoch)
+        table, part = request.partition or (request.table, 0)
+        header = (
+            request.kind, epoch, self._me, sequence, table, part, request.clock,
+            request.option, request.place,
+        )  # fmt: skip
         home, layout = request.server, self._layout
         if request.source is None and home not in layout.hosts:
             self._link.ask(layout.servers[home], header, request.meta, request.body)
-            return
-        full = header_of_request(header, home + 1 if home in layout.hosts else 0)
-        dest, is_filled = layout.rank_of(home), lambda: request.source is None
-        self._link.send(dest, full, request.meta, request.body, is_filled=is_filled)
+        else:
+            _send_once_filled(request, header, layout, self._link)
 
     def take_over(self, home: int) -> None:
         """Send again what a home has not answered, which runs elsewhere now; called in the loop."""

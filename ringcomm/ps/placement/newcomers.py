@@ -18,7 +18,7 @@ unless that other worker dies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -209,34 +209,36 @@ class Present:
     """Who takes part now: the members at first, and the newcomers.
 
     Args:
-        members: who takes part at first.
+        members: returns who takes part at first.
         newcomers: see above.
     """
 
-    def __init__(self, members: Members, newcomers: Newcomers) -> None:
+    def __init__(self, members: Callable[[], Members], newcomers: Newcomers) -> None:
         self._members, self._newcomers = members, newcomers
 
     @property
     def workers(self) -> tuple[int, ...]:
         """All that have been workers."""
-        return (*self._members.workers, *sorted(self._newcomers.workers))
+        first, newcomers = self._members().workers, self._newcomers.workers
+        return (*first, *sorted(newcomers)) if newcomers else first
 
     @property
     def evaluators(self) -> tuple[int, ...]:
         """All that have been evaluators."""
-        return (*self._members.evaluators, *sorted(self._newcomers.evaluators))
+        first, newcomers = self._members().evaluators, self._newcomers.evaluators
+        return (*first, *sorted(newcomers)) if newcomers else first
 
     @property
     def server_numbers(self) -> tuple[int, ...]:
         """The servers that live."""
-        return self._members.server_numbers
+        return self._members().server_numbers
 
     @property
     def leader(self) -> int:
         """The lowest of them."""
-        return self._members.leader
+        return self._members().leader
 
     @property
     def waiting(self) -> tuple[int, ...]:
         """The ranks that stood by at first."""
-        return self._members.waiting
+        return self._members().waiting

@@ -70,11 +70,8 @@ class Core:
 
     def __init__(self, index: int, members: Callable[[], AtFirst]) -> None:
         self._index, self.newcomers = index, Newcomers()
-
-        def present() -> Present:
-            return Present(members(), self.newcomers)
-
-        self._members = present
+        present = Present(members, self.newcomers)
+        self._members: Callable[[], Present] = lambda: present
         self.tables: dict[int, Table] = {}
         self._begin()
         self.recovery = Recovery(self._members, self.left)

@@ -165,10 +165,10 @@ class Departures:
     @property
     def is_over(self) -> bool:
         """True once all clients have left, and nobody comes in the place of one that died."""
-        members = self._members()
-        standing_by = {*members.waiting} - self.left - self.dead
-        clients = {*members.workers, *members.evaluators} - self.left
-        return not (clients or self._newcomers.may_come(standing_by))
+        members, left = self._members(), self.left
+        if not left.issuperset(members.workers) or not left.issuperset(members.evaluators):
+            return False
+        return not self._newcomers.may_come({*members.waiting} - left - self.dead)
 
     def keep(self, taken: Iterable[Iterable[Any]]) -> None:
         """Count these newcomers and no others, as the leader does, once all begin anew."""
