@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ringcomm.engine.api.explain import explain
     from ringcomm.engine.api.init_rank_size import *
     from ringcomm.engine.api.log_metrics import log, log_to, note_event
-    from ringcomm.engine.api.params import Params, live
     from ringcomm.engine.api.point_to_point import recv, send, sendrecv
+    from ringcomm.engine.api.program_parameters import Params, live
     from ringcomm.engine.api.registered_arrays import empty, node_memory, zeros
     from ringcomm.engine.api.steps import on_checkpoint, should_stop, step
     from ringcomm.engine.core.group import Group
@@ -61,7 +61,7 @@ _HOMES = (
     "engine.api.explain",
     "engine.api.log_metrics",
     "engine.api.steps",
-    "engine.api.params",
+    "engine.api.program_parameters",
     "launch.run",
 )
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import ConfigError
+from ringcomm.launched.children_are_no_ranks import RANK_PROCESS, RUN_FOLDER
 from ringcomm.launched.launcher import is_on, launched_rank
-from ringcomm.launched.marks_of_children import RANK_PROCESS, RUN_FOLDER
 
 if TYPE_CHECKING:
     from pathlib import Path

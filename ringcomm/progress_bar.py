@@ -17,8 +17,8 @@ from collections.abc import Container, Iterator
 from typing import Any, Final
 
 from ringcomm.config import environment
+from ringcomm.launched.children_are_no_ranks import run_file
 from ringcomm.launched.launcher import launcher_terminal
-from ringcomm.launched.marks_of_children import run_file
 
 _REDRAW_S: Final = 0.1
 _ERASE: Final = "\r\x1b[2K"

@@ -7,7 +7,7 @@ from simulated_nccl import FakeNccl
 
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.executor.engine_gpus import Gpus
 
 TRANSPORTS = ["ipc", "nccl", "staged"]
 

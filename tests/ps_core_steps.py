@@ -1,7 +1,7 @@
 """One core of a server of the parameter server, step by step."""
 
 from ps_simulation import Members
-from ps_simulation_messages import Request
+from ps_simulation_message_types import Request
 
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.server.core import events as on

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from typing import NamedTuple
 
 from ps_simulation_client import Client
-from ps_simulation_messages import FIRST_SERVER, Request
+from ps_simulation_message_types import FIRST_SERVER, Request
 from ps_simulation_server import Server
 
 from ringcomm.ps.protocol.frames import Kind

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from ps_simulation_messages import FIRST_SERVER, Notice, Reply, Request
+from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
 from ringcomm.ps.client.request_order import RequestOrder
 from ringcomm.ps.placement.view import Move

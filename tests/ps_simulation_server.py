@@ -8,7 +8,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from ps_simulation_messages import FIRST_SERVER, Notice, Reply, Request
+from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
 from ringcomm.ps.protocol.frames import Entry, Kind, Status, Step
 from ringcomm.ps.server.core import actions as do

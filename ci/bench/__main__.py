@@ -11,7 +11,7 @@ WHAT = {
     "torch_distributed_call_overhead": "what a call of torch.distributed costs in Python",
     "step": "a step of training, beside DDP over gloo",
     "gpu_call_overhead": "processor time of an allreduce on simulated GPUs; without mpirun",
-    "simulated_many_ranks": "one rank of a job of thousands, simulated; without mpirun",
+    "cost_per_rank_of_large_jobs": "one rank of a job of thousands, simulated; without mpirun",
     "ps": "pushes and pulls of the parameter server, beside torch.distributed.rpc",
     "pull_many": "rows of many hash tables: one pull after the other, and ps.pull_many()",
 }

@@ -23,11 +23,11 @@ import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.lifecycle import stop
+from ringcomm.engine.core.start_and_shutdown import stop
 from ringcomm.gpu.device.shared_pinned_pool import whole_pages
-from ringcomm.gpu.executor import order_of_launches, prepared_jobs
+from ringcomm.gpu.executor import order_of_launches, prepare_and_enqueue_jobs
 from ringcomm.gpu.executor import team as team_module
-from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.gpu.transports.ipc import IpcTransport, flags_nbytes
 from ringcomm.gpu.transports.nccl import NcclTransport
 
@@ -37,7 +37,7 @@ _THREADS = {
     "ringcomm-gpu-launch": "calls of CUDA",
     "ringcomm": "in the background",
 }
-_GATHERING = (team_module, order_of_launches, prepared_jobs)
+_GATHERING = (team_module, order_of_launches, prepare_and_enqueue_jobs)
 _gather_alike = team_module.gather_alike
 _ACTIVE = contextlib.nullcontext()  # the real one pushes and pops a context of CUDA
 

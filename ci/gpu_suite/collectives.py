@@ -18,7 +18,7 @@ import numpy as np
 from cupy.cuda import nccl
 from gpu_suite.gpu_helpers import LIBRARIES, SHARES_FROM, Arrays, start, until
 from gpu_suite.outcome_lines import detail, figure, skip
-from gpu_suite.right_and_wrong_cases import Matrix
+from gpu_suite.outcome_table import Matrix
 from random_programs import make_program, run_program
 
 import ringcomm as rc

@@ -55,7 +55,7 @@ CLIENT = [
         "and name in parameters.live_names:",
         "and name in parameters:",
         "`set batch=1` changes a value that the program has used already",
-        ("unit/test_params.py",),
+        ("unit/test_program_parameters.py",),
     ),
     Mutation(
         "load-makes-a-rank-slow",
@@ -82,7 +82,7 @@ CLIENT = [
         "if _RATE_RATIO * max(own, default=0.0) < min(others, default=0.0) and own:",
         "if _RATE_RATIO * min(own, default=0.0) < min(others, default=0.0) and own:",
         "a host is called slow although only one way between two hosts is",
-        ("unit/test_slow_link.py",),
+        ("unit/test_host_with_slow_link_is_named.py",),
     ),
     Mutation(
         "idle-links-have-rates",
@@ -91,7 +91,7 @@ CLIENT = [
         "if each.nbytes >= _LEAST_BYTES and each.busy_us > 0",
         "if each.busy_us > 0",
         "a host that sends only small messages is called slow",
-        ("unit/test_slow_link.py",),
+        ("unit/test_host_with_slow_link_is_named.py",),
     ),
     Mutation(
         "reserves-are-workers",

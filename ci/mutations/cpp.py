@@ -14,7 +14,7 @@ CPP = [
         "std::memcmp(reinterpret_cast<const char*>(from), before, n) == 0;",
         "before != nullptr;",
         "a gradient that is changed through .data after its push is not refused",
-        ("with_torch/test_watched_tensors.py",),
+        ("with_torch/test_tensor_snapshot.py",),
     ),
     CppMutation(
         "a-tensor-with-another-address-is-the-same",
@@ -23,7 +23,7 @@ CPP = [
         "version == other.version && address == other.address;",
         "version == other.version;",
         "a gradient whose .data is another tensor's is not noticed",
-        ("with_torch/test_watched_tensors.py",),
+        ("with_torch/test_tensor_snapshot.py",),
     ),
     # --- the reduction kernels ------------------------------------------------------------------
     CppMutation(
@@ -52,7 +52,7 @@ CPP = [
         "    if (has_given_up(member)) {",
         "    if (false) {",
         "a rank that comes late adds the array of one that gave up, and overwrites it",
-        ("unit/test_abandoned_steps.py",),
+        ("unit/test_nobody_touches_arrays_of_abandoned_steps.py",),
         stress=(("abandoned_steps", "500"),),
     ),
     CppMutation(
@@ -62,7 +62,7 @@ CPP = [
         'if (!is_over()) fail("this rank has given it up");',
         'if (!is_over()) end("this rank has given it up");',
         "a rank that gave an operation up counts as one that takes part",
-        ("unit/test_abandoned_steps.py",),
+        ("unit/test_nobody_touches_arrays_of_abandoned_steps.py",),
         stress=(("abandoned_steps", "500"),),
     ),
     CppMutation(
@@ -72,7 +72,7 @@ CPP = [
         "  if (!is_over()) give_up();",
         "",
         "a rank that has dropped an operation counts as one that takes part",
-        ("unit/test_abandoned_steps.py",),
+        ("unit/test_nobody_touches_arrays_of_abandoned_steps.py",),
         stress=(("abandoned_steps", "500"),),
     ),
     CppMutation(
@@ -82,7 +82,7 @@ CPP = [
         "  if (meeting_.team->is_retired()) return;  // another team may use the windows already\n",
         "",
         "a step of the old view, dropped late, gives up that of the next in its slot",
-        ("unit/test_abandoned_steps.py",),
+        ("unit/test_nobody_touches_arrays_of_abandoned_steps.py",),
     ),
     CppMutation(
         "old-flags-in-the-next-view",
@@ -91,7 +91,7 @@ CPP = [
         'if (uninterrupted(punch) != 0) throw_errno("fallocate of shared memory");',
         "static_cast<void>(punch);",
         "after a loss ranks take flags of the old view for those of the next: wrong sums",
-        ("unit/test_abandoned_steps.py", "fault/test_elastic.py"),
+        ("unit/test_nobody_touches_arrays_of_abandoned_steps.py", "fault/test_elastic.py"),
     ),
     CppMutation(
         "a-retired-team-works-on",
@@ -100,7 +100,7 @@ CPP = [
         "  if (meeting_.team->is_retired()) {\n",
         "  if (false) {\n",
         "an operation of the old view reduces in memory of the next",
-        ("unit/test_abandoned_steps.py",),
+        ("unit/test_nobody_touches_arrays_of_abandoned_steps.py",),
     ),
     CppMutation(
         "lanes-of-lost-steps-stay-taken",
@@ -109,7 +109,7 @@ CPP = [
         "  for (Lane& lane : lanes_) lane.until = 0;\n",
         "",
         "after some losses there is no room for lanes, and every operation fails",
-        ("unit/test_abandoned_steps.py",),
+        ("unit/test_nobody_touches_arrays_of_abandoned_steps.py",),
     ),
     CppMutation(
         "who-gives-up-waits-for-nobody",
@@ -118,7 +118,7 @@ CPP = [
         "  meeting_.team->await_untouched(slot(), seq_, monotonic_ns() + kStuckNs);",
         "  ;",
         "a rank writes the array of one that has given up, and uses it again",
-        ("unit/test_abandoned_steps.py",),
+        ("unit/test_nobody_touches_arrays_of_abandoned_steps.py",),
         stress=(("abandoned_steps", "500"),),
     ),
     CppMutation(

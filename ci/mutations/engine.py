@@ -72,7 +72,7 @@ ORDER = [
         "box.append((source, header, text))",
         "box.appendleft((source, header, text))",
         "recv(ANY_SOURCE) serves the last sender first, so that busy ranks starve the others",
-        ("unit/test_agreement_and_failure_messages.py", "unit/test_send_recv.py"),
+        ("unit/test_control_messages.py", "unit/test_send_recv.py"),
     ),
     Mutation(
         "dissent-is-not-passed-on",
@@ -140,7 +140,7 @@ ORDER = [
     Mutation(
         "each-rank-its-own-table",
         "order",
-        "engine/core/lifecycle.py",
+        "engine/core/start_and_shutdown.py",
         "text = await broadcast_bytes(table.encode(), 0, t)",
         "text = await broadcast_bytes(table.encode(), 0, t) and table.encode()",
         "ranks choose by tables of their own, run two algorithms against each other, and hang",
@@ -271,7 +271,7 @@ DTYPE = [
     Mutation(
         "factors-are-lost-on-a-gpu",
         "dtype",
-        "gpu/executor/prepared_jobs.py",
+        "gpu/executor/prepare_and_enqueue_jobs.py",
         "        device.launch(stream, kernel)\n    if job.buffer is not None:",
         "        pass\n    if job.buffer is not None:",
         "prescale and postscale count for arrays in host memory alone",

@@ -124,7 +124,7 @@ FAULT = [
     Mutation(
         "moves-do-not-count",
         "fault",
-        "transport/program_requests.py",
+        "transport/programs_as_requests.py",
         "return self._running.test() or self._run.moves != self._seen",
         "return self._running.test()",
         "a long operation is given up at its deadline although it goes on",

@@ -159,7 +159,7 @@ GPU = [
     Mutation(
         "gpu-a-stream-is-filled",
         "gpu",
-        "gpu/executor/prepared_jobs.py",
+        "gpu/executor/prepare_and_enqueue_jobs.py",
         "if not transport.meets_on_stream or number % _PHASES_AHEAD == 0:",
         "if not transport.meets_on_stream:",
         "a stream that stands still blocks who would free it",
@@ -273,7 +273,7 @@ GPU = [
     Mutation(
         "gpu-a-rank-enqueues-before-others-have-loaded",
         "gpu",
-        "gpu/executor/prepared_jobs.py",
+        "gpu/executor/prepare_and_enqueue_jobs.py",
         "            if new:\n",
         "            if new is None:\n",
         "with NCCL, ranks that load kernels for different groups wait for each other for ever",

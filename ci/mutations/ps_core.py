@@ -52,7 +52,7 @@ PS_CORE = [
         self._releases += [release] if self._held is not None else []
 """,
         "release() right behind push(hold=True) does nothing, and the mean is held for ever",
-        ("unit/test_ps_rounds_held_until_release.py",),
+        ("unit/test_ps_held_empty_and_missed_rounds.py",),
     ),
     Mutation(
         "ps-ssp-by-the-fastest",
@@ -119,7 +119,7 @@ PS_CORE = [
         "if not moves_wait or now >= each.until]",
         "if not moves_wait]",
         "beside a long evaluation no checkpoint is saved once partitions wait to move",
-        ("unit/test_ps_pauses_of_moves.py",),
+        ("unit/test_ps_paused_moves.py",),
     ),
     Mutation(
         "ps-one-waiting-request-per-change",
@@ -246,7 +246,7 @@ PS_CORE = [
         "nothing moves any more once a rank has left within a snapshot",
         (
             "unit/test_ps_simulated_servers.py",
-            "unit/test_ps_pauses_of_moves.py",
+            "unit/test_ps_paused_moves.py",
         ),
     ),
     Mutation(
@@ -361,7 +361,7 @@ return self._free(key, epoch)
         "partitions move while a checkpoint is written",
         (
             "unit/test_ps_simulated_servers.py",
-            "unit/test_ps_pauses_of_moves.py",
+            "unit/test_ps_paused_moves.py",
         ),
     ),
     Mutation(

@@ -30,7 +30,7 @@ PS_CPP = [
         "if (connection.unsent.empty() && connection.mate.to_it.put(chunks, n)) {",
         "if (connection.mate.to_it.put(chunks, n)) {",
         "a push is applied before one that was made before it, or is taken for one that came twice",
-        ("unit/test_ps_frames.py", "unit/test_ps_promises.py"),
+        ("unit/test_ps_frames_arrive_in_order_and_whole.py", "unit/test_ps_promises.py"),
         stress=(("ps_pipes", "300"),),
     ),
     CppMutation(
@@ -164,7 +164,7 @@ PS_CPP = [
         "if (taken + (wraps ? rest : 0) + size_of(nbytes) > capacity_) return false;",
         "if (taken + size_of(nbytes) > capacity_) return false;",
         "a request overwrites one that has not been read",
-        ("unit/test_ps_frames.py", "unit/test_ps_promises.py"),
+        ("unit/test_ps_frames_arrive_in_order_and_whole.py", "unit/test_ps_promises.py"),
         stress=(("ps_pipes", "300"),),
     ),
     CppMutation(

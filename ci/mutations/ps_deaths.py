@@ -149,7 +149,7 @@ PS_DEATHS = [
         "            heapq.heappush(self._back, self._of.pop(rank))",
         "            self._of.pop(rank)",
         "samples of a dead rank are in no step of the epoch",
-        ("unit/test_work_queue.py",),
+        ("unit/test_data_work_queue.py",),
     ),
     Mutation(
         "queue-a-question-that-comes-twice-takes-two",
@@ -158,12 +158,12 @@ PS_DEATHS = [
         "        if rank not in self._of:\n",
         "        if True:\n",
         "a part is given out, and nobody works on it",
-        ("unit/test_work_queue.py",),
+        ("unit/test_data_work_queue.py",),
     ),
     Mutation(
         "ps-a-recovery-begins-without-a-worker",
         "ps",
-        "ps/server/core/recovery.py",
+        "ps/server/core/recovery_meetings.py",
         "if workers <= met.keys() and",
         "if workers & met.keys() and",
         "a worker goes on with tables that are gone",
@@ -172,7 +172,7 @@ PS_DEATHS = [
     Mutation(
         "ps-a-recovery-asks-a-server-that-is-dead",
         "ps",
-        "ps/server/core/recovery.py",
+        "ps/server/core/recovery_meetings.py",
         "return met.servers == tuple(self._members().server_numbers)",
         "return True",
         "ranks that know different servers recover together",
@@ -190,7 +190,7 @@ PS_DEATHS = [
     Mutation(
         "ps-who-has-left-is-to-restore",
         "ps",
-        "ps/server/core/recovery.py",
+        "ps/server/core/recovery_meetings.py",
         '"restores": came[0].request.source',
         '"restores": self._members().workers[0]',
         "if the chief has left, the others wait for ever for somebody who restores",
@@ -393,7 +393,7 @@ PS_DEATHS = [
     Mutation(
         "ps-rows-are-placed-where-a-copy-is-far",
         "ps",
-        "ps/client/rows/requests.py",
+        "ps/client/rows/build_requests.py",
         " and all(map(client.link.shares_memory, copies))\n",
         "\n",
         "a pull fails if its server dies and the copy is on another host",
@@ -503,7 +503,7 @@ PS_DEATHS = [
     Mutation(
         "an-error-is-lost-in-shutdown",
         "ps",
-        "engine/core/lifecycle.py",
+        "engine/core/start_and_shutdown.py",
         "unsaid = unsaid or operation.task.error",
         "pass",
         "nobody learns of an operation that a death has ended while the rank leaves",
@@ -521,7 +521,7 @@ PS_DEATHS = [
     Mutation(
         "ps-spares-have-partitions-at-first",
         "ps",
-        "ps/placement/places.py",
+        "ps/placement/active_and_spare_servers.py",
         "        self.vacant = {*self._members.server_numbers[self._members.n_places :]}\n",
         "        self.vacant = set()\n",
         "a spare is a server like the others, and takes nobody's place",

@@ -10,7 +10,7 @@ PS = [
         "self.n_rounds = max(self.n_rounds, version)",
         "self.n_rounds = max(self.n_rounds, 0)",
         "after one slow episode all rows that a worker pushes are dropped",
-        ("unit/test_ps_rounds_held_until_release.py",),
+        ("unit/test_ps_held_empty_and_missed_rounds.py",),
     ),
     Mutation(
         "ps-mean-without-weights",
@@ -58,7 +58,7 @@ PS = [
         "absent=absent(part))",
         "absent=())",
         "what compression dropped of a parameter without a gradient is lost",
-        ("unit/test_ps_independent_table_segments.py",),
+        ("unit/test_ps_segments_without_gradient_stay.py",),
     ),
     Mutation(
         "ps-a-part-is-a-step-of-all-segments",
@@ -67,7 +67,7 @@ PS = [
         "present = self.segments.present(gradient.mask) & self.segments.touched(part)",
         "present = self.segments.present(gradient.mask)",
         "Adam's bias correction of parameters that were not pushed to",
-        ("unit/test_ps_independent_table_segments.py",),
+        ("unit/test_ps_segments_without_gradient_stay.py",),
     ),
     Mutation(
         "ps-dedup-stays-behind",
@@ -124,7 +124,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-reads-beside-own-pushes",
         "ps",
-        "ps/client/calls_to_servers.py",
+        "ps/client/send_calls_and_wait.py",
         "if not order.is_empty:\n            return -1\n        peers",
         "peers",
         "a pull misses the push before it",
@@ -308,7 +308,7 @@ self.steps = int(state.meta["steps"])
         "return sum(counts[-1] if option == COUNT else map(sum, counts))",
         "return sum(map(sum, counts))",
         "len() of a hash table counts rows twice that move",
-        ("unit/test_ps_row_calls_during_moves.py",),
+        ("unit/test_ps_row_counts_and_evictions_during_moves.py",),
     ),
     Mutation(
         "ps-requests-overtake-what-comes-back",
@@ -328,7 +328,7 @@ self.steps = int(state.meta["steps"])
         "if may_go and self._order.epoch == epoch:",
         "if may_go:",
         "a call that is made while rows move is refused, for its keys are another server's by now",
-        ("unit/test_ps_row_calls_during_moves.py",),
+        ("unit/test_ps_row_counts_and_evictions_during_moves.py",),
     ),
     Mutation(
         "ps-moves-are-confirmed-too-early",
@@ -341,7 +341,7 @@ self.steps = int(state.meta["steps"])
         if True:
             for epoch""",
         "servers believe clocks of workers whose pushes are still on their way back from a move",
-        ("unit/test_ps_row_calls_during_moves.py",),
+        ("unit/test_ps_row_counts_and_evictions_during_moves.py",),
     ),
     Mutation(
         "ps-first-values-may-be-nan",

@@ -13,7 +13,7 @@ OPTIMIZER = [
         """\
         if gradient is None or not code & DENSE:""",
         "a parameter that a rank does not use counts with what its bucket held a step ago",
-        ("with_torch/test_any_use_of_parameters.py",),
+        ("with_torch/test_any_use_of_parameters_equals_one_process.py",),
     ),
     Mutation(
         "empty-batch-times-zero",
@@ -77,7 +77,7 @@ OPTIMIZER = [
         else:
             self._sent = packed.detach().clone()""",
         "what a second loss adds goes into a bucket that is under way, and counts twice or not",
-        ("with_torch/test_any_use_of_parameters.py",),
+        ("with_torch/test_any_use_of_parameters_equals_one_process.py",),
     ),
     Mutation(
         "samples-for-ever",
@@ -325,11 +325,11 @@ FACES = [
     Mutation(
         "callbacks-share-a-name",
         "order",
-        "torch/distributed/group/callback_op_names.py",
+        "torch/distributed/group/name_operations_in_callbacks.py",
         "return callback.path.then(str(callback.counts[group]))",
         'return callback.path.then("1")',
         "the second operation of a hook's callback meets the first of another rank's",
-        ("with_torch/test_callbacks_of_futures.py",),
+        ("with_torch/test_collectives_of_callbacks_match_in_any_order.py",),
     ),
 ]
 
@@ -350,7 +350,7 @@ REFUSALS = [
         "if task.waiters and source in task.members:",
         "if source in task.members:",
         "zero_grad() leaves the buckets of a failed backward(), though others come for them",
-        ("unit/test_agreement_and_failure_messages.py",),
+        ("unit/test_control_messages.py",),
     ),
     Mutation(
         "a-failed-backward-waits-for-a-crossed-rank",
@@ -436,6 +436,6 @@ REFUSALS = [
         """owners = [*map(vars, reversed(kind.__mro__)), getattr(compressor, "__dict__", {})]""",
         "owners = [*map(vars, reversed(kind.__mro__))]",
         "ranks that compress with different settings add values of different scales",
-        ("with_torch/test_compressors.py",),
+        ("with_torch/test_compression_argument.py",),
     ),
 ]

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "dtype.hpp"
+#include "dtype_and_op_codes.hpp"
 
 namespace ringcomm {
 

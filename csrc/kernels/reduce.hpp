@@ -4,7 +4,7 @@
 #pragma once
 #include <cstddef>
 
-#include "dtype.hpp"
+#include "dtype_and_op_codes.hpp"
 
 namespace ringcomm {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/dtype.hpp"
+#include "kernels/dtype_and_op_codes.hpp"
 
 namespace ringcomm {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "read_write_guard.hpp"
+#include "refuse_concurrent_writes.hpp"
 
 namespace ringcomm::ps {
 namespace {

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "../kernels/dtype.hpp"
+#include "../kernels/dtype_and_op_codes.hpp"
 #include "memory_pool.hpp"
 #include "initial_values.hpp"
 #include "key_map.hpp"

@@ -10,7 +10,7 @@
 #include "../kernels/reduction_job.hpp"
 #include "../kernels/fp_environment.hpp"
 #include "hash_partition.hpp"
-#include "read_write_guard.hpp"
+#include "refuse_concurrent_writes.hpp"
 
 namespace ringcomm::ps {
 namespace {

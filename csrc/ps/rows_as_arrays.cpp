@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "hash_partition.hpp"
-#include "read_write_guard.hpp"
+#include "refuse_concurrent_writes.hpp"
 
 namespace ringcomm::ps {
 std::vector<Row> HashPartition::all() const {

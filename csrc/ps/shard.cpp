@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "read_write_guard.hpp"
+#include "refuse_concurrent_writes.hpp"
 
 namespace ringcomm::ps {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../kernels/dtype.hpp"
+#include "../kernels/dtype_and_op_codes.hpp"
 
 namespace ringcomm::ps {
 

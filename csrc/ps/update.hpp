@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../kernels/dtype.hpp"
+#include "../kernels/dtype_and_op_codes.hpp"
 
 namespace ringcomm::ps {
 

@@ -6,7 +6,7 @@
 #include <variant>
 #include <vector>
 
-#include "../kernels/dtype.hpp"
+#include "../kernels/dtype_and_op_codes.hpp"
 #include "node_step.hpp"
 
 namespace ringcomm {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "../clock.hpp"
-#include "../enumeration_codes.hpp"
+#include "../checked_enum_cast.hpp"
 #include "lifeline.hpp"
 
 namespace ringcomm {

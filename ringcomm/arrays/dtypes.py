@@ -11,7 +11,7 @@ class DType:
 
     name: str  # in numpy and torch
     itemsize: int
-    kernel: int  # its number in csrc/kernels/dtype.hpp
+    kernel: int  # its number in csrc/kernels/dtype_and_op_codes.hpp
 
     @property
     def is_16bit_float(self) -> bool:

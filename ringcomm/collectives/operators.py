@@ -33,7 +33,7 @@ class Op(Enum):
 
     @property
     def kernel(self) -> int:
-        """The number of this operator in the reduction kernels (csrc/kernels/dtype.hpp)."""
+        """The number of this operator in kernels (csrc/kernels/dtype_and_op_codes.hpp)."""
         return _KERNELS[self]
 
     def divisor(self, size: int) -> int:

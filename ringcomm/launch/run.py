@@ -18,7 +18,7 @@ from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError, Ring
 from ringcomm.launch.run_rank import CALL, Report, dumps, report_path
 
 if TYPE_CHECKING:
-    from ringcomm.launch.child_process import Outcome
+    from ringcomm.launch.run_child_with_deadline import Outcome
 
 R = TypeVar("R")
 # The guardian names the first rank that failed. MPICH ends the other ranks before they can name it.
@@ -79,7 +79,7 @@ def run(
     call = _packed(func, tuple(args), dict(kwargs or {}))
     environ = environment()
     mpirun, variables = _launcher(np, environ)
-    from ringcomm.launch.child_process import outside_of_a_job, run_child
+    from ringcomm.launch.run_child_with_deadline import outside_of_a_job, run_child
 
     with tempfile.TemporaryDirectory(prefix="ringcomm-run-") as name:
         folder = Path(name)

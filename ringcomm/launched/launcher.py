@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from ringcomm.errors import ConfigError
 from ringcomm.launched.ancestors import mpirun_and_above
-from ringcomm.launched.marks_of_children import RUN_FOLDER
+from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
 
 
 def is_on(text: str) -> bool:

@@ -19,7 +19,7 @@ from ringcomm.ps.snapshot_numbers_and_request_names import PAUSE, RELEASE, momen
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
-    from ringcomm.ps.client.calls_to_servers import Client
+    from ringcomm.ps.client.send_calls_and_wait import Client
     from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 
 _log: Final = logging.getLogger("ringcomm")

@@ -20,16 +20,16 @@ from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
 from ringcomm.ps.checkpoint.client import save, save_at_stop
 from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
-from ringcomm.ps.client.calls_to_servers import Client
+from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
 from ringcomm.ps.members.let_in import end_step, hear
 from ringcomm.ps.members.stand_by import stand_by
+from ringcomm.ps.protocol.death_listeners import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.protocol.link import Delivery, Link
 from ringcomm.ps.protocol.node_pipes import Pipes
-from ringcomm.ps.protocol.notice_deaths import Deaths
 from ringcomm.ps.roles import InitOptions, Layout, Role, assign, refuse_what_cannot_be
 from ringcomm.ps.server.homes.homes_of_this_process import Homes
 from ringcomm.ps.server.homes.pushes_without_python import make_pushes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ringcomm.errors import ConfigError
-from ringcomm.ps.placement.newcomers import Newcomer
+from ringcomm.ps.placement.replacement_workers import Newcomer
 
 Role = Literal["worker", "server", "evaluator", "spare"]
 ROLES: Final = ("worker", "server", "evaluator")  # those that a command may declare

@@ -29,9 +29,9 @@ from ringcomm.errors import (
     ServerLostError,
 )
 from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
-from ringcomm.ps.client.calls_to_servers import Client
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_servers, ignore
+from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.end_of_job import EndOfTraining, leave, rest, serve
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import INLINE_MAX, Kind

@@ -47,7 +47,7 @@ class Spec:
         partitions: how many there are.
         compression: of pushes and pulls, see ringcomm.ps.compression; empty: none.
         segments: of a dense table: first elements of what has a gradient, or none, by itself; see
-            ringcomm.ps.parameters_sharing_a_dense_table.
+            ringcomm.ps.segments_with_or_without_gradient.
         parts: of a dense table: arrays with names, one behind the other; empty: it is one array.
         scope: whose names these are, such as "optimizer 1".
     """

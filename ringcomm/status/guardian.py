@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ringcomm._core
+from ringcomm.launched.children_are_no_ranks import run_file
 from ringcomm.launched.launcher import launched_rank
-from ringcomm.launched.marks_of_children import run_file
 from ringcomm.open_errors import needed_for
 
 _PROGRAM = Path(ringcomm._core.__file__).with_name("ringcomm-guardian")

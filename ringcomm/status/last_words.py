@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from ringcomm._core import StatusPage, record_this_rank_in
 from ringcomm.errors import PeerFailedError
+from ringcomm.launched.children_are_no_ranks import run_file
 from ringcomm.launched.launcher import launched_rank
-from ringcomm.launched.marks_of_children import run_file
 from ringcomm.status.page_enums import Ending
 
 _OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

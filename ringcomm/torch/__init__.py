@@ -54,7 +54,7 @@ from ringcomm.torch.horovod.data_collectives import (
     join,
 )
 from ringcomm.torch.horovod.handles import poll, synchronize
-from ringcomm.torch.horovod.job import (
+from ringcomm.torch.horovod.init_timeline_built import (
     ccl_built,
     cuda_built,
     ddl_built,

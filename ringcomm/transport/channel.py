@@ -29,7 +29,7 @@ from ringcomm.transport.control_messages import Letter, Watch
 from ringcomm.transport.group_members import Members
 from ringcomm.transport.node.steps import MEET, Meeting, NodeCopy, NodeReduction
 from ringcomm.transport.performer import Performer, Reduction
-from ringcomm.transport.program_requests import NextMove, Running, StepRequest
+from ringcomm.transport.programs_as_requests import NextMove, Running, StepRequest
 from ringcomm.transport.tags import DATA
 
 

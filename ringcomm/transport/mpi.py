@@ -17,7 +17,7 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
 from ringcomm.transport.base import Arrived, Died, Event, Request
 from ringcomm.transport.presence import Presence
-from ringcomm.transport.program_requests import StepRequest
+from ringcomm.transport.programs_as_requests import StepRequest
 from ringcomm.transport.start_mpi import runner_over
 from ringcomm.transport.unannounced_messages import ShortMessages
 

@@ -1,7 +1,7 @@
 """Where the launcher ends a job that loses a rank: an elastic job says so, and ends as any other.
 
-Of Open MPI's mpirun without an option, and of MPICH's; test_survivable_losses.py has the other
-launchers.
+Of Open MPI's mpirun without an option, and of MPICH's; test_launcher_fault_tolerance.py has the
+other launchers.
 """
 
 import re

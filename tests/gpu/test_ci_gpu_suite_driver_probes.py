@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from gpu_suite import right_and_wrong_cases
+from gpu_suite import outcome_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,7 +167,7 @@ def test_the_suite_asks_the_driver_itself_for_a_gpu(tmp_path):
 
 
 def test_a_matrix_shows_each_cell_and_the_first_error_of_each():
-    cases = right_and_wrong_cases.Matrix()
+    cases = outcome_table.Matrix()
     for row, column, error in [("f32", "SUM", ""), ("f32", "SUM", "off"), ("i8", "MAX", "")]:
         cases.add(row, column, error)
     assert (cases.n_cases, cases.n_wrong) == (3, 1)

@@ -25,7 +25,7 @@ from ringcomm.engine.operations.grouped import plan_grouped_allreduce
 from ringcomm.engine.operations.into_array import plan_allgather_into
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.gpu.executor import plans
-from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.gpu.transports import slices
 from ringcomm.gpu.transports.ipc import IpcTransport
 from ringcomm.gpu.transports.nccl import NcclTransport

@@ -134,7 +134,7 @@ def test_operations_under_way_are_completed_by_shutdown(tmp_path):
 
     def body(rank, gpu):
         from ringcomm.engine.api.init_rank_size import engine
-        from ringcomm.engine.core.lifecycle import leave
+        from ringcomm.engine.core.start_and_shutdown import leave
 
         xs = [sim.array(np.full(1000, rank + 1.0)) for _ in range(5)]
         for i, x in enumerate(xs):

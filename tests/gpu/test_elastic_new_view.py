@@ -11,8 +11,8 @@ from simulated_nccl import FakeNccl
 
 import ringcomm as rc
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.lifecycle import end_view
-from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.engine.core.start_and_shutdown import end_view
+from ringcomm.gpu.executor.engine_gpus import Gpus
 
 
 class OfOldView(AssertionError):

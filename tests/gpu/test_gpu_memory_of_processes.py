@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from compile_c_library import compile_library
 from harness import job_environment
-from stand_in_libraries import compile_library
 
 # This process has memory on two GPUs, and 65 others on the first; that of one is not known.
 NVML = """

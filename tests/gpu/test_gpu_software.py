@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stand_in_libraries import compile_library
+from compile_c_library import compile_library
 
 import ringcomm
 from ringcomm.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 import simulated_gpu as sim
 from harness import wait_until
 
-from ringcomm.gpu.device.memory_allocator import NOWHERE, Address
+from ringcomm.gpu.device.memory_allocator_and_address import NOWHERE, Address
 from ringcomm.gpu.device.shared_pinned_pool import HostPool
 
 

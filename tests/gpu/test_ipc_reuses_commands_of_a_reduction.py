@@ -14,18 +14,20 @@ import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor import team as team_module
-from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.gpu.executor.order_of_launches import LaunchOrder
-from ringcomm.gpu.transports import ipc_stream_commands
+from ringcomm.gpu.transports import plan_ipc_stream_commands
 from ringcomm.transport.channel import Until, Wait
 
 BENCH = Path(__file__).parents[2] / "ci" / "bench"
 
 
 def test_the_commands_of_a_reduction_are_made_once(tmp_path, monkeypatch):
-    made, phases = [], ipc_stream_commands.phases
+    made, phases = [], plan_ipc_stream_commands.phases
     monkeypatch.setattr(
-        ipc_stream_commands, "phases", lambda work, view: made.append(work) or phases(work, view)
+        plan_ipc_stream_commands,
+        "phases",
+        lambda work, view: made.append(work) or phases(work, view),
     )
 
     def body(rank):

@@ -14,7 +14,7 @@ import ringcomm as rc
 from ringcomm import arrays
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.nvidia import find_software
 from ringcomm.nvidia.judge_software import Cupy, Driver, Nccl, Stack
 
@@ -88,7 +88,7 @@ def test_horovods_questions_are_answered_by_what_can_be_used(
     stack, nccl, has_cuda, found, monkeypatch
 ):
     job = pytest.importorskip(
-        "ringcomm.torch.horovod.job", reason="the core is tested without torch, too"
+        "ringcomm.torch.horovod.init_timeline_built", reason="the core is tested without torch, too"
     )
     found(stack)
     binding = types.ModuleType("cupy.cuda.nccl")

@@ -10,7 +10,7 @@ from ps_ranks_as_threads import run_workers
 from training_models import copies, data, fit, network, share, weights
 
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.torch import ps
 from ringcomm.torch.ps import buckets
 

@@ -10,7 +10,7 @@ import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor import transport_setup as gpu_founding
-from ringcomm.gpu.executor.gpus import Drivers, Gpus
+from ringcomm.gpu.executor.engine_gpus import Drivers, Gpus
 
 SIZE = 3
 EVERY_GPU = [f"gpu-{rank}" for rank in range(SIZE)]

@@ -67,7 +67,7 @@ APART = {
     "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",  # no arguments
     "is_initialized", "node_memory",
     "step", "should_stop",  # no arguments
-    "Params", "live", "on_checkpoint",  # test_params.py and tests/mpi/test_ringcomm_ctl.py
+    "Params", "live", "on_checkpoint",  # test_program_parameters.py, mpi/test_ringcomm_ctl.py
     "log_to",  # keeps what it gets; tests/mpi/test_ringcomm_top.py calls it
 }  # fmt: skip
 BROKE = {"numbers", "hostile"}

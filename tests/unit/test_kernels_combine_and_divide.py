@@ -21,7 +21,7 @@ def code(name):
 
 
 def codes_of(enum):
-    header = Path(__file__).parents[2] / "csrc" / "kernels" / "dtype.hpp"
+    header = Path(__file__).parents[2] / "csrc" / "kernels" / "dtype_and_op_codes.hpp"
     names = re.search(rf"enum class {enum} : int \{{(.*?)\}}", header.read_text(), re.DOTALL).group(
         1
     )

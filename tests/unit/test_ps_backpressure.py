@@ -12,7 +12,7 @@ import ringcomm as rc
 from ringcomm import codec, ps
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.ps import end_of_job
-from ringcomm.ps.client import calls_to_servers, flow_control
+from ringcomm.ps.client import flow_control, send_calls_and_wait
 from ringcomm.ps.client.flow_control import Credit, Turns
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.job import session
@@ -38,7 +38,7 @@ class Slow:
         self.changed = threading.Condition()
         self.n_at_rest, self.n_workers = 0, n_workers
         self.most = self.n_waits = 0
-        wait_until, decoded = calls_to_servers.Client.wait_until, kind.decoded
+        wait_until, decoded = send_calls_and_wait.Client.wait_until, kind.decoded
         slow = self
 
         def waiting(self, *args):
@@ -53,7 +53,7 @@ class Slow:
                 assert slow.changed.wait_for(lambda: slow.n_at_rest == slow.n_workers, 20)
             return decoded(self, *args)
 
-        monkeypatch.setattr(calls_to_servers.Client, "wait_until", waiting)
+        monkeypatch.setattr(send_calls_and_wait.Client, "wait_until", waiting)
         monkeypatch.setattr(kind, "decoded", late_push)
 
     def note(self, its_client, change):
@@ -129,7 +129,7 @@ def test_memory_stays_bounded_when_another_worker_is_slow(compression, has_credi
     def body(rank):
         push = dense(mode="sync", compression=compression)
         if rank == 0:
-            wait_until = calls_to_servers.Client.wait_until
+            wait_until = send_calls_and_wait.Client.wait_until
 
             def waiting(self, *args):
                 if self is session().client:
@@ -137,7 +137,7 @@ def test_memory_stays_bounded_when_another_worker_is_slow(compression, has_credi
                     may_go.release()
                 wait_until(self, *args)
 
-            monkeypatch.setattr(calls_to_servers.Client, "wait_until", waiting)
+            monkeypatch.setattr(send_calls_and_wait.Client, "wait_until", waiting)
             for _ in range(N_PUSHES):
                 future = push()
             for _ in range(N_PUSHES):
@@ -184,7 +184,7 @@ def test_workers_may_push_large_tables_in_different_orders(make, n_servers, monk
     """Each has more than its credit under way, which waits for what the others push later."""
     block, n_blocks = 32_000, 8
     monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 3 * block)
-    monkeypatch.setattr(calls_to_servers, "STALL_S", 0.02)
+    monkeypatch.setattr(send_calls_and_wait, "STALL_S", 0.02)
     most = []
 
     def body(rank):
@@ -238,7 +238,7 @@ def test_an_earlier_block_does_not_wait_for_a_later_one_that_moved_to_its_server
         return t.pull().wait().tolist()
 
     monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 10)
-    monkeypatch.setattr(calls_to_servers, "STALL_S", 0.02)
+    monkeypatch.setattr(send_calls_and_wait, "STALL_S", 0.02)
     monkeypatch.setattr(Server, "on_request", hear_late)
     assert run_workers(2, body, 2) == [[1.0] * 40] * 2
     assert has_come.is_set()
@@ -248,7 +248,7 @@ def test_who_leaves_behind_pushes_that_wait_for_credit_stops_no_move_that_others
     monkeypatch,
 ):
     monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 10)
-    monkeypatch.setattr(calls_to_servers, "STALL_S", 0.02)
+    monkeypatch.setattr(send_calls_and_wait, "STALL_S", 0.02)
     has_settled, settle = threading.Event(), end_of_job._settle
 
     def note_settling(current):

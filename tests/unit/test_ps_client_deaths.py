@@ -17,8 +17,8 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.ps.end_of_job import EndOfTraining
+from ringcomm.ps.protocol.death_listeners import Deaths
 from ringcomm.ps.protocol.frames import Entry, Header, Kind
-from ringcomm.ps.protocol.notice_deaths import Deaths
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.rounds import Entries

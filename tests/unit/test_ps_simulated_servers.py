@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis_settings import hypothesis_settings
 from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
 from ps_simulation import Choices, World
-from ps_simulation_messages import Request, Shape
+from ps_simulation_message_types import Request, Shape
 
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Header, Kind

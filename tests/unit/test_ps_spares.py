@@ -14,7 +14,7 @@ from ps_training_of_two_tables import KEYS, N, require_exact, train
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
-from ringcomm.ps.placement.places import Places
+from ringcomm.ps.placement.active_and_spare_servers import Places
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.roles import Layout

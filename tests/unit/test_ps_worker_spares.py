@@ -12,7 +12,7 @@ from harness import DEADLINE_S, at_length
 from ps_core_steps import KEY, arrive, core_of, leave, names, push
 from ps_ranks_as_threads import Boom, ended, kill_server, run_all
 from ps_simulation import Members
-from ps_simulation_messages import Request
+from ps_simulation_message_types import Request
 
 import ringcomm as rc
 from ringcomm import ps
@@ -21,7 +21,7 @@ from ringcomm.data import WorkQueue
 from ringcomm.ps import evaluation
 from ringcomm.ps.members.let_in import end_step
 from ringcomm.ps.members.stand_by import _Spare
-from ringcomm.ps.placement.newcomers import Beginning, Newcomer
+from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import End, Late, Reply

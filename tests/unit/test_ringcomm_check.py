@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 
 from ringcomm._core import open_pidfd
-from ringcomm.launch import child_process, cli
+from ringcomm.launch import cli, run_child_with_deadline
 from ringcomm.launch.check_install import command, gather_facts
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts, Launcher, Library
 from ringcomm.launch.check_install.gather_facts import floors
 from ringcomm.launch.check_install.judge_facts import SUBJECTS, has_problem, judge
 from ringcomm.launch.check_install.trial_job import judge_trial, plan_trial, run_trial
-from ringcomm.launch.child_process import Outcome, outside_of_a_job, run_child
 from ringcomm.launch.mpi_kind import Kind, fit, kind_of
+from ringcomm.launch.run_child_with_deadline import Outcome, outside_of_a_job, run_child
 from ringcomm.nvidia.judge_software import Cupy, Driver, Gpu, Nccl, Stack
 
 OPENMPI = Kind("Open MPI", "5.0.11", "openmpi")
@@ -478,7 +478,7 @@ def test_a_child_that_cannot_start_is_an_outcome():
 
 @pytest.mark.parametrize("manners", ["", "trap '' TERM;"], ids=["polite", "deaf to SIGTERM"])
 def test_at_the_deadline_the_child_and_its_children_are_gone(manners, monkeypatch):
-    monkeypatch.setattr(child_process, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(run_child_with_deadline, "_PATIENCE_S", 0.2)
     script = f"{manners} cat /dev/zero >/dev/null & echo $!; {manners} wait"
     outcome = run_child(["sh", "-c", script], os.environ, deadline_s=0.3)
     assert outcome.code is None

@@ -11,7 +11,7 @@ import pytest
 from harness import run_command
 
 from ringcomm.launch.check_install import gather_facts
-from ringcomm.launch.child_process import run_child
+from ringcomm.launch.run_child_with_deadline import run_child
 
 
 def ringcomm(*arguments, **variables):

@@ -12,7 +12,7 @@ from ringcomm._core import record_this_rank_in
 from ringcomm.errors import ConfigError
 from ringcomm.launch.job import become_rank_program, command, horovodrun_flags
 from ringcomm.launch.job.arguments import parse_arguments
-from ringcomm.launch.job.output import LauncherText, LinesOf
+from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.read_records import (
     Evidence,
     Failure,

@@ -10,7 +10,7 @@ from ringcomm.launch.check_install.facts import Facts, Launcher, Library
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.hosts import Host, expand_names, parse_host_file, parse_hosts, slurm_hosts
 from ringcomm.launch.job.plan import plan
-from ringcomm.launch.job.request import Surroundings
+from ringcomm.launch.job.plan_types import Surroundings
 from ringcomm.launch.mpi_kind import Kind
 
 OPENMPI = Kind("Open MPI", "5.0.11", "openmpi")

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ringcomm.launch.job.hosts import Host, parse_hosts
+from ringcomm.launch.job.plan_types import Request
 from ringcomm.launch.job.read_records import RankEnd
-from ringcomm.launch.job.request import Request
-from ringcomm.launch.job.restart.ask_hosts import silent_hosts
 from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
+from ringcomm.launch.job.restart.unreachable_hosts import silent_hosts
 
 REQUEST = Request(program=("train",), np=6, elastic=(2, 6), hosts=parse_hosts("h1:2,h2:2,h3:2"))
 KILLED = {rank: RankEnd() for rank in range(6)}

@@ -1,10 +1,10 @@
-"""Jobs of thousands of ranks: one of them is real, see ci/bench/simulated_many_ranks.py."""
+"""Jobs of thousands of ranks: one of them is real, see ci/bench/cost_per_rank_of_large_jobs.py."""
 
 import threading
 import time
 
 import numpy as np
-from bench import simulated_many_ranks
+from bench import cost_per_rank_of_large_jobs
 from harness import DEADLINE_S, run_ranks
 from loopback import LoopbackHub
 
@@ -12,7 +12,7 @@ import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.core.current_engine import engine, serve_thread
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.lifecycle import leave, meet
+from ringcomm.engine.core.start_and_shutdown import leave, meet
 from ringcomm.transport import failure_news
 
 OPERATIONS = {
@@ -27,7 +27,7 @@ OPERATIONS = {
 
 def least_s(size):
     """Return the processor time that each operation takes at least, of one rank among `size`."""
-    wire = simulated_many_ranks.Mirror(size // 2 + 1, size, 8, is_native=True)
+    wire = cost_per_rank_of_large_jobs.Mirror(size // 2 + 1, size, 8, is_native=True)
     times, x = {name: [] for name in OPERATIONS}, np.ones(size, np.float32)
     with serve_thread(Engine(wire, Settings())):
         # In turn, so that what else runs for a moment does not slow all calls of one operation.
@@ -86,6 +86,6 @@ def test_the_simulation_sends_what_a_rank_of_a_job_sends(monkeypatch):
         return counts
 
     results = run_ranks(size, body, hub=hub)
-    costs = simulated_many_ranks.costs(size, ranks_per_host=1)
+    costs = cost_per_rank_of_large_jobs.costs(size, ranks_per_host=1)
     simulated = [costs[what][0] for what in ("init", "unnamed operation", "shutdown")]
     assert [results[size // 2 + 1][i] for i in (0, 2, 3)] == simulated

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from harness import IS_MPICH, at_length, run_script
+from script_data_and_network import DATA_AND_NETWORK
 from storms import LAUNCHERS
-from training_scripts import DATA_AND_NETWORK
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
 

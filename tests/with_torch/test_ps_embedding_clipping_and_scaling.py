@@ -13,12 +13,12 @@ from ps_ranks_as_threads import run_workers
 from torch import nn
 
 import ringcomm as rc
-from ringcomm.ps.client.calls_to_servers import Client
 from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
+from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.job import session
 from ringcomm.torch import ps
 from ringcomm.torch.ps.embeddings import Embedding
-from ringcomm.torch.ps.rows_until_step import TableGradient
+from ringcomm.torch.ps.row_gradients_until_step import TableGradient
 
 ROWS, DIM, N_STEPS, LR = 31, 5, 6, 0.5
 MAX_NORM = 0.6  # which clips some steps and others not

@@ -36,15 +36,15 @@ from ringcomm.engine.api.world import (
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.engine.core import current_engine
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.lifecycle import close, leave, see_others_leave, stop
+from ringcomm.engine.core.start_and_shutdown import close, leave, see_others_leave, stop
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import NotInitializedError, PeerFailedError, RingcommError
+from ringcomm.launched.children_are_no_ranks import mark_children_of_this_rank, parent_rank_pid
 from ringcomm.launched.launcher import is_fault_tolerant, is_hydra, refuse_foreign_ranks
-from ringcomm.launched.marks_of_children import mark_children_of_this_rank, parent_rank_pid
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import State
-from ringcomm.status.print_once import print_alike_errors_once
+from ringcomm.status.print_alike_errors_once import print_alike_errors_once
 
 if TYPE_CHECKING:
     from ringcomm.status.guardian import Guardian
@@ -95,7 +95,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         return
     print_alike_errors_once(is_watched=lambda: current() is not None)
     settings = read()
-    from ringcomm.transport.membership.find_survivable_losses import find_gap
+    from ringcomm.transport.membership.detect_launcher_fault_tolerance import find_gap
     from ringcomm.transport.mpi import MpiTransport
     from ringcomm.transport.presence import Presence
     from ringcomm.transport.start_mpi import (

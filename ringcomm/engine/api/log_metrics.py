@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
-from ringcomm.launched.marks_of_children import run_file
+from ringcomm.launched.children_are_no_ranks import run_file
 from ringcomm.status.json_numbers import json_number
 
 _NO_STEP: Final = -1

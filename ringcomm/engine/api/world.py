@@ -11,13 +11,13 @@ from ringcomm.config import Settings
 from ringcomm.engine.core import current_engine
 from ringcomm.engine.core.context import Topology
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.lifecycle import end_view, meet
+from ringcomm.engine.core.start_and_shutdown import end_view, meet
 from ringcomm.errors import PeerFailedError, RingcommError
 from ringcomm.launched.launcher import command_for
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import RESERVE, SPARE, State
-from ringcomm.transport.membership.find_survivable_losses import hosts_of
-from ringcomm.transport.membership.survivable_losses import Gap
+from ringcomm.transport.membership.detect_launcher_fault_tolerance import hosts_of
+from ringcomm.transport.membership.launcher_fault_tolerance import Gap
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringcomm.engine.progress.timeline import Timeline
-from ringcomm.launched.marks_of_children import run_file
+from ringcomm.launched.children_are_no_ranks import run_file
 
 if TYPE_CHECKING:
     from ringcomm.engine.control.commands import Command

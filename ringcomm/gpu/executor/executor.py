@@ -10,7 +10,7 @@ from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import DeviceExecutor
 from ringcomm.engine.operations.base import Operation
 from ringcomm.gpu.executor import plans, via_host_memory
-from ringcomm.gpu.executor.gpus import Gpus, issue_of
+from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
 from ringcomm.gpu.transports.transport_choice import GpuChoice
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from ringcomm.engine.operations.into_array import AllgatherInto, AlltoallInto, R
 from ringcomm.engine.operations.reduction_base import Reduction
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.executor.gpus import Gpus, issue_of
-from ringcomm.gpu.executor.prepared_jobs import Jobs
+from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
+from ringcomm.gpu.executor.prepare_and_enqueue_jobs import Jobs
 from ringcomm.gpu.executor.streams import Issue
 from ringcomm.gpu.executor.via_host_memory import Staging, through_host
 from ringcomm.gpu.kernels.scale import can_scale

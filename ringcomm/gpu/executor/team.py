@@ -24,7 +24,7 @@ from ringcomm.engine.core.usable_or_broken import EngineState
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.cuda_call_thread import Launcher
 from ringcomm.gpu.executor.order_of_launches import PLACE_NBYTES, LaunchOrder
-from ringcomm.gpu.executor.prepared_jobs import (
+from ringcomm.gpu.executor.prepare_and_enqueue_jobs import (
     Jobs,
     LoadedKernels,
     Prepared,
@@ -35,8 +35,8 @@ from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Mar
 from ringcomm.gpu.executor.transport_setup import set_up_transport
 from ringcomm.gpu.executor.watched_stream import WatchedStream
 from ringcomm.gpu.transports.base import GpuTransport
-from ringcomm.gpu.transports.ipc_stream_commands import Outline
 from ringcomm.gpu.transports.nccl_base import NcclBinding
+from ringcomm.gpu.transports.plan_ipc_stream_commands import Outline
 from ringcomm.gpu.transports.transport_choice import GpuChoice
 from ringcomm.gpu.transports.works import Job
 from ringcomm.transport.channel import Channel, Wait

@@ -9,7 +9,7 @@ from typing import Final
 
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts
 from ringcomm.launch.check_install.judge_facts import Finding, problem_of
-from ringcomm.launch.child_process import Outcome, outside_of_a_job, run_child
+from ringcomm.launch.run_child_with_deadline import Outcome, outside_of_a_job, run_child
 
 _DEADLINE_S = 60.0
 _CORRECT = "ringcomm-check: correct"

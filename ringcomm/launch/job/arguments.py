@@ -12,7 +12,7 @@ from typing import Any, Final
 from ringcomm.errors import ConfigError
 from ringcomm.launch.job import horovodrun_flags
 from ringcomm.launch.job.hosts import Host, parse_host_file, parse_hosts
-from ringcomm.launch.job.request import LAUNCHERS, Request
+from ringcomm.launch.job.plan_types import LAUNCHERS, Request
 
 GRACE_S: Final = 20.0
 RESTARTS: Final = 3

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
-RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"  # as in ringcomm.launched.marks_of_children
+RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"  # as in ringcomm.launched.children_are_no_ranks
 # The variables in which launchers tell a rank its place. RANK and so on are torch's names.
 _SOURCES: Final = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"),

@@ -14,16 +14,16 @@ from typing import Any
 from ringcomm._version import __version__
 from ringcomm.config import environment
 from ringcomm.errors import ConfigError
-from ringcomm.launch.child_process import outside_of_a_job
 from ringcomm.launch.job.arguments import Arguments, parse_arguments
 from ringcomm.launch.job.gather_surroundings import gather_surroundings
 from ringcomm.launch.job.plan import plan
-from ringcomm.launch.job.request import Plan, Request, Surroundings
-from ringcomm.launch.job.restart.ask_hosts import silent_hosts
+from ringcomm.launch.job.plan_types import Plan, Request, Surroundings
 from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
+from ringcomm.launch.job.restart.unreachable_hosts import silent_hosts
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, Ending, Verdict, judge_ending
+from ringcomm.launch.run_child_with_deadline import outside_of_a_job
 
 _REFUSED, _CANNOT_START, _INTERRUPTED = 2, 127, 130
 

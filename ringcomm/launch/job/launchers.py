@@ -9,7 +9,7 @@ from typing import Final
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Launcher
 from ringcomm.launch.job.hosts import Host
-from ringcomm.launch.job.request import Request, Surroundings
+from ringcomm.launch.job.plan_types import Request, Surroundings
 from ringcomm.launch.mpi_kind import Kind
 
 # Variables that ranks on other hosts get, too. MPICH's mpiexec passes all.

@@ -9,7 +9,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.judge_facts import judge, problem_of
 from ringcomm.launch.job.hosts import Host, parse_host_file, places_of, slurm_hosts
 from ringcomm.launch.job.launchers import Order, start_by_mpirun, start_by_srun
-from ringcomm.launch.job.request import Plan, Request, Surroundings
+from ringcomm.launch.job.plan_types import Plan, Request, Surroundings
 
 _THREADS: Final = "OMP_NUM_THREADS"
 _LEAST_LOSSES: Final = 8  # as by default: small jobs may be resized, too

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final
 
-from ringcomm.launch.job.output import LauncherText, LinesOf
+from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.run_folder import LAUNCHER_LOG, RunFolder
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, Ending
 

@@ -24,7 +24,7 @@ from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.rank_rows import Process, RankSample
 from ringcomm.launch.watch.slow_link import Traffic
 from ringcomm.launch.watch.tcp_counters import traffic_of
-from ringcomm.launched.marks_of_children import RUN_FOLDER
+from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
 
 _INTERVAL_S: Final = 1.0
 _SILENT_S: Final = 10.0  # a host that has written nothing for so long is not heard of

@@ -14,7 +14,7 @@ from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.progress_bar import progress_bar
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Checkpoint
-from ringcomm.ps.checkpoint.periodic import Periodic
+from ringcomm.ps.checkpoint.when_to_save import Periodic
 from ringcomm.ps.client.future import Future, FutureOfAll, require_timeout
 from ringcomm.ps.client.json_requests import ask_json, ask_servers, ignore
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, pause, release

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Delivery
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.core.core import Core
+    from ringcomm.ps.server.parts_of_a_table import Contents
     from ringcomm.ps.server.replies import Replies
-    from ringcomm.ps.server.table_contents import Contents
     from ringcomm.ps.table_spec import Spec
 
 Part = DensePartition | RowsPartition

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ringcomm.ps.optim import SGD, Updater
-from ringcomm.ps.parameters_sharing_a_dense_table import MOST
+from ringcomm.ps.segments_with_or_without_gradient import MOST
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray

@@ -12,8 +12,8 @@ from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.snapshot_numbers_and_request_names import HOLD, PAUSE, RELEASE, STOP, moment_number
 
 if TYPE_CHECKING:
-    from ringcomm.ps.client.calls_to_servers import Client
     from ringcomm.ps.client.future import Future
+    from ringcomm.ps.client.send_calls_and_wait import Client
 
 _TRIES = 10  # of a snapshot: rounds of a table that is new are over before all servers know it
 _PATIENCE = 1 / 4  # of its deadline, for which a pause lets moves go first

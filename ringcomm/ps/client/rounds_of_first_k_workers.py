@@ -23,8 +23,8 @@ from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frames import Entry, Kind, Status
 
 if TYPE_CHECKING:
-    from ringcomm.ps.client.calls_to_servers import Client
     from ringcomm.ps.client.future import Pushed
+    from ringcomm.ps.client.send_calls_and_wait import Client
     from ringcomm.ps.protocol.link import Delivery
 
 

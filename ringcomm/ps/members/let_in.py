@@ -15,7 +15,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.placement.newcomers import Beginning, Newcomer
+from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Coming, Header, Kind
 

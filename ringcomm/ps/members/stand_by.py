@@ -10,9 +10,9 @@ from ringcomm.errors import ServerLostError
 from ringcomm.ps.checkpoint.recover import follow
 from ringcomm.ps.client.json_requests import json_of
 from ringcomm.ps.client.request import Request
+from ringcomm.ps.members.group_without_collectives import GroupWithoutCollectives
 from ringcomm.ps.members.let_in import send
-from ringcomm.ps.members.place_of_the_dead import PlaceOfTheDead
-from ringcomm.ps.placement.newcomers import Beginning, Newcomer
+from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Coming, Join, Kind, Status
 from ringcomm.ps.server.replies import as_body
@@ -99,7 +99,7 @@ class _Spare:
             return None
         current.layout.join(newcomer)
         ranks = current.layout.workers if begins else current.layout.evaluators
-        current.group = PlaceOfTheDead(current.engine, ranks, newcomer.place)
+        current.group = GroupWithoutCollectives(current.engine, ranks, newcomer.place)
         if begins is not None:
             current.clock, current.begins = begins.clock, begins.rounds
         if current.engine.page is not None:

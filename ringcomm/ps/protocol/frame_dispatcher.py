@@ -11,9 +11,9 @@ from ringcomm.ps.protocol.frames import Kind, Step
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.client.outstanding_requests import Outstanding
+    from ringcomm.ps.protocol.death_listeners import Deaths
     from ringcomm.ps.protocol.frames import Header
     from ringcomm.ps.protocol.link import Delivery, Link
-    from ringcomm.ps.protocol.notice_deaths import Deaths
     from ringcomm.ps.server.homes.homes_of_this_process import Homes
     from ringcomm.ps.server.server import Server
 

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     MISSING = 22  # for which workers do requests of the sender wait?
     REPLACED = 23  # see ringcomm.ps.checkpoint.notice_of_replaced_values
     CLOSE = 24  # a client uses a table no more
-    RECOVER = 25  # see ringcomm.ps.server.core.recovery
+    RECOVER = 25  # see ringcomm.ps.server.core.recovery_meetings
     RECORD = 26  # between the copies of a home, see Copy
     HOMES = 27  # a server to all: a rank died, and these homes run here; of some there are copies
     JOIN = 28  # a rank takes the place of one that died, see Join
@@ -61,7 +61,7 @@ class Kind(IntEnum):
 
 
 class Step(IntEnum):
-    """The option of a frame of Kind.MOVE. See ringcomm.ps.server.core.migration_roles."""
+    """The option of a frame of Kind.MOVE. See ringcomm.ps.server.core.migration_facade."""
 
     ASK = 0  # a client asks for moves
     SERVERS = 1  # between servers
@@ -72,7 +72,7 @@ class Step(IntEnum):
 
 
 class Meeting(IntEnum):
-    """The option of a frame of Kind.RECOVER. See ringcomm.ps.server.core.recovery."""
+    """The option of a frame of Kind.RECOVER. See ringcomm.ps.server.core.recovery_meetings."""
 
     BEGIN = 0
     DONE = 1
@@ -80,7 +80,7 @@ class Meeting(IntEnum):
 
 
 class Join(IntEnum):
-    """The option of a frame of Kind.JOIN. See ringcomm.ps.placement.newcomers."""
+    """The option of a frame of Kind.JOIN. See ringcomm.ps.placement.replacement_workers."""
 
     WAIT = 0  # to the leader: I stand by
     ALONE = 1  # a newcomer: no worker lives; how far were they?
@@ -165,7 +165,7 @@ class Header(NamedTuple):
         status: of a reply, see Status; of a frame for a home that does not run where it began, or
             that a home sends: 1 + the number of the home that it is for; else 0.
         view: of a request for a partition: its epoch, see
-            ringcomm.ps.server.core.migration_roles; of a reply: the request's.
+            ringcomm.ps.server.core.migration_facade; of a reply: the request's.
         origin: rank of the job that sends the request, or the reply.
         letter: of a message between homes: its number; else 0.
         sequence: of a request: ascending per rank; of a reply: the request's.

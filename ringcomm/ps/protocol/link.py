@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ringcomm.arrays.base import Bytes
-from ringcomm.ps.protocol.bodies_to_send import BodiesToSend, is_over
 from ringcomm.ps.protocol.frames import (
     INLINE_MAX,
     META_MAX,
@@ -32,6 +31,7 @@ from ringcomm.ps.protocol.frames import (
 )
 from ringcomm.ps.protocol.long_frames import Joiner, pieces
 from ringcomm.ps.protocol.memory_for_bodies import MemoryForBodies
+from ringcomm.ps.protocol.send_large_bodies import BodiesToSend, is_over
 from ringcomm.transport.base import Request, Transport
 from ringcomm.transport.tags import P2P
 from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX, ShortMessages

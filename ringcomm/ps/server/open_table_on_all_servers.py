@@ -20,7 +20,7 @@ import numpy as np
 from ringcomm.errors import RingcommError
 from ringcomm.ps.optim import from_json
 from ringcomm.ps.placement import view
-from ringcomm.ps.placement.places import Places
+from ringcomm.ps.placement.active_and_spare_servers import Places
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.row_policies import Evict
@@ -29,9 +29,9 @@ from ringcomm.ps.server.core.actions import Close, Moved
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import Applied, AppliedHere, Unit
 from ringcomm.ps.server.dense.partition import DensePartition
+from ringcomm.ps.server.parts_of_a_table import Contents
 from ringcomm.ps.server.replies import NOTHING, as_body
 from ringcomm.ps.server.rows.hash_shard import Shard
-from ringcomm.ps.server.table_contents import Contents
 from ringcomm.ps.table_spec import Spec
 
 if TYPE_CHECKING:

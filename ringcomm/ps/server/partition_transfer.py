@@ -1,4 +1,4 @@
-"""Sends partitions to other servers, installs those that arrive; see core.migration_roles."""
+"""Sends partitions to other servers, installs those that arrive; see core.migration_facade."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.protocol.wire_of_a_server import Wire
+    from ringcomm.ps.protocol.wire_interface import Wire
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.core.core import Core

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
-from ringcomm.ps.placement.newcomers import Beginning, Newcomer
+from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Header, Join, Kind, Step, is_one_way
+from ringcomm.ps.server.busy_time import OwnTime
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.own_or_copied_clock import Clock, OwnClock
 from ringcomm.ps.server.perform_actions import Performer
-from ringcomm.ps.server.time_spent_on_requests import OwnTime
 from ringcomm.ps.server.user_functions import Function
 from ringcomm.ps.snapshot_numbers_and_request_names import HOLD, PAUSE, RELEASE, STOP
 from ringcomm.status.page_enums import BUSY
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ringcomm._core import StatusPage
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Delivery
-    from ringcomm.ps.protocol.wire_of_a_server import Wire
+    from ringcomm.ps.protocol.wire_interface import Wire
     from ringcomm.ps.roles import Layout
 
 _SHOWN_S: Final = 1.0  # between two looks that others may have at this server

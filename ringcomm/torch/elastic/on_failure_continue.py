@@ -31,7 +31,7 @@ from ringcomm.engine.api.begin_next_view import heal
 from ringcomm.engine.api.init_rank_size import rank, size
 from ringcomm.engine.api.world import current
 from ringcomm.errors import PeerFailedError, ServerLostError
-from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
+from ringcomm.torch.backward.interleave_collectives import CollectiveTask
 from ringcomm.torch.backward.parameter_hooks import Named
 from ringcomm.torch.horovod.process_sets import global_process_set
 from ringcomm.torch.optim.averaging_optimizer import OUR_ATTRIBUTES, AveragingOptimizer

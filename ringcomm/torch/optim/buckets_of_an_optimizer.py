@@ -10,7 +10,7 @@ import torch
 
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
+from ringcomm.torch.backward.interleave_collectives import CollectiveTask
 from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import next_number
 from ringcomm.torch.backward.watched_tensors import n_storage_references
 from ringcomm.torch.optim.buckets import Bucket, Member, Scaling, make_buckets

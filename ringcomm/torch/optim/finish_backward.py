@@ -16,7 +16,7 @@ from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import MismatchError, RingcommError
-from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
+from ringcomm.torch.backward.interleave_collectives import CollectiveTask
 from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets
 from ringcomm.torch.optim.buckets_of_an_optimizer import BucketPlan
 from ringcomm.torch.optim.gradient_presence import (

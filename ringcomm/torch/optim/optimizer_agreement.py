@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ringcomm.engine.core.group import Group
-from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
+from ringcomm.torch.backward.interleave_collectives import CollectiveTask
 from ringcomm.torch.optim.equalize_weights import FirstWeights, Named
 
 

@@ -23,8 +23,8 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.world import is_outside
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.begin_and_end import Passes
-from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask, finish_together
 from ringcomm.torch.backward.consistency_check import OptimizerSummary
+from ringcomm.torch.backward.interleave_collectives import CollectiveTask, finish_together
 from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
     checked_samples,
     note_samples,

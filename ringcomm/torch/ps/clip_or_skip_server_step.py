@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ringcomm.torch.ps.bucket_pusher import BucketPusher
 from ringcomm.torch.ps.clip_and_scale import factor_of, is_on
-from ringcomm.torch.ps.rows_until_step import RowGradients
+from ringcomm.torch.ps.row_gradients_until_step import RowGradients
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,9 @@ from ringcomm.ps.update_modes import Mode, mode_of
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import derive, name_last_group, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
-from ringcomm.torch.ps.buffers import buffers_of
 from ringcomm.torch.ps.clip_and_scale import clip_gradients, is_on, note_found_inf
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
 from ringcomm.torch.ps.count_steps_and_embeddings import count_step, require_something_served
-from ringcomm.torch.ps.distributed_optimizer_options import ServerOptions
 from ringcomm.torch.ps.exchange_state_with_servers import (
     Recovery,
     gather_state,
@@ -37,8 +35,10 @@ from ringcomm.torch.ps.exchange_state_with_servers import (
     require_between_steps,
     unrounded_state,
 )
+from ringcomm.torch.ps.nested_optimizer_steps import NestedOptimizers
+from ringcomm.torch.ps.optimizer_options import ServerOptions
 from ringcomm.torch.ps.push_during_backward import Feeder
-from ringcomm.torch.ps.refuse_step_of_a_part import NestedOptimizers
+from ringcomm.torch.ps.send_chief_buffers import buffers_of
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")

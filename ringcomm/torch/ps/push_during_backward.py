@@ -21,8 +21,8 @@ from ringcomm.ps.client.dense.table import Table
 from ringcomm.ps.client.table_base import close_abandoned
 from ringcomm.ps.session import session
 from ringcomm.torch.backward.begin_and_end import Passes
-from ringcomm.torch.backward.collectives_side_by_side import CollectiveTask
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
+from ringcomm.torch.backward.interleave_collectives import CollectiveTask
 from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
     checked_samples,
     next_number,
@@ -32,12 +32,12 @@ from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, witho
 from ringcomm.torch.optim.options import require_passes
 from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket, ServedSlot, plan
-from ringcomm.torch.ps.buffers import Buffer, ServedBuffers
 from ringcomm.torch.ps.clip_and_scale import is_on
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
 from ringcomm.torch.ps.count_steps_and_embeddings import catch_up, count_step, end_step
-from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
-from ringcomm.torch.ps.rows_until_step import NO_ROWS, RowGradients, let_rows_wait, take
+from ringcomm.torch.ps.optimizer_options import WHO, ServerOptions
+from ringcomm.torch.ps.row_gradients_until_step import NO_ROWS, RowGradients, let_rows_wait, take
+from ringcomm.torch.ps.send_chief_buffers import Buffer, ServedBuffers
 
 P = ParamSpec("P")
 

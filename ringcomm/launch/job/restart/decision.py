@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import Final
 
 from ringcomm.launch.job.hosts import Host, places_of
+from ringcomm.launch.job.plan_types import Request
 from ringcomm.launch.job.read_records import RankEnd
-from ringcomm.launch.job.request import Request
 from ringcomm.launch.job.verdict import STOPPED_IN_ORDER
 
 _AGENTS: Final = ("plm_ssh_agent", "plm_rsh_agent")

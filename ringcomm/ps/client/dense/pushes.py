@@ -15,9 +15,9 @@ from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.push_outcome import PlainPush, PushReplies
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.client.rounds_of_first_k_workers import PendingPush
-from ringcomm.ps.parameters_sharing_a_dense_table import elements_in, packed_mask
 from ringcomm.ps.protocol.frame_meta import ASSIGN, ENCODED, HOLD, INITIAL, RELEASE, PushMeta
 from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
+from ringcomm.ps.segments_with_or_without_gradient import elements_in, packed_mask
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes

@@ -15,14 +15,14 @@ from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.push_outcome import PushReplies
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.client.rounds_of_first_k_workers import request_entry
-from ringcomm.ps.client.rows.check_and_split_keys import Keys, Portion, portions
-from ringcomm.ps.client.rows.requests import (
+from ringcomm.ps.client.rows.build_requests import (
     keys_and_rows,
     may_place,
     regrouped,
     staged,
     without_keys,
 )
+from ringcomm.ps.client.rows.check_and_split_keys import Keys, Portion, portions
 from ringcomm.ps.client.rows.split_calls_over_servers import KeyedRequest, RowCalls
 from ringcomm.ps.protocol.compress_rows import WireRows, not_finite
 from ringcomm.ps.protocol.frame_meta import (

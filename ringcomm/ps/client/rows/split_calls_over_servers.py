@@ -4,7 +4,7 @@ The number of the view in which rows moved last, the table's epoch, is in every 
 returns a request that was made in an older view, with the owners of now. Once all requests of the
 older view were answered or returned, the calls of which some were returned are split again, in the
 order in which they were made; later ones wait for them. For the servers' side see
-ringcomm.ps.server.core.migration_roles.
+ringcomm.ps.server.core.migration_facade.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ringcomm.ps.protocol.frame_meta import Owners, owners_of
 from ringcomm.ps.protocol.frames import Status
 
 if TYPE_CHECKING:
-    from ringcomm.ps.client.calls_to_servers import Client
     from ringcomm.ps.client.request import Request
     from ringcomm.ps.client.rows.check_and_split_keys import Portion
+    from ringcomm.ps.client.send_calls_and_wait import Client
     from ringcomm.ps.protocol.link import Delivery
 
 

@@ -2,12 +2,12 @@
 
 | what | decided in |
 |---|---|
-| which requests are carried out, kept, or sent to another server | Core, core.migration_roles |
+| which requests are carried out, kept, or sent to another server | Core, core.migration_facade |
 | pushes, reads and what waits, of one unit | core.unit |
 | rounds | core.rounds |
 | steps of workers, places in rounds | core.worker_progress |
 | snapshots | core.snapshot_moments |
-| moves and pauses | core.migration_roles, core.migration_leader, core.migration_participant |
+| moves and pauses | core.migration_facade, core.migration_leader, core.migration_participant |
 | when a table that was closed goes | core.drop_closed_tables |
 | what follows when a rank leaves, dies or joins | core.departures |
 | who takes the place of one that died | placement.newcomers |
@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ringcomm.ps.placement.newcomers import Members as AtFirst
-from ringcomm.ps.placement.newcomers import Newcomers, Present
+from ringcomm.ps.placement.replacement_workers import Members as AtFirst
+from ringcomm.ps.placement.replacement_workers import Newcomers, Present
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import (
@@ -39,8 +39,8 @@ from ringcomm.ps.server.core.actions import (
 )
 from ringcomm.ps.server.core.departures import Departures
 from ringcomm.ps.server.core.drop_closed_tables import ClosedTables
-from ringcomm.ps.server.core.migration_roles import Migration
-from ringcomm.ps.server.core.recovery import Recovery
+from ringcomm.ps.server.core.migration_facade import Migration
+from ringcomm.ps.server.core.recovery_meetings import Recovery
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import Unit

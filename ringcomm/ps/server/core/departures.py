@@ -15,7 +15,8 @@ Servers hear of a death at different times: one may have ended a round with the 
 another drops. While a worker lives, the round waits for it on all of them. If none does, reads take
 the values as they are, and a server whose rows move ends the round without an update.
 
-A worker that joins begins on all servers in the same round; see ringcomm.ps.placement.newcomers.
+A worker that joins begins on all servers in the same round; see
+ringcomm.ps.placement.replacement_workers.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from ringcomm.ps.placement.newcomers import Beginning, Members, Newcomers
+from ringcomm.ps.placement.replacement_workers import Beginning, Members, Newcomers
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Reply, Send
-from ringcomm.ps.server.core.migration_roles import Migration
+from ringcomm.ps.server.core.migration_facade import Migration
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import Unit

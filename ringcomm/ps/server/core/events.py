@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from ringcomm.ps.placement.newcomers import Beginning, Newcomer
+from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.server.core.actions import Key, Request
 
@@ -216,7 +216,7 @@ class Left(NamedTuple):
 
 # --- what the server does by itself -------------------------------------------------------------
 class ServerMessage(NamedTuple):
-    """A message about moves from another server, or this one; see core.migration_roles."""
+    """A message about moves from another server, or this one; see core.migration_facade."""
 
     server: int
     message: dict[str, Any]

@@ -1,6 +1,6 @@
 """The server that leads decides which partitions move, and when all moves pause. Pure.
 
-See ringcomm.ps.server.core.migration_roles for the messages.
+See ringcomm.ps.server.core.migration_facade for the messages.
 """
 
 from __future__ import annotations

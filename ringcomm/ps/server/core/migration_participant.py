@@ -1,6 +1,6 @@
 """One server's part in a migration: its units stand still, leave and arrive. Pure.
 
-See ringcomm.ps.server.core.migration_roles for the messages.
+See ringcomm.ps.server.core.migration_facade for the messages.
 """
 
 from __future__ import annotations

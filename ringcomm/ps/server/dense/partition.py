@@ -15,9 +15,9 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.ps.compression import pull_codec
 from ringcomm.ps.optim import from_json
-from ringcomm.ps.parameters_sharing_a_dense_table import Mask, Segments, taken
 from ringcomm.ps.partition_state import State
 from ringcomm.ps.protocol.frame_meta import ABSENT, ASSIGN, ENCODED, INITIAL, SKIP, PushMeta
+from ringcomm.ps.segments_with_or_without_gradient import Mask, Segments, taken
 from ringcomm.ps.server.dense.block import Block
 from ringcomm.ps.server.dense.round_mean import (
     Shares,

@@ -32,7 +32,7 @@ from ringcomm.ps.server.core import events as on
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Delivery
-    from ringcomm.ps.protocol.wire_of_a_server import Wire
+    from ringcomm.ps.protocol.wire_interface import Wire
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.dense.partition import DensePartition
     from ringcomm.ps.server.replies import Replies

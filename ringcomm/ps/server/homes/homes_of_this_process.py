@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.placement.places import next_swap
+from ringcomm.ps.placement.active_and_spare_servers import next_swap
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Copy, Header, Kind
+from ringcomm.ps.server.busy_time import OwnTime
 from ringcomm.ps.server.homes.home import Home
-from ringcomm.ps.server.time_spent_on_requests import OwnTime
 
 if TYPE_CHECKING:
     from ringcomm._core import StatusPage

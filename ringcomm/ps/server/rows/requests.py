@@ -38,7 +38,7 @@ from ringcomm.ps.server.rows.hash_shard import Shard
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.protocol.wire_of_a_server import Wire
+    from ringcomm.ps.protocol.wire_interface import Wire
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.replies import Replies
 

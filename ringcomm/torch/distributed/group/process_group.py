@@ -21,6 +21,7 @@ from ringcomm.engine.operations.grouped import plan_grouped
 from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.group import collectives
+from ringcomm.torch.distributed.group.backends_by_device import carries, is_foreign
 from ringcomm.torch.distributed.group.base import BaseGroup
 from ringcomm.torch.distributed.group.read_arguments import (
     call_options,
@@ -28,7 +29,6 @@ from ringcomm.torch.distributed.group.read_arguments import (
     one_tensor,
 )
 from ringcomm.torch.distributed.group.tensors_as_flat_arrays import bytes_of, flatten
-from ringcomm.torch.distributed.group.torch_own_backends import carries, is_foreign
 from ringcomm.torch.distributed.group.work import Work
 from ringcomm.transport.base import ANY_SOURCE
 

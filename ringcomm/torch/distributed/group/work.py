@@ -11,8 +11,8 @@ import torch
 
 from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.distributed.compat import LOSES_WORKS, c10d
-from ringcomm.torch.distributed.group.callback_op_names import Path, follow
-from ringcomm.torch.distributed.group.callback_threads import pool
+from ringcomm.torch.distributed.group.future_callback_threads import pool
+from ringcomm.torch.distributed.group.name_operations_in_callbacks import Path, follow
 from ringcomm.torch.untraced import untraced
 
 _NO_TIMEOUT = timedelta(0)

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from ringcomm.ps.protocol.frames import RECOVERING, Meeting
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Describe, Reopen, Reply, Request
-from ringcomm.ps.server.core.migration_roles import Members
+from ringcomm.ps.server.core.migration_facade import Members
 
 _OF_WORKERS: Final = (Meeting.BEGIN, Meeting.DONE)
 

@@ -13,7 +13,7 @@ from ringcomm.errors import PeerFailedError
 from ringcomm.transport.group_members import Members
 
 
-class PlaceOfTheDead(Group):
+class GroupWithoutCollectives(Group):
     """A place in a group that cannot be joined: its collectives have ended with a death.
 
     It says which rank this is, of how many.

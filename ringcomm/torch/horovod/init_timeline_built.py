@@ -15,7 +15,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.torch.horovod import process_sets as sets
 
 if TYPE_CHECKING:
-    from ringcomm.gpu.executor.gpus import Drivers
+    from ringcomm.gpu.executor.engine_gpus import Drivers
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -119,6 +119,6 @@ def cuda_built() -> bool:
 
 def _drivers() -> Drivers:
     device_executor()  # raises ConfigError if ringcomm.gpu is not installed
-    from ringcomm.gpu.executor.gpus import cuda_drivers
+    from ringcomm.gpu.executor.engine_gpus import cuda_drivers
 
     return cuda_drivers()

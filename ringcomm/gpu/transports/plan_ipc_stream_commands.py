@@ -19,7 +19,7 @@ from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.operators import Op
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.device.memory_allocator import NOWHERE, Address
+from ringcomm.gpu.device.memory_allocator_and_address import NOWHERE, Address
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel

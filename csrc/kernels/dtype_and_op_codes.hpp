@@ -1,7 +1,7 @@
 // The element types and operators a kernel can be asked for. The orders are the codes of
 // ringcomm/arrays/dtypes.py and ringcomm/collectives/operators.py; a test compares them.
 #pragma once
-#include "../enumeration_codes.hpp"
+#include "../checked_enum_cast.hpp"
 
 namespace ringcomm {
 

@@ -12,7 +12,7 @@ from ps_ranks_as_threads import run_all, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.client import flow_control, pause_moves_and_snapshot
-from ringcomm.ps.client.calls_to_servers import Client
+from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.placement.view import Move

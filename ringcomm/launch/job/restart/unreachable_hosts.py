@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ringcomm.launch.child_process import run_child
+from ringcomm.launch.run_child_with_deadline import run_child
 
 _ANSWER_S = 15.0
 _AT_ONCE = 32

@@ -5,8 +5,8 @@ import random
 
 import pytest
 from harness import IS_MPICH, at_length, run_script
+from script_data_and_network import DATA_AND_NETWORK
 from storms import LAUNCHERS
-from training_scripts import DATA_AND_NETWORK
 
 import ringcomm.torch as hvd
 

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ringcomm.launched.launcher import is_by_srun, mpirun_command
-from ringcomm.transport.membership.survivable_losses import Gap, Launch, gap_of
+from ringcomm.transport.membership.launcher_fault_tolerance import Gap, Launch, gap_of
 
 if TYPE_CHECKING:
     from ringcomm.transport.presence import Presence

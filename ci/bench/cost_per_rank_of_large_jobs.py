@@ -16,7 +16,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.world import topology_of
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.lifecycle import leave, meet
+from ringcomm.engine.core.start_and_shutdown import leave, meet
 from ringcomm.transport.base import Arrived
 from ringcomm.transport.control_header import Header, Kind
 from ringcomm.transport.membership.view import View
@@ -133,7 +133,9 @@ class Mirror:
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="ci/bench simulated_many_ranks", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="ci/bench cost_per_rank_of_large_jobs", description=__doc__
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="ranks of the job")
     parser.add_argument("--ranks-per-host", type=int, default=8)
     args = parser.parse_args(argv)

@@ -3,7 +3,7 @@
 import pytest
 
 from ringcomm.launched.launcher import command_for
-from ringcomm.transport.membership.survivable_losses import Gap, Launch, gap_of
+from ringcomm.transport.membership.launcher_fault_tolerance import Gap, Launch, gap_of
 
 CONTINUOUS = ("--runtime-options", "continuous")
 ULFM = ("--with-ft", "ulfm")
