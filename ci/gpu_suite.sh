@@ -81,7 +81,7 @@ refuse() {
 
 # End, before the build, if a name fits no stage.
 require_stages() {
-  PYTHONPATH=$ROOT/ci python3 -P -m gpu_suite.check_stage_names "$1"
+  PYTHONPATH=$ROOT/ci python3 -P -m gpu_suite.refuse_unknown_stages "$1"
 }
 
 main "$@"

@@ -21,7 +21,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.start_and_shutdown import stop
+from ringcomm.engine.core.meet_and_leave import stop
 from ringcomm.errors import PeerFailedError
 
 PROMPTLY_S = 120.0  # a job that no deadline of 600 s has ended, on a busy machine, too

@@ -13,7 +13,7 @@ from harness import DEADLINE_S, outcomes
 
 from ringcomm import ps
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.start_and_shutdown import leave
+from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.errors import RingcommError
 from ringcomm.ps import end_of_job
 from ringcomm.ps.job import session

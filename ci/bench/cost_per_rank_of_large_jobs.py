@@ -16,7 +16,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.world import topology_of
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.start_and_shutdown import leave, meet
+from ringcomm.engine.core.meet_and_leave import leave, meet
 from ringcomm.transport.base import Arrived
 from ringcomm.transport.control_header import Header, Kind
 from ringcomm.transport.membership.view import View

@@ -23,10 +23,10 @@ import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.start_and_shutdown import stop
+from ringcomm.engine.core.meet_and_leave import stop
 from ringcomm.gpu.device.shared_pinned_pool import whole_pages
+from ringcomm.gpu.executor import group_on_gpus as team_module
 from ringcomm.gpu.executor import order_of_launches, prepare_and_enqueue_jobs
-from ringcomm.gpu.executor import team as team_module
 from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.gpu.transports.ipc import IpcTransport, flags_nbytes
 from ringcomm.gpu.transports.nccl import NcclTransport

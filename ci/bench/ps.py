@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from bench.figure_and_goal import Figure, verdict
-from bench.ps_peer_processes import PEERS, Peer
 from bench.ps_workload import CASES, OPS, PULL, PUSH, Work, cpu_s_of
+from bench.start_and_stop_ps_peers import PEERS, Peer
 
 import ringcomm as rc
 from ringcomm import ps

@@ -1,4 +1,4 @@
-"""torch.distributed.rpc as a parameter server, in processes of its own: see ps_peer_processes.py.
+"""torch.distributed.rpc as a parameter server: start_and_stop_ps_peers.py starts its processes.
 
 python ps_peer_torch_rpc.py RANK SIZE PORT [TRANSPORT ...]     reads lines of JSON, answers so
 """

@@ -186,7 +186,7 @@ CPP = [
             "unit/test_collectives_in_shared_memory.py",
             "unit/test_shared_memory_is_kept_while_others_read.py",
         ),
-        stress=(("node", "600"),),
+        stress=(("random_node_operations", "600"),),
     ),
     CppMutation(
         "lane-again-too-early",
@@ -199,7 +199,7 @@ CPP = [
             "unit/test_shared_memory_is_kept_while_others_read.py",
             "unit/test_collectives_in_shared_memory.py",
         ),
-        stress=(("node", "600"),),
+        stress=(("random_node_operations", "600"),),
     ),
     CppMutation(
         "lane-short-by-its-skew",

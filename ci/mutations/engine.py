@@ -140,7 +140,7 @@ ORDER = [
     Mutation(
         "each-rank-its-own-table",
         "order",
-        "engine/core/start_and_shutdown.py",
+        "engine/core/meet_and_leave.py",
         "text = await broadcast_bytes(table.encode(), 0, t)",
         "text = await broadcast_bytes(table.encode(), 0, t) and table.encode()",
         "ranks choose by tables of their own, run two algorithms against each other, and hang",

@@ -33,7 +33,7 @@ GPU = [
     Mutation(
         "gpu-outlines-of-ranks-that-have-none-count",
         "gpu",
-        "gpu/executor/team.py",
+        "gpu/executor/group_on_gpus.py",
         "if len(outlines) == len(of_all):",
         "if outlines:",
         "an operation begun while another rank still sets up its transport fails, or adds too few",
@@ -150,7 +150,7 @@ GPU = [
     Mutation(
         "gpu-what-breaks-off-is-left",
         "gpu",
-        "gpu/executor/team.py",
+        "gpu/executor/group_on_gpus.py",
         "        self._end_waits(is_over, keeps)\n",
         "",
         "a stream stands for ever behind half an operation",
@@ -190,7 +190,7 @@ GPU = [
     Mutation(
         "gpu-a-group-is-over-before-its-streams",
         "gpu",
-        "gpu/executor/team.py",
+        "gpu/executor/group_on_gpus.py",
         "(keeps, launched, self._group())",
         "(keeps, launched)",
         "memory is unmapped while another rank's kernel writes to it",
@@ -246,7 +246,7 @@ GPU = [
     Mutation(
         "gpu-a-wait-ends-by-a-call",
         "gpu",
-        "gpu/executor/team.py",
+        "gpu/executor/group_on_gpus.py",
         "while not is_over():  # the stream may come to another wait",
         "while not (is_over() or launcher._work._device.require_sound(launcher._work._stream)):",
         "who would end the waits of a stream is blocked by them",
@@ -300,7 +300,7 @@ GPU = [
     Mutation(
         "gpu-any-number-is-under-way",
         "gpu",
-        "gpu/executor/team.py",
+        "gpu/executor/group_on_gpus.py",
         "self._under_way.earliest(MOST_UNDER_WAY)",
         "self._under_way.earliest(1 << 20)",
         "a launch blocks on a full stream, and holds the lock of all calls",

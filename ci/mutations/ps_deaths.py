@@ -503,7 +503,7 @@ PS_DEATHS = [
     Mutation(
         "an-error-is-lost-in-shutdown",
         "ps",
-        "engine/core/start_and_shutdown.py",
+        "engine/core/meet_and_leave.py",
         "unsaid = unsaid or operation.task.error",
         "pass",
         "nobody learns of an operation that a death has ended while the rank leaves",

@@ -11,7 +11,7 @@ from gpu_ranks import choose, with_fault
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES
-from ringcomm.gpu.executor import team as gpu_team
+from ringcomm.gpu.executor import group_on_gpus as gpu_team
 from ringcomm.gpu.transports import slices
 
 
@@ -134,7 +134,7 @@ def test_operations_under_way_are_completed_by_shutdown(tmp_path):
 
     def body(rank, gpu):
         from ringcomm.engine.api.init_rank_size import engine
-        from ringcomm.engine.core.start_and_shutdown import leave
+        from ringcomm.engine.core.meet_and_leave import leave
 
         xs = [sim.array(np.full(1000, rank + 1.0)) for _ in range(5)]
         for i, x in enumerate(xs):

@@ -11,7 +11,7 @@ from simulated_nccl import FakeNccl
 
 import ringcomm as rc
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.start_and_shutdown import end_view
+from ringcomm.engine.core.meet_and_leave import end_view
 from ringcomm.gpu.executor.engine_gpus import Gpus
 
 

@@ -13,7 +13,7 @@ from harness import wait_until
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.gpu.executor import team as team_module
+from ringcomm.gpu.executor import group_on_gpus as team_module
 from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.gpu.executor.order_of_launches import LaunchOrder
 from ringcomm.gpu.transports import plan_ipc_stream_commands

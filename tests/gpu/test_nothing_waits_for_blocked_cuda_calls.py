@@ -18,8 +18,8 @@ from simulated_nccl import FakeCommunicator
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES
+from ringcomm.gpu.executor.group_on_gpus import MOST_UNDER_WAY
 from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
-from ringcomm.gpu.executor.team import MOST_UNDER_WAY
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.nccl import NcclTransport
 from ringcomm.transport.channel import Until, Wait

@@ -16,7 +16,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core import ledger
 from ringcomm.engine.core.current_engine import serve_thread
-from ringcomm.engine.core.start_and_shutdown import leave, stop
+from ringcomm.engine.core.meet_and_leave import leave, stop
 from ringcomm.engine.progress.loop import Progress
 from ringcomm.transport.tags import TagLayout
 

@@ -100,13 +100,16 @@ def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     assert any(line.startswith("unit  | called") for line in lines)
 
 
+SANITIZED = "ci/sanitize thread 40 random_node_operations abandoned_steps"
+
+
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
         (".venv-mpich/bin/pytest", "pytest with MPICH"),
         ("tests/unit", "pytest with Open MPI: unit"),
         ("tests/with_torch", "pytest with Open MPI: torch"),
-        ("thread 40 node", "ci/sanitize thread 40 node abandoned_steps"),
+        ("thread 40 random_node_operations", SANITIZED),
         ("sanitize compile", "ci/sanitize compile"),
     ],
 )
@@ -120,7 +123,7 @@ def test_a_step_that_fails_is_named_and_fails_the_gate(broken, told, tmp_path):
     assert lines[lines.index(f"FAILED {told} (exit 3)") + 1].startswith("    called")
     (path,) = tmp_path.glob("ringcomm-failures-*.txt")
     assert broken in path.read_text()
-    assert ("== again:" in done.stdout) == (told == "ci/sanitize thread 40 node abandoned_steps")
+    assert ("== again:" in done.stdout) == (told == SANITIZED)
 
 
 def test_fast_runs_each_unit_test_in_one_of_two_halves_and_no_job(tmp_path):

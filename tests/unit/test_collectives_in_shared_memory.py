@@ -17,7 +17,7 @@ import ringcomm as rc
 from ringcomm import _core
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.start_and_shutdown import leave
+from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.transport.node import N_UNNAMED
 
 KIB, MIB = 1 << 10, 1 << 20

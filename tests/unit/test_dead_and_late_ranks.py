@@ -15,7 +15,7 @@ import ringcomm as rc
 from ringcomm._core import WireFault
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.start_and_shutdown import leave
+from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 
 X = np.ones(1000, np.float32)

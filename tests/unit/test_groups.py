@@ -15,7 +15,7 @@ from sample_values import total, whole_numbers
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.start_and_shutdown import leave
+from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.engine.peers import groups
 from ringcomm.transport.start_mpi import agreed_tags
 from ringcomm.transport.tags import DATA, TagLayout

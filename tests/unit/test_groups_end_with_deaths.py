@@ -15,7 +15,7 @@ from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
-from ringcomm.engine.core.start_and_shutdown import leave
+from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.transport.base import Died
 from ringcomm.transport.node.shared_memory import SharedNode, make_memory
 from ringcomm.transport.node.steps import MEET, Meeting

@@ -14,7 +14,7 @@ from sample_values import total, whole_numbers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.start_and_shutdown import leave
+from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.ps.client import flow_control
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.link import Link

@@ -15,7 +15,7 @@ from ps_ranks_as_threads import deadline, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.start_and_shutdown import leave
+from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.protocol.frames import Stop
 

@@ -15,7 +15,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.point_to_point import recv_async, send_async
 from ringcomm.engine.core.current_engine import serve_thread
-from ringcomm.engine.core.start_and_shutdown import leave
+from ringcomm.engine.core.meet_and_leave import leave
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.complex128, np.bool_, "u8"])

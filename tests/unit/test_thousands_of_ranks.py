@@ -12,7 +12,7 @@ import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.core.current_engine import engine, serve_thread
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.start_and_shutdown import leave, meet
+from ringcomm.engine.core.meet_and_leave import leave, meet
 from ringcomm.transport import failure_news
 
 OPERATIONS = {

@@ -17,7 +17,7 @@ from ringcomm.collectives.measured_times import Table
 from ringcomm.config import Settings
 from ringcomm.engine.api import tuning_files
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.start_and_shutdown import meet
+from ringcomm.engine.core.meet_and_leave import meet
 from ringcomm.errors import ConfigError
 from ringcomm.launch import tune
 from ringcomm.transport.channel import Channel

@@ -23,7 +23,7 @@ from training_models import (
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.start_and_shutdown import leave
+from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.torch.optim.finish_backward import Attempt, is_skipped_by_all
 from ringcomm.torch.optim.options import GradientOptions
 

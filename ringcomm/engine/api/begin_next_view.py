@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ringcomm.config import Settings
 from ringcomm.engine.api.await_others_at_end import await_others_at_end
 from ringcomm.engine.api.world import World, begin_view, current, engine_for
-from ringcomm.engine.core.start_and_shutdown import end_view
+from ringcomm.engine.core.meet_and_leave import end_view
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
 from ringcomm.transport.membership.events_and_actions import (
     Cleared,

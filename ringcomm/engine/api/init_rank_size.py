@@ -36,7 +36,7 @@ from ringcomm.engine.api.world import (
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.engine.core import current_engine
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.start_and_shutdown import close, leave, see_others_leave, stop
+from ringcomm.engine.core.meet_and_leave import close, leave, see_others_leave, stop
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import NotInitializedError, PeerFailedError, RingcommError

@@ -11,7 +11,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.core import current_engine
 from ringcomm.engine.core.context import Topology
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.start_and_shutdown import end_view, meet
+from ringcomm.engine.core.meet_and_leave import end_view, meet
 from ringcomm.errors import PeerFailedError, RingcommError
 from ringcomm.launched.launcher import command_for
 from ringcomm.status.last_words import Failure, LastWords

@@ -32,7 +32,7 @@ from ringcomm.engine.operations.base import Operation, contiguous, rows_by_rank,
 from ringcomm.engine.operations.broadcast import Broadcast
 from ringcomm.engine.operations.grouped import GroupedAllreduce
 from ringcomm.engine.operations.into_array import AllgatherInto, AlltoallInto, ReduceScatterInto
-from ringcomm.engine.operations.reduction_base import Reduction
+from ringcomm.engine.operations.reduction_of_one_array import Reduction
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of

@@ -24,7 +24,7 @@ from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.group import Group
-    from ringcomm.gpu.executor.team import GpuTeam
+    from ringcomm.gpu.executor.group_on_gpus import GpuTeam
 
 PIECE_NBYTES = 4 << 20
 

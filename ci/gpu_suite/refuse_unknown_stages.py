@@ -1,6 +1,6 @@
 """Refuses names that fit no stage, and lists the stages.
 
-usage: python -m gpu_suite.check_stage_names NAME,NAME
+usage: python -m gpu_suite.refuse_unknown_stages NAME,NAME
 """
 
 from __future__ import annotations

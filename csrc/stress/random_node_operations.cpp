@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "../loop/loop.hpp"
-#include "node.hpp"
+#include "ranks_as_threads.hpp"
 
 using namespace ringcomm;
 using namespace ringcomm::stress;
