@@ -15,6 +15,7 @@ torch.set_num_threads(1)
 BATCH = 6
 STEPS = at_length(8, 6)  # buckets are made anew after the first, and most changes come in the third
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+SHARDED = pytest.mark.parametrize("shard_state", [0, 1])
 SMALL = Settings(timeout_s=120, fusion_mib=0.0005)  # 524 bytes: some buckets for each model here
 
 
@@ -54,6 +55,25 @@ class Checkpointed(nn.Module):
         return self.out(saved(self.b, torch.tanh(self.c(saved(self.b, x)))))
 
 
+class Experts(nn.Module):
+    """Each sample goes through the expert that its first feature asks for; the last is unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(5, 5)
+        self.experts = nn.ModuleList([nn.Linear(5, 3) for _ in range(4)])
+
+    def forward(self, x):
+        asked = x[:, 0].long()
+        hidden = self.shared(x)
+        out = torch.zeros(len(x), 3, dtype=x.dtype)
+        for which in asked.unique().tolist():
+            out = out.index_add(
+                0, (asked == which).nonzero()[:, 0], self.experts[which](hidden[asked == which])
+            )
+        return out
+
+
 def seeded(make):
     """Return make(), with the same weights in every run."""
     torch.random.default_generator.manual_seed(0)
@@ -74,6 +94,15 @@ def data(steps, size, dtype=torch.float64):
     x = torch.randn(steps, size * BATCH, 5, generator=generator, dtype=dtype)
     y = torch.randn(steps, size * BATCH, 3, generator=generator, dtype=dtype)
     return list(zip(x, y, strict=True))
+
+
+def batches_for_experts(size, steps=8):
+    """Make batches that leave out an expert in some steps, and of which ranks use others."""
+    batches = data(steps, size)
+    for step, (x, _) in enumerate(batches):
+        for rank, part in enumerate(x.chunk(size)):
+            part[:, 0] = [rank % 3, 0, 1 + rank % 2, 2][step % 4]
+    return batches
 
 
 def share(batches, rank, size):

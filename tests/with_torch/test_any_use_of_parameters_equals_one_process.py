@@ -9,19 +9,22 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import (
     BATCH,
+    SHARDED,
     SIZES,
     SMALL,
     Checkpointed,
+    Experts,
     assert_close,
     assert_equals_one_process,
+    batches_for_experts,
     copies,
     data,
     fit,
     models,
+    nesterov,
     network,
     on_replicas,
     seeded,
-    sgd,
     share,
     wrap,
 )
@@ -31,47 +34,22 @@ from ringcomm.torch.backward.autograd_hooks import Hooks
 
 
 # --- which parameters are used ------------------------------------------------------------------
-class Experts(nn.Module):
-    """Each sample goes through the expert that its first feature asks for."""
-
-    def __init__(self, n=4):
-        super().__init__()
-        self.shared = nn.Linear(5, 5)
-        self.experts = nn.ModuleList([nn.Linear(5, 3) for _ in range(n)])
-
-    def forward(self, x):
-        asked = x[:, 0].long()
-        hidden = self.shared(x)
-        out = torch.zeros(len(x), 3, dtype=x.dtype)
-        for which in asked.unique().tolist():
-            out = out.index_add(
-                0, (asked == which).nonzero()[:, 0], self.experts[which](hidden[asked == which])
-            )
-        return out
-
-
-def batches_for_experts(size, n_experts=3):
-    """Make batches in which ranks ask for different experts, and some experts are never used."""
-    batches = data(6, size)
-    for step, (x, _) in enumerate(batches):
-        for rank, part in enumerate(x.chunk(size)):
-            part[:, 0] = (rank + step) % n_experts
-    return batches
-
-
 @pytest.mark.parametrize("size", at_length([1, 2, 3, 4], [2, 3, 4]))
 def test_parameters_used_on_some_ranks_count_as_zeros_on_the_others(size):
     model = seeded(lambda: Experts().double())
     assert_equals_one_process(size, model=model, batches=batches_for_experts(size))
 
 
-def test_a_parameter_used_nowhere_keeps_grad_none_in_a_bucket_that_is_used():
+@SHARDED
+def test_a_parameter_used_nowhere_keeps_its_bits_and_grad_none_in_its_bucket(
+    shard_state,
+):
     replicas = copies(seeded(lambda: Experts().double()), 2)
     batches = batches_for_experts(2)
 
     def body(rank):
         model = replicas[rank]
-        optimizer = wrap(model, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5))
+        optimizer = wrap(model, nesterov, shard_state=shard_state)
         unused = model.experts[3].weight
         before = unused.detach().clone()
         fit(model, optimizer, share(batches, rank, 2))
@@ -121,16 +99,33 @@ def test_frozen_parameters_take_no_part(size):
 
 
 @SIZES
-def test_parameters_unfrozen_after_wrapping_are_reduced(size):
+@SHARDED
+def test_parameters_frozen_unfrozen_and_added_after_wrapping(size, shard_state):
+    """Each of these changes whose elements are whose, and a sharded state goes along."""
     model = network()
     model[0].requires_grad_(False)
 
     def train(model, optimizer, batches):
         fit(model, optimizer, batches[:3])
         model[0].requires_grad_(True)
-        fit(model, optimizer, batches[3:])
+        fit(model, optimizer, batches[3:6])
+        optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 0.01})
+        fit(model, optimizer, batches[6:9])
+        model[2].requires_grad_(False)
+        fit(model, optimizer, batches[9:])
 
-    assert_equals_one_process(size, train, model=model)
+    def first_layers(parameters):
+        return torch.optim.Adam(list(parameters)[:4], lr=1e-3)
+
+    assert_equals_one_process(
+        size,
+        train,
+        model=model,
+        make=first_layers,
+        batches=data(12, size),
+        tolerance=1e-10,
+        shard_state=shard_state,
+    )
 
 
 @SIZES
@@ -147,16 +142,6 @@ def test_only_parameters_unfrozen_after_wrapping_have_gradients(size):
 
 
 @SIZES
-def test_parameters_frozen_after_wrapping_stay_as_they_are(size):
-    def train(model, optimizer, batches):
-        fit(model, optimizer, batches[:3])
-        model[2].requires_grad_(False)
-        fit(model, optimizer, batches[3:])
-
-    assert_equals_one_process(size, train)
-
-
-@SIZES
 def test_parameters_frozen_between_forward_and_backward_keep_their_gradient(size):
     def train(model, optimizer, batches):
         fit(model, optimizer, batches[:2])
@@ -170,31 +155,19 @@ def test_parameters_frozen_between_forward_and_backward_keep_their_gradient(size
     assert_equals_one_process(size, train, make=lambda p: torch.optim.SGD(p, lr=0.01))
 
 
-@SIZES
-def test_parameters_added_to_the_optimizer_later(size):
-    def train(model, optimizer, batches):
-        optimizer.param_groups[0]["lr"] = 0.02
-        fit(model, optimizer, batches[:3])
-        optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 0.01})
-        fit(model, optimizer, batches[3:])
-
-    def first_layer(parameters):
-        return sgd(list(parameters)[:2])
-
-    assert_equals_one_process(size, train, make=first_layer)
-
-
 # --- several backward() -------------------------------------------------------------------------
 @SIZES
-def test_two_losses_with_two_backward_calls(size):
+@SHARDED
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_two_losses_with_two_backward_calls(size, shard_state, set_to_none):
     def train(model, optimizer, batches):
         for x, y in batches:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=set_to_none)
             mse_loss(model(x), y).backward()
             model(x).abs().mean().backward()
             optimizer.step()
 
-    assert_equals_one_process(size, train)
+    assert_equals_one_process(size, train, shard_state=shard_state)
 
 
 @SIZES
@@ -309,16 +282,16 @@ def test_autograd_grad_leaves_gradients_alone(size):
 
 # --- checkpointing ------------------------------------------------------------------------------
 @SIZES
+@SHARDED
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # an inner checkpoint
 @pytest.mark.parametrize("fusion_mib", [SMALL.fusion_mib, 1])
 @pytest.mark.parametrize(
     "mode", ["reentrant", "not reentrant", "everything", "nested", "a module twice"]
 )
-def test_checkpointing(mode, fusion_mib, size):
+def test_checkpointing(mode, fusion_mib, shard_state, size):
     model = seeded(lambda: Checkpointed(mode).double())
-    assert_equals_one_process(
-        size, model=model, settings=rc.config.Settings(timeout_s=120, fusion_mib=fusion_mib)
-    )
+    settings = rc.config.Settings(timeout_s=120, fusion_mib=fusion_mib)
+    assert_equals_one_process(size, model=model, settings=settings, shard_state=shard_state)
 
 
 def test_a_module_checkpointed_twice_on_one_rank_only():

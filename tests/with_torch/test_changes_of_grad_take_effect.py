@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import (
     BATCH,
+    SHARDED,
     SIZES,
     SMALL,
     assert_close,
@@ -29,8 +30,6 @@ from training_models import (
 import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.errors import RingcommError
-
-SHARDED = pytest.mark.parametrize("shard_state", [0, 1])
 
 
 def is_alone(batches):

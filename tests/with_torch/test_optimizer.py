@@ -117,20 +117,6 @@ def test_complex_parameters_are_averaged():
         assert torch.equal(parameter, -gradients.mean(0))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (2, 1, 3)])
-def test_parameters_of_any_shape(shape):
-    def body(rank):
-        parameter = nn.Parameter(torch.ones(shape))
-        scale = nn.Parameter(torch.ones(()))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter, scale], lr=1))
-        ((rank + 1) * scale + (rank + 1) * parameter.sum()).backward()
-        optimizer.step()
-        return parameter.detach()
-
-    for parameter in run_ranks(2, body):
-        assert torch.equal(parameter, torch.full(shape, -0.5))
-
-
 def test_sum_adds_gradients_up():
     replicas, singles = models(2), models(2)
     batches = data(1, 2)

@@ -7,21 +7,23 @@ from harness import at_length, run_ranks
 from torch import nn, optim
 from torch.nn.functional import mse_loss
 from training_models import (
+    SHARDED,
     SIZES,
     SMALL,
     STEPS,
     Checkpointed,
     Counting,
+    Experts,
     adamw,
     assert_close,
     assert_equals_one_process,
     assert_sharded_equals_one_process,
+    batches_for_experts,
     copies,
     data,
     fit,
     models,
     nesterov,
-    network,
     on_replicas,
     seeded,
     sgd,
@@ -129,77 +131,16 @@ def test_settings_that_a_step_changes_are_changed_once():
 
 
 # --- which parameters have gradients ------------------------------------------------------------
-class Branches(nn.Module):
-    """Of four branches a sample uses those that its first feature asks for; the last is unused."""
-
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList([nn.Linear(5, 3) for _ in range(4)])
-
-    def forward(self, x):
-        asked = x[:, 0].long()
-        return torch.stack(
-            [self.branches[k](each) for k, each in zip(asked.tolist(), x, strict=True)]
-        )
-
-
-def batches_for_branches(size, steps=8):
-    """Make batches that leave out a branch in some steps, and of which ranks use different ones."""
-    batches = data(steps, size)
-    for step, (x, _) in enumerate(batches):
-        for rank, part in enumerate(x.chunk(size)):
-            part[:, 0] = [rank % 3, 0, 1 + rank % 2, 2][step % 4]
-    return batches
-
-
 @SIZES
 @pytest.mark.parametrize(("make", "tolerance"), [(nesterov, 1e-12), (adamw, 1e-10)])
 def test_a_parameter_is_updated_in_those_steps_only_in_which_it_is_used(make, tolerance, size):
     """Neither decay nor momentum moves it in others, and its count of steps stays."""
     assert_sharded_equals_one_process(
         size,
-        model=seeded(lambda: Branches().double()),
+        model=seeded(lambda: Experts().double()),
         make=make,
-        batches=batches_for_branches(size),
+        batches=batches_for_experts(size),
         tolerance=tolerance,
-    )
-
-
-def test_a_parameter_that_is_used_nowhere_keeps_its_bits():
-    replicas = copies(seeded(lambda: Branches().double()), 2)
-    before = replicas[0].branches[3].weight.detach().clone()
-
-    def body(rank):
-        fit(
-            replicas[rank],
-            wrap(replicas[rank], nesterov, shard_state=1),
-            share(batches_for_branches(2), rank, 2),
-        )
-        return replicas[rank].branches[3].weight.detach()
-
-    assert all(torch.equal(after, before) for after in run_ranks(2, body))
-
-
-@SIZES
-def test_frozen_unfrozen_and_added_parameters(size):
-    """Each of these changes whose elements are whose, and the state goes along."""
-    model = network()
-    model[0].requires_grad_(False)
-
-    def train(model, optimizer, batches):
-        fit(model, optimizer, batches[:3])
-        model[0].requires_grad_(True)
-        fit(model, optimizer, batches[3:6])
-        optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 0.01})
-        fit(model, optimizer, batches[6:9])
-        model[2].requires_grad_(False)
-        fit(model, optimizer, batches[9:])
-
-    def first_layers(parameters):
-        return optim.Adam(list(parameters)[:4], lr=1e-3)
-
-    assert_sharded_equals_one_process(
-        size, train, model=model, make=first_layers, batches=data(12, size), tolerance=1e-10
     )
 
 
@@ -235,13 +176,14 @@ def test_gradients_of_another_layout_than_their_parameters():
     assert_sharded_equals_one_process(3, train, model=model, make=adamw, tolerance=1e-10)
 
 
+@SHARDED
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (2, 1, 3)])
-def test_parameters_of_any_shape(shape):
+def test_parameters_of_any_shape(shape, shard_state):
     def body(rank):
         parameter = nn.Parameter(torch.ones(shape))
         scale = nn.Parameter(torch.ones(()))
         make = optim.SGD([parameter, scale], lr=1, momentum=0.5)
-        optimizer = hvd.DistributedOptimizer(make, shard_state=1)
+        optimizer = hvd.DistributedOptimizer(make, shard_state=shard_state)
         for _ in range(2):
             optimizer.zero_grad()
             ((rank + 1) * scale + (rank + 1) * parameter.sum()).backward()
@@ -253,24 +195,6 @@ def test_parameters_of_any_shape(shape):
 
 
 # --- several backward(), and what users do with gradients ---------------------------------------
-@SIZES
-def test_two_losses_with_two_backward_calls(size):
-    def train(model, optimizer, batches):
-        for x, y in batches:
-            optimizer.zero_grad(set_to_none=len(x) % 2 == 0)
-            mse_loss(model(x), y).backward()
-            model(x).abs().mean().backward()
-            optimizer.step()
-
-    assert_sharded_equals_one_process(size, train)
-
-
-@SIZES
-def test_gradients_that_come_after_their_bucket_has_left(size):
-    model = seeded(lambda: Checkpointed("a module twice").double())
-    assert_sharded_equals_one_process(size, model=model)
-
-
 @SIZES
 def test_several_passes_of_unequal_batches(size):
     def train(model, optimizer, batches):
@@ -299,21 +223,6 @@ def test_several_passes_of_unequal_batches(size):
 )
 def test_other_arguments_change_no_result(arguments):
     assert_sharded_equals_one_process(3, **arguments)
-
-
-def test_closures():
-    def train(model, optimizer, batches):
-        for x, y in batches:
-
-            def closure(x=x, y=y):
-                optimizer.zero_grad()
-                loss = mse_loss(model(x), y)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure) > 0
-
-    assert_sharded_equals_one_process(2, train)
 
 
 @SIZES
