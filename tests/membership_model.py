@@ -6,23 +6,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from ringcomm.data import ShardedSampler
-from ringcomm.transport.membership.events_and_actions import (
-    Arrive,
-    Clear,
-    Cleared,
-    EndRun,
-    Evict,
-    Finish,
-    GiveUp,
-    GoneOn,
-    Heal,
-    Heard,
-    Install,
-    KillHere,
-    Lost,
-    Resize,
-    Send,
-)
+from ringcomm.transport.membership import events_and_actions as ea
 from ringcomm.transport.membership.messages import Message
 from ringcomm.transport.membership.state_machine import Membership, Phase, handle
 from ringcomm.transport.membership.view import View
@@ -65,11 +49,11 @@ class Job:
         after = self.states[rank].changes
         assert before.lost <= after.lost
         assert before.arrived <= after.arrived
-        if isinstance(event, Heal) or self.states[rank].phase is Phase.GONE:
+        if isinstance(event, ea.Heal) or self.states[rank].phase is Phase.GONE:
             self.is_working.discard(rank)
         for action in actions:
             match action:
-                case Send(to, message):
+                case ea.Send(to, message):
                     for dest in to:
                         assert dest != rank
                         if most_sends == 0:
@@ -77,18 +61,18 @@ class Job:
                             return
                         most_sends = None if most_sends is None else most_sends - 1
                         self.queues[rank, dest].append(Message.of(message.numbers()))
-                case Clear():
+                case ea.Clear():
                     self.to_clear[rank] = self.states[rank].changes
-                case Install(view):
+                case ea.Install(view):
                     self.install(rank, view)
-                case EndRun():
+                case ea.EndRun():
                     self.over[rank] += 1
                     if self.states[rank].is_member:
                         self.is_working.add(rank)
-                case GoneOn(other):
+                case ea.GoneOn(other):
                     assert rank in self.is_leaving
                     self.went_on[rank].append(other)
-                case KillHere(processes):
+                case ea.KillHere(processes):
                     assert processes <= self.hangs | self.dead, "only those that hang are killed"
                     self.to_kill |= processes & self.near(rank)
         if most_sends is not None:
@@ -116,17 +100,17 @@ class Job:
     def deliver(self, source, dest):
         message = self.queues[source, dest].popleft()
         if dest not in self.dead:
-            self.handle(dest, Heard(source, message))
+            self.handle(dest, ea.Heard(source, message))
 
     def see(self, rank, dead):
         self.seen[rank].add(dead)
-        self.handle(rank, Lost(frozenset({dead})))
+        self.handle(rank, ea.Lost(frozenset({dead})))
 
     def clear(self, rank):
         for other in self.states[rank].others:  # nobody works on this memory
             assert other in self.dead or other not in self.is_working, (rank, other)
         self.has_cleared[rank], self.to_clear[rank] = self.to_clear[rank], None
-        self.handle(rank, Cleared())
+        self.handle(rank, ea.Cleared())
 
     def moves(self):
         """Return what can happen next without the will of a user."""
@@ -147,7 +131,7 @@ class Job:
             sees_a_reason = state.has_new_loss or state.must_follow
             is_needed = (is_at_work and sees_a_reason) or state.must_heal
             if is_needed and rank not in self.is_leaving:
-                can.append((self.handle, rank, Heal()))
+                can.append((self.handle, rank, ea.Heal()))
         return can
 
     def finish(self):
@@ -159,7 +143,7 @@ class Job:
                 continue
             if todo := [r for r in self.live() if self.can_finish(r)]:
                 for rank in todo:
-                    self.handle(rank, Finish())
+                    self.handle(rank, ea.Finish())
             elif not self.evict():
                 return
         raise AssertionError("the job never comes to rest")
@@ -195,10 +179,10 @@ class Job:
         if may is Eviction.NEVER:
             self.assert_may_give_up(rank)
             self.has_given_up = True
-            self.handle(rank, GiveUp())
+            self.handle(rank, ea.GiveUp())
         else:
             self.evicted.add((rank, missing))
-            self.handle(rank, Evict(missing))
+            self.handle(rank, ea.Evict(missing))
         return True
 
     def assert_may_give_up(self, rank):
@@ -341,14 +325,14 @@ def steps(job, data, *, most=9, any_may_hang=False):
             job.dead.add(rank)
         elif chosen == 1 and job.can_finish(rank):
             n = data.draw(st.none() | st.integers(0, job.size)) if len(live) > 1 else None
-            job.handle(rank, Finish(), n)
+            job.handle(rank, ea.Finish(), n)
         elif chosen == 2 and len(live) > 1 and job.can_heal(rank):
-            job.handle(rank, Heal(), data.draw(st.none() | st.integers(0, job.size)))
+            job.handle(rank, ea.Heal(), data.draw(st.none() | st.integers(0, job.size)))
         elif chosen == 4 and job.can_finish(rank) and data.draw(st.booleans()):
-            job.handle(rank, Resize(data.draw(st.integers(1, job.size))))
+            job.handle(rank, ea.Resize(data.draw(st.integers(1, job.size))))
         elif chosen == 3 and job.states[rank].phase is Phase.OUTSIDE:
             n = data.draw(st.none() | st.integers(0, job.size)) if len(live) > 1 else None
-            job.handle(rank, Arrive(), n)
+            job.handle(rank, ea.Arrive(), n)
         elif chosen == 10 and (any_may_hang or 2 * (len(job.hangs - job.dead) + 1) < len(live)):
             job.hangs.add(rank)
         elif moves:

@@ -55,6 +55,13 @@ def until_freed(thread):
     return time.monotonic() - start
 
 
+def assert_ranks_beside_1_end_well(body, transport, tmp_path):
+    """Run body(rank, gpu) on 3 ranks, of which rank 1 raises a ValueError."""
+    first, dead, third = with_fault(3, body, tmp_path, **choose(transport))
+    assert isinstance(dead, ValueError)
+    assert first is third is None, (first, third)
+
+
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_a_death_frees_who_is_in_a_call(transport, tmp_path):
     all_wait = threading.Barrier(3)
@@ -69,9 +76,7 @@ def test_a_death_frees_who_is_in_a_call(transport, tmp_path):
         with pytest.raises(rc.PeerFailedError, match="rank 1 raised ValueError: boom"):
             rc.barrier()
 
-    first, dead, third = with_fault(3, body, tmp_path, **choose(transport))
-    assert isinstance(dead, ValueError)
-    assert first is third is None, (first, third)
+    assert_ranks_beside_1_end_well(body, transport, tmp_path)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
@@ -93,9 +98,7 @@ def test_a_death_is_noticed_while_a_launch_blocks(transport, tmp_path):
             handle.wait()
         until_freed(thread)
 
-    first, dead, third = with_fault(3, body, tmp_path, **choose(transport))
-    assert isinstance(dead, ValueError)
-    assert first is third is None, (first, third)
+    assert_ranks_beside_1_end_well(body, transport, tmp_path)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
