@@ -84,8 +84,8 @@ class EndOfTraining:
         if last is None and is_worker:
             self._send(rank, Stop.ASK, 0)
         else:
-            is_told = last and is_worker
-            self._send(rank, Stop.AT if is_told else Stop.NOW, last if last and is_told else 0)
+            at = last if is_worker else None  # an evaluator ends at once
+            self._send(rank, Stop.AT if at else Stop.NOW, at or 0)
 
     def is_over(self) -> bool | None:
         """Count a call of should_stop(), and return what it returns; None: not known yet."""

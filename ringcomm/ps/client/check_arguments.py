@@ -87,7 +87,7 @@ def updater_of(label: str, updater: Updater | None) -> Updater:
 
 
 def require_weight(label: str, weight: float, *, may_be_0: bool) -> None:
-    """Raise ValueError if a contribution cannot have this weight, NaN among others; TypeError."""
+    """Raise ValueError for a weight that is negative, infinite or NaN, TypeError for no number."""
     if not isinstance(weight, int | float | np.number):
         raise TypeError(f"{label}: weight is {weight!r}; it must be a number")
     if not 0 <= weight <= sys.float_info.max or (weight == 0 and not may_be_0):

@@ -135,7 +135,7 @@ class FirstOfRounds:
 
         Args:
             table: its number.
-            rounds: of it that are not those of this worker, which has joined.
+            rounds: the number of its rounds that went by before this worker joined.
         """
         began = 0
         if self._began:

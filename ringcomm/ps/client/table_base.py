@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.table_spec import Spec
 
 
-class Counting(Protocol):
+class Pushes(Protocol):
     """Sends the pushes of this process to one table."""
 
     @property
@@ -44,7 +44,7 @@ class TableBase(ABC):
     """
 
     asking: ClassVar[tuple[str, ...]] = ()
-    _pushes: Counting
+    _pushes: Pushes
 
     def __init__(
         self, session: Session, spec: Spec, updater: Updater, created: dict[str, Any]

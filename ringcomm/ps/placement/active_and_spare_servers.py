@@ -69,11 +69,11 @@ class Places:
         self.vacant.difference_update(servers)
 
     def remove(self, server: int, *others: int) -> None:
-        """Take the place of a server. Raises ValueError if it has none, or is the last.
+        """Leave a server without a place. Raises ValueError if it has none, or is the last.
 
         Args:
-            server: see above.
-            others: that run in its process: they have no place any more, either.
+            server: its number.
+            others: the servers that run in its process, which have no place any more, either.
         """
         taken = self.taken()
         if server not in taken:

@@ -40,7 +40,7 @@ class Newcomer(NamedTuple):
 
 
 class Members(Protocol):
-    """Who takes part at first."""
+    """The ranks that take part, as of now."""
 
     @property
     def workers(self) -> tuple[int, ...]: ...  # noqa: D102
@@ -50,6 +50,11 @@ class Members(Protocol):
     def server_numbers(self) -> tuple[int, ...]: ...  # noqa: D102
     @property
     def leader(self) -> int: ...  # noqa: D102
+
+
+class FirstMembers(Members, Protocol):
+    """The ranks that took part at first."""
+
     @property
     def waiting(self) -> tuple[int, ...]: ...  # noqa: D102
 
@@ -213,7 +218,7 @@ class Present:
         newcomers: see above.
     """
 
-    def __init__(self, members: Callable[[], Members], newcomers: Newcomers) -> None:
+    def __init__(self, members: Callable[[], FirstMembers], newcomers: Newcomers) -> None:
         self._members, self._newcomers = members, newcomers
 
     @property

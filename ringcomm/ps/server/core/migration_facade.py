@@ -31,25 +31,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+from ringcomm.ps.placement.replacement_workers import Members
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Close, Key, Notify, Open, Reply, Request
 from ringcomm.ps.server.core.migration_leader import Leader
 from ringcomm.ps.server.core.migration_participant import Participant
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import Unit
-
-
-class Members(Protocol):
-    """The ranks that take part, as of now."""
-
-    @property
-    def workers(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def evaluators(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def server_numbers(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def leader(self) -> int: ...  # noqa: D102
 
 
 class Units(Protocol):

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
+from ringcomm.ps.placement.replacement_workers import Members
 from ringcomm.ps.protocol.frames import RECOVERING, Meeting
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Describe, Reopen, Reply, Request
-from ringcomm.ps.server.core.migration_facade import Members
 
 _OF_WORKERS: Final = (Meeting.BEGIN, Meeting.DONE)
 
