@@ -10,8 +10,9 @@ N = 600
 
 
 def train(table, rows, steps):
+    """Push what depends on the step alone."""
     for step in steps:
-        pushed = table.push(np.full(N, 1.0 + step))
+        pushed = table.push(np.full(table.shape, 1.0 + step))
         rows.push(KEYS[step % 9 :], np.full((60 - step % 9, 2), 1.0 + step)).wait()
         pushed.wait()
         table.pull().wait()

@@ -61,6 +61,17 @@ def test_who_would_be_late_in_another_block_each_is_late_in_all_or_none(crossed)
     assert (same == values).all()
 
 
+def is_applied(rank, tables, rounds):
+    """Make a step; return True if all tables have taken the gradient, False if none has."""
+    pushes = [t.push(gradient(rank)) for t in tables]
+    rounds.enter()
+    told = {push.wait().why for push in pushes}
+    assert len(told) == 1
+    for t in tables:
+        t.pull().wait()
+    return told == {""}
+
+
 def test_tables_that_share_rounds_take_a_gradient_all_or_none(crossed):
     def body(rank):
         tables = [table(name=name) for name in "abc"]
@@ -72,13 +83,7 @@ def test_tables_that_share_rounds_take_a_gradient_all_or_none(crossed):
         crossed.set()
         n_applied = 0
         for _ in range(4):
-            pushes = [t.push(gradient(rank)) for t in tables]
-            rounds.enter()
-            told = {push.wait().why for push in pushes}
-            assert len(told) == 1
-            n_applied += told == {""}
-            for t in tables:
-                t.pull().wait()
+            n_applied += is_applied(rank, tables, rounds)
             rc.barrier()
         return n_applied, [t.pull().wait().tolist() for t in tables]
 
@@ -215,13 +220,7 @@ def test_a_gradient_that_is_more_than_the_credit_enters_its_round(limit, is_shar
                 t.share_rounds(rounds)
         n_applied = 0
         for _ in range(4):
-            pushes = [t.push(gradient(rank)) for t in tables]
-            rounds.enter()
-            told = {push.wait().why for push in pushes}
-            assert len(told) == 1
-            n_applied += told == {""}
-            for t in tables:
-                t.pull().wait()
+            n_applied += is_applied(rank, tables, rounds)
             if rank == 0 and n_applied == 3:
                 break
         job.session().leave()

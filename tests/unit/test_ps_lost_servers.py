@@ -1,10 +1,12 @@
 """A server dies that had the only copy of its part: calls say so, and ps.recover() goes back."""
 
 import numpy as np
+import ps_training_of_two_tables
 import pytest
 from harness import DEADLINE_S
 from ps_core_steps import core_of, names, push
 from ps_ranks_as_threads import Boom, Killed, ended, kill_server, run_all
+from ps_training_of_two_tables import KEYS
 
 import ringcomm as rc
 from ringcomm import ps
@@ -80,18 +82,10 @@ def test_the_last_server_ends_the_job():
 
 
 # --- recover ------------------------------------------------------------------------------------
-KEYS = np.arange(60, dtype=np.uint64)
-
-
 def train(table, rows, steps, path=None):
-    """Push what depends on the step alone; save after steps 3 and 6."""
+    """Train with both tables; save after steps 3 and 6."""
     for step in steps:
-        pushed = table.push(np.full(table.shape, 1.0 + step))
-        rows.push(KEYS[step % 9 :], np.full((60 - step % 9, 2), 1.0 + step)).wait()
-        pushed.wait()
-        table.pull().wait()
-        rows.pull(KEYS).wait()
-        ps.complete_step()
+        ps_training_of_two_tables.train(table, rows, [step])
         if path is not None and step + 1 in (3, 6):
             rc.barrier()
             if ps.is_chief():

@@ -238,14 +238,18 @@ def test_a_worker_that_leaves_during_moves_loses_nothing():
     assert run_workers(2, body, 2) == [30.0, 30.0]
 
 
+def moved_while_the_news_is_under_way():
+    """Return a table of which a partition moved; what is pushed to it next comes back."""
+    t = ps.table("w", 10, updater=ps.optim.Add())
+    assert move(t, 0, 1 - owners(t)[0]).moved == 1
+    t.pull().wait()
+    session().client.outstanding.owners.orders[t.number, 0].epoch = 0
+    return t
+
+
 def test_who_leaves_has_first_sent_again_what_came_back():
     def body(rank):
-        t = ps.table("w", 10, updater=ps.optim.Add())
-        assert move(t, 0, 1 - owners(t)[0]).moved == 1
-        t.pull().wait()
-        session().client.outstanding.owners.orders[
-            t.number, 0
-        ].epoch = 0  # as if the news were still on its way
+        t = moved_while_the_news_is_under_way()
         future = t.push(np.ones(10, np.float32))
         session().leave()
         return future.done() and future.result().applied
@@ -255,12 +259,7 @@ def test_who_leaves_has_first_sent_again_what_came_back():
 
 def test_a_push_that_came_back_is_sent_again_as_it_was_made():
     def body(rank):
-        t = ps.table("w", 10, updater=ps.optim.Add())
-        assert move(t, 0, 1 - owners(t)[0]).moved == 1
-        t.pull().wait()
-        session().client.outstanding.owners.orders[
-            t.number, 0
-        ].epoch = 0  # as if the news were still on its way
+        t = moved_while_the_news_is_under_way()
         x = np.ones(10, np.float32)
         future = t.push(x)
         x.fill(7)
