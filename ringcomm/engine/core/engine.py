@@ -18,7 +18,6 @@ from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.ledger import Ledger, Ticket
 from ringcomm.engine.core.pending_operations import PendingOperation
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.core.usable_or_broken import n_forks
 from ringcomm.engine.executors.routes import Routes, end_turn
 from ringcomm.engine.peers.answer_whether_entered import Whereabouts
 from ringcomm.engine.peers.groups import Groups
@@ -160,10 +159,7 @@ class Engine(EngineContext):
     # --- without a task ---------------------------------------------------------------------------
     def take_place(self, ledger: Ledger, team: NodeTeam) -> int | None:
         """Return the place (number) of a new operation without a task; None if it needs a task."""
-        state = self.state
-        if state.is_closed or state.error is not None or state.n_forks != n_forks():
-            return None
-        if self._needs_task:
+        if not self.state.is_usable or self._needs_task:
             return None
         with self.pending.lock:
             if not team.is_turn_of(ledger.next_place):

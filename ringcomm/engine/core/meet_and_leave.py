@@ -8,7 +8,6 @@ from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.core.usable_or_broken import n_forks
 from ringcomm.engine.progress.deadlines import Farewell
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
 from ringcomm.status.page_enums import State
@@ -52,12 +51,12 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
         MPI can be finalized if none has died at all.
     """
     state, progress, watch = engine.state, engine.progress, engine.watch
-    if state.is_closed or state.n_forks != n_forks():
+    if state.is_closed or state.is_in_child:
         return False
     with serve_thread(engine):  # the process may have none any more
         unsaid = engine.extensions.say_goodbye()
     with engine.pending.lock:
-        state.is_closed = True
+        state.close()
     was_broken = state.is_broken
     while pending := engine.pending.operations():  # new ones may begin meanwhile; see follow_up()
         for operation in pending:
@@ -133,7 +132,7 @@ def end_view(engine: Engine, error: RingcommError) -> None:
     `error` ends the operations that are under way, and is the error of all later ones. When this
     returns, no thread of this rank works for the engine, and no other rank uses its memory.
     """
-    engine.state.error = engine.state.error or error
+    engine.state.fail(error)
     engine.progress.stop(engine.state.copy_of_error)
     engine.progress.await_driver(_DRIVER_S)
     if engine.transport.node is not None:
@@ -146,7 +145,5 @@ def end_view(engine: Engine, error: RingcommError) -> None:
 def stop(engine: Engine) -> None:
     """End the background thread and all operations, because this rank has failed."""
     state = engine.state
-    state.error = state.error or RingcommError(
-        "this rank has failed, so its operations were broken off"
-    )
+    state.fail(RingcommError("this rank has failed, so its operations were broken off"))
     engine.progress.stop(state.copy_of_error)

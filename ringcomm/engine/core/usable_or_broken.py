@@ -4,42 +4,61 @@ from __future__ import annotations
 
 import copy
 import os
+from weakref import WeakSet
 
 from ringcomm.errors import CommTimeoutError, NotInitializedError, PeerFailedError, RingcommError
 from ringcomm.transport.control_messages import Watch
 
 _n_forks = 0
+_states: WeakSet[EngineState] = WeakSet()
 
 
 def n_forks() -> int:
-    """Return how many forks lie between this process and the one that imported ringcomm.
-
-    The shortest operations compare this: getpid() is a system call, and too slow for them.
-    """
+    """Return how many forks lie between this process and the one that imported ringcomm."""
     return _n_forks
 
 
-def _count_fork() -> None:
+def _note_fork() -> None:
     global _n_forks  # noqa: PLW0603 - a fact of the process
     _n_forks += 1
+    for state in _states:
+        state.is_in_child, state.is_usable = True, False
 
 
-os.register_at_fork(after_in_child=_count_fork)
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class EngineState:
-    """The state of one engine; any thread may read it."""
+    """The state of one engine; any thread may read it.
+
+    Attributes:
+        is_usable: it is not in a child, closed or broken. The shortest operations look at this
+            alone: a call of getpid(), or three comparisons, would be slow for them.
+        is_in_child: this process is a child of the rank.
+        is_closed: this rank is leaving, or has left.
+        error: that broke the engine.
+        broke_while_leaving: the error of leave(), if any.
+    """
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._pid, self.n_forks = os.getpid(), n_forks()
-        self.is_closed = False  # this rank is leaving, or has left
-        self.error: RingcommError | None = None  # the error that broke the engine
-        self.broke_while_leaving: RingcommError | None = None  # the error of leave(), if any
+        self._pid = os.getpid()
+        self.is_usable, self.is_in_child, self.is_closed = True, False, False
+        self.error: RingcommError | None = None
+        self.broke_while_leaving: RingcommError | None = None
+        _states.add(self)
+
+    def close(self) -> None:
+        """Refuse all later operations: this rank is leaving."""
+        self.is_closed, self.is_usable = True, False
+
+    def fail(self, error: RingcommError) -> None:
+        """Refuse all later operations with an error; the first one counts."""
+        self.error, self.is_usable = self.error or error, False
 
     def require_own_process(self) -> None:
         """Raise NotInitializedError in a child of the rank."""
-        if self.n_forks != _n_forks:
+        if self.is_in_child:
             raise NotInitializedError(
                 f"this process (pid {os.getpid()}) is a child of rank {self._watch.transport.rank} "
                 f"(pid {self._pid}); only the rank itself can communicate. Do so there, and pass "
@@ -48,12 +67,12 @@ class EngineState:
 
     def require_usable(self) -> None:
         """Raise an error in a child of the rank, or if the engine was shut down or is broken."""
-        if self.n_forks != _n_forks:
-            self.require_own_process()
+        if self.is_usable:
+            return
+        self.require_own_process()
         if self.is_closed:
             raise NotInitializedError("ringcomm was shut down: call ringcomm.init() again first")
-        if self.error is not None:
-            self.require_unbroken()
+        self.require_unbroken()
 
     def require_unbroken(self) -> None:
         """Raise the error that broke the engine, if one did."""
@@ -80,7 +99,7 @@ class EngineState:
         lasting = (
             error if isinstance(error, RingcommError) else RingcommError(f"{text}End this job")
         )
-        self.error = lasting  # every later call raises it
+        self.fail(lasting)  # every later call raises it
         watch, transport = self._watch, self._watch.transport
         if isinstance(error, PeerFailedError):
             watch.announce_broken(error.rank, error.reason)

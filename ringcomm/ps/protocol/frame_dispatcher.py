@@ -63,22 +63,15 @@ class FrameDispatcher:
             self.link.leave()
 
     def _look(self, only_news: bool) -> bool:
-        n_before = 0 if only_news else self._n_moved
+        n_before = self.link.n_moved
         deliveries = self.link.poll(only_near=only_news)
         acks = self.link.take_acks()
         for sequence, clock in acks:
             assert self.client is not None
             self.client.on_ack(sequence, clock)
-        has_moved = self._take(deliveries) or bool(acks)
-        if not only_news and not has_moved:
-            has_moved = self._n_moved != n_before
+        has_taken = self._take(deliveries)
         self.deaths.look()  # what the dead have sent has come before
-        return has_moved
-
-    @property
-    def _n_moved(self) -> int:
-        """Number of messages from or to other nodes: some are no deliveries yet."""
-        return self.link.n_frames + self.link.bodies.n_sent
+        return has_taken or bool(acks) or self.link.n_moved != n_before
 
     def _take(self, deliveries: list[Delivery]) -> bool:
         for delivery in deliveries:

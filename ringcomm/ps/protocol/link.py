@@ -84,7 +84,7 @@ class Link:
         may_read: ranks may read the memory of blocks.
         memory_for_bodies: that travel as messages.
         bodies: that are sent as messages.
-        n_frames: that have come from other nodes.
+        n_moved: frames from other nodes, and bodies to them: some are no deliveries yet.
     """
 
     may_read = True
@@ -113,7 +113,7 @@ class Link:
         self._outgoing: list[deque[bytes]] = [deque() for _ in range(transport.size)]
         self.bodies = BodiesToSend(transport, survivable)
         self._queues: list[deque[_Incoming]] = [deque() for _ in range(transport.size)]
-        self._n_waiting = self.n_frames = 0
+        self._n_waiting = self.n_moved = 0
         self._dead: set[int] = set()
         self.memory_for_bodies = MemoryForBodies()
 
@@ -246,7 +246,7 @@ class Link:
             self.flush()
             for message in self._short_messages.collect():
                 for frame in frames(message.data):
-                    self.n_frames += 1
+                    self.n_moved += 1
                     self._admit(message.source, frame)
         arrived = [] if self._endpoint is None else self._endpoint.collect()
         if only_near and not self._n_waiting and len(arrived) == 1:  # as a rule
@@ -336,7 +336,7 @@ class Link:
                     batch.append(queue.popleft())
                 self._short_messages.send(dest, batch[0] if len(batch) == 1 else b"".join(batch))
         if self.bodies.new or self.bodies.under_way:
-            self.bodies.go_on()
+            self.n_moved += self.bodies.go_on()
 
     def _admit(self, source: int, frame: Frame) -> None:
         if source in self._dead:

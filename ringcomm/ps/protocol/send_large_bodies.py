@@ -21,7 +21,6 @@ class BodiesToSend:
     Attributes:
         new: bodies that wait for go_on().
         under_way: those with which it has begun.
-        n_sent: bodies that have left.
     """
 
     def __init__(self, transport: Transport, survivable: Collection[int]) -> None:
@@ -29,7 +28,6 @@ class BodiesToSend:
         self.new: deque[_Sending] = deque()  # any thread appends
         self.under_way: list[_Sending] = []
         self._dead: set[int] = set()
-        self.n_sent = 0
 
     def add(
         self, body: Bytes, dest: int, tag: int, is_filled: Callable[[], bool] | None = None
@@ -37,16 +35,21 @@ class BodiesToSend:
         """Send a body to a rank; any thread. It leaves at the next go_on() once it is filled."""
         self.new.append(_Sending(self._transport, body, dest, tag, is_filled))
 
-    def go_on(self) -> None:
-        """Go on with all of them, as far as that is possible without waiting."""
+    def go_on(self) -> int:
+        """Go on with all of them, as far as that is possible without waiting.
+
+        Returns:
+            How many have left.
+        """
         while self.new:
             sending = self.new.popleft()
             if sending.dest not in self._dead:
                 self.under_way.append(sending)
         may_die = self._survivable
         left = [each for each in self.under_way if not is_over(each, may_die=each.dest in may_die)]
-        self.n_sent += len(self.under_way) - len(left)
+        n_left = len(self.under_way) - len(left)
         self.under_way = left
+        return n_left
 
     def forget(self, rank: int) -> list[Request]:
         """Send nothing to a dead rank any more; return what has begun, for abandon()."""

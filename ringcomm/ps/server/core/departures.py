@@ -166,7 +166,10 @@ class Departures:
     @property
     def is_over(self) -> bool:
         """True once all clients have left, and nobody comes in the place of one that died."""
-        members, left = self._members(), self.left
+        left = self.left
+        if not left:  # as a rule; servers ask this at each poll
+            return False
+        members = self._members()
         if not left.issuperset(members.workers) or not left.issuperset(members.evaluators):
             return False
         return not self._newcomers.may_come({*members.waiting} - left - self.dead)
