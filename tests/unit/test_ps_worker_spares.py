@@ -19,10 +19,11 @@ from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.data import WorkQueue
 from ringcomm.ps import evaluation
+from ringcomm.ps.members import let_in
 from ringcomm.ps.members.let_in import end_step
 from ringcomm.ps.members.stand_by import _Spare
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
-from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.protocol.frames import Coming, Header, Kind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import End, Late, Reply
 from ringcomm.ps.server.core.core import Core
@@ -227,6 +228,47 @@ def test_a_spare_that_dies_is_followed_by_another(monkeypatch, moment):
         return rank, table.pull().wait()[0]
 
     assert run(body, 2, 2, spares=2) == [(0, STEPS), (3, STEPS)]
+
+
+@pytest.mark.parametrize("fate", ["hangs", "dies"])
+def test_a_newcomer_waits_for_no_worker_that_hangs_or_dies(monkeypatch, fate):
+    """Rank 0 never says that it knows rank 2: that is an error which names it, unless it dies."""
+    real_tell, real_send, has_ended = _Spare._tell, let_in.send, threading.Event()
+
+    def tell_with_a_deadline(spare, newcomer):
+        spare._current.client.deadline_s = 0.5 if fate == "hangs" else DEADLINE_S
+        try:
+            real_tell(spare, newcomer)
+        finally:
+            has_ended.set()
+
+    def send_but_seen(current, to, option, *meta):
+        if not (option == Coming.SEEN and current.engine.job_rank == 0):
+            real_send(current, to, option, *meta)
+
+    monkeypatch.setattr(_Spare, "_tell", tell_with_a_deadline)
+    monkeypatch.setattr(let_in, "send", send_but_seen)
+
+    def body(rank):
+        table, rows = tables("async")
+        if rank == 1:
+            raise Boom
+        if rank == 0:
+            await_newcomers(1)
+            if fate == "dies":
+                raise Boom
+            assert has_ended.wait(DEADLINE_S)
+        step_once(table, rows, 1.0)
+        return rank
+
+    results = run_all(2, body, 1, settings=ELASTIC, worker_spares=1)
+    if fate == "dies":
+        assert [each for each in ended(results, 2) if not isinstance(each, str)] == [2]
+        return
+    (error,) = (each for each in results if isinstance(each, rc.CommTimeoutError))
+    assert error.missing == (0,)
+    assert "worker 1 now, but rank 0" in str(error)
+    assert results[0] == 0  # the job goes on
 
 
 @pytest.mark.parametrize("victim", [0, 1])

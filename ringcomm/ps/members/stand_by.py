@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from ringcomm.errors import ServerLostError
+from ringcomm.errors import CommTimeoutError, ServerLostError
 from ringcomm.ps.checkpoint.recover import follow
 from ringcomm.ps.client.json_requests import json_of
 from ringcomm.ps.client.request import Request
@@ -35,6 +35,7 @@ def stand_by(current: Session, *, evaluates: bool) -> bool:
 
     Raises:
         PeerFailedError: a rank died without which the job does not go on.
+        CommTimeoutError: servers or workers that are to know of its place do not answer.
     """
     spare = _Spare(current)
     while True:
@@ -71,7 +72,7 @@ class _Spare:
     def await_place(self, *, evaluates: bool) -> Newcomer | None:
         """Return a place once there is one; None: there will be none."""
         leader = [self._current.client.leader]
-        (given,) = self._ask(Join.WAIT, leader, {"evaluates": evaluates})
+        (given,) = self._ask(Join.WAIT, leader, {"evaluates": evaluates}, math.inf)
         if given is None:
             return None
         for each in given["taken"]:
@@ -124,7 +125,7 @@ class _Spare:
             def is_over(asked: int = asked) -> bool:
                 return asked in peers.gone or self._said_by(asked) is not None
 
-            self._drive(is_over)
+            self._drive(is_over, math.inf)  # a step may take hours
             said = self._said_by(asked)
             if said is not None:
                 current.training.begin_at(said["calls"])
@@ -145,28 +146,53 @@ class _Spare:
         return Beginning(max(each.clock for each in begins), rounds), -1
 
     def _tell(self, newcomer: Newcomer) -> None:
-        """Tell all ranks, and return once all workers that live know."""
+        """Tell all ranks, and return once all workers that live know.
+
+        Raises:
+            CommTimeoutError: some do not answer within ps.init(deadline_s=). They may not know who
+                is in a group with this rank, or with which step training ends.
+        """
         current, peers = self._current, self._current.engine.watch.peers
         layout, me = current.layout, current.engine.job_rank
         for rank in sorted(layout.ranks - {me}):
             if rank not in peers.gone:
                 send(current, rank, Coming.IN, packed_json(newcomer))
-        workers = {*layout.workers} - {me}
-        self._drive(lambda: workers <= self._seen | {*peers.gone}, may_lose=True)
+        workers, limit_s = {*layout.workers} - {me}, current.client.deadline_s
+
+        def missing() -> set[int]:
+            return workers - self._seen - {*peers.gone}
+
+        if not self._drive(lambda: not missing(), limit_s, may_lose=True) and (late := missing()):
+            names = ", ".join(map(current.engine.transport.label, sorted(late)))
+            raise CommTimeoutError(
+                f"{_LABEL}: this rank is {newcomer.role} {layout.place_of(me)} now, but {names} "
+                f"did not answer within {limit_s:g} s that this is known there: it hangs, or is "
+                "stopped. If it is only slow, raise the limit with ps.init(deadline_s=)",
+                missing=sorted(late),
+            )
 
     # --- waiting --------------------------------------------------------------------------------
-    def _drive(self, is_over: Callable[[], bool], *, may_lose: bool = False) -> None:
-        """Return once it is over, or a server was lost; that raises ServerLostError."""
+    def _drive(
+        self, is_over: Callable[[], bool], limit_s: float, *, may_lose: bool = False
+    ) -> bool:
+        """Return True once it is over, or a server was lost; False if that takes longer.
+
+        Raises:
+            ServerLostError: unless may_lose.
+        """
         client = self._current.client
-        client.drive_until(
-            lambda: is_over() or client.outstanding.loss is not None, _LABEL, math.inf
+        has_ended = client.drive_until(
+            lambda: is_over() or client.outstanding.loss is not None, _LABEL, limit_s
         )
         loss = client.outstanding.loss
         if loss is not None and not may_lose:
             raise loss.error(_LABEL)
+        return has_ended
 
-    def _ask(self, option: Join, servers: Sequence[int], said: Any) -> list[Any]:
-        """Return the answers of servers; None for each that is late."""
+    def _ask(
+        self, option: Join, servers: Sequence[int], said: Any, limit_s: float | None = None
+    ) -> list[Any]:
+        """Return the answers of servers, None for each that is late; limit_s: see Future.wait()."""
 
         def read(reply: Delivery) -> Any:
             if reply.header.status == Status.LATE:
@@ -177,4 +203,4 @@ class _Spare:
         requests = [
             Request(Kind.JOIN, server=server, option=option, body=body) for server in servers
         ]
-        return self._current.client.gather(_LABEL, requests, read).wait(math.inf)
+        return self._current.client.gather(_LABEL, requests, read).wait(limit_s)
