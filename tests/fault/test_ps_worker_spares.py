@@ -42,7 +42,7 @@ while ps.step_number() < N:
         while len(session().layout.joined) < 2:
             assert time.monotonic() < until
             ps.complete_step(step)
-            time.sleep(0.01)
+            time.sleep(0.01)  # nobody tells a worker of a newcomer, so it looks again
     table.push(np.full(5_000, 3.0 * (ps.rank() + 1))).wait()
     table.pull().wait()
     ps.complete_step()

@@ -50,13 +50,8 @@ class Members(Protocol):
     def server_numbers(self) -> tuple[int, ...]: ...  # noqa: D102
     @property
     def leader(self) -> int: ...  # noqa: D102
-
-
-class FirstMembers(Members, Protocol):
-    """The ranks that took part at first."""
-
     @property
-    def waiting(self) -> tuple[int, ...]: ...  # noqa: D102
+    def waiting(self) -> tuple[int, ...]: ...  # noqa: D102 - stood by at first
 
 
 @dataclass(frozen=True)
@@ -218,7 +213,7 @@ class Present:
         newcomers: see above.
     """
 
-    def __init__(self, members: Callable[[], FirstMembers], newcomers: Newcomers) -> None:
+    def __init__(self, members: Callable[[], Members], newcomers: Newcomers) -> None:
         self._members, self._newcomers = members, newcomers
 
     @property

@@ -250,7 +250,7 @@ class Server:
             ]
             self._handle(on.MovesAsked(request, moves))
         elif header.option == Step.PLACES:
-            self._change_places(request, json.loads(request.meta))
+            self.change_places(request, json.loads(request.meta))
         elif header.option == Step.SETTLE:
             self._handle(on.Settling(request))
         elif header.option == Step.NOTED:
@@ -259,26 +259,23 @@ class Server:
         else:
             self._on_said(request)
 
-    def _change_places(self, request: Delivery, asked: dict[str, Any]) -> None:
-        """Give servers a place, or take one's; the reply says what has moved."""
+    def change_places(self, request: Delivery | None, asked: dict[str, Any]) -> None:
+        """Give servers a place, take one's or swap two; move what is on servers without one.
+
+        If a client has asked for it, the reply says what has moved.
+        """
+        places = self.catalog.places
         if servers := asked.get("remove"):
             if stay := self.catalog.that_stay(servers):
                 raise ValueError(
                     f"ps.remove_server: server {servers[0]} has partitions of hash tables that "
                     f"stay where they are, as ps.Evict(max_rows=) is small: {', '.join(stay[:8])}"
                 )
-            self.catalog.places.remove(*servers)
-        else:
-            self.catalog.places.add(asked["add"])
-        self._move_displaced(request, asked)
-
-    def take_place(self, asked: dict[str, Any]) -> None:
-        """Let a spare take the place of another server, and move what is on servers without one."""
-        if asked["swap"]:
-            self.catalog.places.swap(*asked["swap"])
-        self._move_displaced(None, asked)
-
-    def _move_displaced(self, request: Delivery | None, asked: dict[str, Any]) -> None:
+            places.remove(*servers)
+        elif "add" in asked:
+            places.add(asked["add"])
+        elif asked["swap"]:
+            places.swap(*asked["swap"])
         moves = self.catalog.displaced(dict(asked["hosts"]))
         self._handle(on.MovesAsked(request, moves, changes_places=True))
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ringcomm.ps.placement.replacement_workers import FirstMembers, Newcomers, Present
+from ringcomm.ps.placement.replacement_workers import Members, Newcomers, Present
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import (
@@ -67,7 +67,7 @@ class Core:
         recovery: after the death of a server.
     """
 
-    def __init__(self, index: int, members: Callable[[], FirstMembers]) -> None:
+    def __init__(self, index: int, members: Callable[[], Members]) -> None:
         self._index, self.newcomers = index, Newcomers()
         present = Present(members, self.newcomers)
         self._members: Callable[[], Present] = lambda: present

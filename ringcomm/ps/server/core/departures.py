@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from ringcomm.ps.placement.replacement_workers import Beginning, FirstMembers, Newcomers
+from ringcomm.ps.placement.replacement_workers import Beginning, Members, Newcomers
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Reply, Send
 from ringcomm.ps.server.core.migration_facade import Migration
@@ -71,7 +71,7 @@ class Departures:
 
     def __init__(
         self,
-        members: Callable[[], FirstMembers],
+        members: Callable[[], Members],
         tables: Mapping[int, Table],
         *,
         progress: Progress,

@@ -320,7 +320,7 @@ class Home:
             self.server.let_time_pass()
         elif header.option == Copy.PLACES:
             self.n_places_said = max(0, self.n_places_said - 1)
-            self.server.take_place(json.loads(delivery.meta))
+            self.server.change_places(None, json.loads(delivery.meta))
         elif header.option == Copy.NAME:
             self.server.job = delivery.meta.decode()
         else:
