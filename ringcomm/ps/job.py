@@ -18,6 +18,7 @@ from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
+from ringcomm.ps.checkpoint.check_save_arguments import path_of
 from ringcomm.ps.checkpoint.client import save, save_at_stop
 from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
 from ringcomm.ps.client.send_calls_and_wait import Client
@@ -27,7 +28,7 @@ from ringcomm.ps.members.let_in import end_step, hear
 from ringcomm.ps.members.stand_by import stand_by
 from ringcomm.ps.protocol.death_listeners import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
-from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.protocol.frames import STEPS_MAX, Header, Kind
 from ringcomm.ps.protocol.link import Delivery, Link
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.ps.roles import InitOptions, Layout, Role, assign, refuse_what_cannot_be
@@ -41,7 +42,6 @@ from ringcomm.ps.session import SESSION, Session, is_chief, memory_of, session
 # client takes to make its next small request. A client that awaits a reply to a large one had
 # better sleep (measured).
 _LOOKS_OF_SERVER, _LOOKS_OF_CLIENT = 2000, 400
-_STEPS_MAX: Final = 1 << 62  # a header has room for them
 
 _threads: Final = threading.local()  # in tests a rank is a thread
 
@@ -97,11 +97,13 @@ def init(
     Raises:
         ConfigError: ranks contradict each other, or too few are there; the same on every rank. Or
             a second call asks for another job than the first has begun.
+        TypeError, ValueError: recover is no path.
     """
     _refuse_to_begin_again()
     _require_seconds(deadline_s=deadline_s, save_every_s=save_every_s)
     if save_every_s is not None and recover is None:
         raise ConfigError("ps.init: save_every_s= needs a folder: recover=")
+    root = None if recover is None else path_of("ps.init", recover, "recover")
     init_rank_size.init()
     engine = init_rank_size.engine()
     if (begun := engine.extensions.get(SESSION)) is not None:
@@ -141,8 +143,8 @@ def init(
         if not stand_by(current, evaluates=role is None and is_evaluating):
             _end()
         engine.groups.default = current.group
-    if recover is not None and layout.role_of(engine.job_rank) == "worker":
-        _let_recover(current, Path(recover), save_every_s)
+    if root is not None and layout.role_of(engine.job_rank) == "worker":
+        _let_recover(current, root, save_every_s)
     _begin(current, evaluates=role is None and is_evaluating)
 
 
@@ -364,10 +366,10 @@ def complete_step(step: int | None = None) -> int:
     if current.layout.role_of(current.engine.job_rank) != "worker":
         raise RingcommError("ps.complete_step: this rank is no worker; only their steps count")
     step = None if step is None else operator.index(step)
-    if step is not None and not current.clock <= step < _STEPS_MAX:
+    if step is not None and not current.clock <= step < STEPS_MAX:
         raise ValueError(
             f"ps.complete_step: step is {step}, and this worker has completed {current.clock}; "
-            f"{_STEPS_MAX - 1} are the most"
+            f"{STEPS_MAX - 1} are the most"
         )
     if step is None or step > current.clock:
         current.tick(step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,12 @@ from ringcomm._version import __version__
 from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.progress_bar import progress_bar
 from ringcomm.ps.checkpoint import files
+from ringcomm.ps.checkpoint.check_save_arguments import (
+    folder_of,
+    require_keep,
+    require_periods,
+    step_of,
+)
 from ringcomm.ps.checkpoint.files import Checkpoint
 from ringcomm.ps.checkpoint.when_to_save import Periodic
 from ringcomm.ps.client.future import Future, FutureOfAll, require_timeout
@@ -76,7 +81,7 @@ def save(
     Args:
         path: a folder on a file system that all servers and the chief share; a checkpoint is a
             folder in it. Killed at any moment, the one before is what restore() finds.
-        step: of the training; restore() returns it.
+        step: of the training, as ps.complete_step() takes it; restore() returns it.
         keep: how many complete checkpoints are kept, this one included; None: all.
         background: False: return when it is on disk.
         timeout_s: of the wait for a disk, in seconds; None: RINGCOMM_TIMEOUT_S. After a timeout the
@@ -90,40 +95,36 @@ def save(
         that was killed are removed by the next. None with every_s= or every_steps=.
 
     Raises:
+        TypeError, ValueError: no folder, step, number or time can be so; nothing was begun.
         RingcommError: this is not the chief, or is within ps.snapshot().
         OSError: path cannot be written. Errors that only servers meet are raised by the future.
         CommTimeoutError: a disk, or a server, takes longer.
     """
+    require_keep(keep)
     if every_s is not None or every_steps is not None:
         if step is not None or not background:
             raise ValueError(
                 "ps.save: step= and background= are for a single checkpoint, every_s= and "
                 "every_steps= for those that the chief saves by itself"
             )
-        save_by_itself(path, Periodic(every_s, every_steps), keep, timeout_s)
+        require_periods(every_s, every_steps)
+        save_by_itself(folder_of("ps.save", path), Periodic(every_s, every_steps), keep, timeout_s)
         return None
     current = _require_chief("ps.save")
     limit_s = limit_of(current, timeout_s)
-    if keep is not None and operator.index(keep) < 1:
-        raise ValueError(f"ps.save: keep is {keep}; it must be 1 or more, or None")
-    if step is not None and not hasattr(step, "__index__"):
-        raise TypeError(f"ps.save: step is {step!r}; it must be an integer, or None")
-    step = None if step is None else operator.index(step)
+    root, step = folder_of("ps.save", path), step_of(step)
     with current.saving:  # else two threads would have the same folder
-        outer = _begin(current, Path(path).resolve(), step, keep, limit_s, shows_bar=not background)
+        outer = _begin(current, root, step, keep, limit_s, shows_bar=not background)
     if not background:
         outer.wait(limit_s)
     return outer
 
 
 def save_by_itself(
-    path: str | Path, periodic: Periodic, keep: int | None, timeout_s: float | None
+    path: Path, periodic: Periodic, keep: int | None, timeout_s: float | None
 ) -> None:
     """Save between two steps from now on, on the chief."""
     current = session()
-    for name, value in (("every_s", periodic.every_s), ("every_steps", periodic.every_steps)):
-        if value is not None and not value > 0:
-            raise ValueError(f"ps.save: {name} is {value!r}; it must be more than 0")
     if current.layout.role_of(current.engine.job_rank) != "worker":
         raise RingcommError("ps.save: this rank is no worker; every_s= is for all workers")
 
@@ -270,7 +271,7 @@ def restore(path: str | Path, *, timeout_s: float | None = None) -> dict[str, An
     """
     current = _require_chief("ps.restore")
     limit_s = limit_of(current, timeout_s)
-    manifest = _restore(current, Path(path).resolve(), limit_s, values_only=False)
+    manifest = _restore(current, folder_of("ps.restore", path), limit_s, values_only=False)
     if manifest is not None:
         _tell_workers(current, "ps.restore")
     return manifest
@@ -302,7 +303,7 @@ def load(
     current = _require_chief("ps.load")
     limit_s = limit_of(current, timeout_s)
     manifest = _restore(
-        current, Path(path).resolve(), limit_s, values_only=True, is_strict=bool(strict)
+        current, folder_of("ps.load", path), limit_s, values_only=True, is_strict=bool(strict)
     )
     if manifest is None:
         raise FileNotFoundError(f"ps.load: no complete checkpoint in {path}")

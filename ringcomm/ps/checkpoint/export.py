@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ringcomm.atomic_files import replacing
+from ringcomm.ps.checkpoint.check_save_arguments import path_of
 from ringcomm.ps.checkpoint.read_without_servers import load_state_dict
 
 
@@ -28,7 +29,9 @@ def export_safetensors(path: str | Path, file: str | Path) -> list[str]:
         ModuleNotFoundError: safetensors is not installed.
         FileNotFoundError: there is no checkpoint.
         BrokenFileError: none can be used; it names the files.
+        TypeError, ValueError: a path names nothing; nothing was written.
     """
+    target = path_of("ps.export_safetensors", file, "file").resolve()
     try:
         from safetensors.numpy import save
     except ModuleNotFoundError as error:
@@ -36,12 +39,12 @@ def export_safetensors(path: str | Path, file: str | Path) -> list[str]:
             "ps.export_safetensors needs safetensors: pip install safetensors", name=error.name
         ) from error
     flat: dict[str, np.ndarray[Any, Any]] = {}
-    for name, value in load_state_dict(path).items():
+    for name, value in load_state_dict(path_of("ps.export_safetensors", path)).items():
         if isinstance(value, dict):
             flat |= {f"{name}.{what}": value[what] for what in ("keys", "values") if what in value}
         else:
             flat[name] = value
     content = save(flat)
-    with replacing(Path(file).resolve()) as out:
+    with replacing(target) as out:
         out.write(content)
     return sorted(flat)

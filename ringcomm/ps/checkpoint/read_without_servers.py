@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ringcomm.ps.checkpoint.check_save_arguments import folder_of
 from ringcomm.ps.checkpoint.files import (
     Checkpoint,
     Record,
@@ -40,7 +41,7 @@ def load_state_dict(path: str | Path) -> dict[str, Any]:
         BrokenFileError: none can be used; it names the files. If an older one can, a
             warning says so.
     """
-    found = first_usable(Path(path), "ps.load_state_dict", _values_of)
+    found = first_usable(folder_of("ps.load_state_dict", path), "ps.load_state_dict", _values_of)
     if found is None:
         raise FileNotFoundError(f"ps.load_state_dict: no complete checkpoint in {path}")
     return found
@@ -48,7 +49,7 @@ def load_state_dict(path: str | Path) -> dict[str, Any]:
 
 def read_parts(path: str | Path) -> list[tuple[str, str, str, NDArray[Any]]]:
     """Return scope, name, dtype and values of all dense values; see load_state_dict()."""
-    found = first_usable(Path(path), "ps.model_state_dict", _parts_of)
+    found = first_usable(folder_of("ps.model_state_dict", path), "ps.model_state_dict", _parts_of)
     if found is None:
         raise FileNotFoundError(f"ps.model_state_dict: no complete checkpoint in {path}")
     return found

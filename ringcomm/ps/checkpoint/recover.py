@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ringcomm.errors import CommTimeoutError, RingcommError, ServerLostError
 from ringcomm.ps.checkpoint import files
+from ringcomm.ps.checkpoint.check_save_arguments import folder_of
 from ringcomm.ps.checkpoint.client import limit_of, restore_tables
 from ringcomm.ps.client.json_requests import json_of
 from ringcomm.ps.client.request import Request
@@ -57,13 +58,14 @@ def recover(path: str | Path, *, timeout_s: float | None = None) -> Recovered:
 
     Raises:
         FileNotFoundError: there is no checkpoint; nothing was changed.
+        TypeError, ValueError: path names no folder; likewise.
         RingcommError: no server was lost; or this is within ps.snapshot(); or a table was opened
             since the checkpoint, whose first values are the chief's.
         ValueError, BrokenFileError: see ps.restore().
         CommTimeoutError: other workers have not called it, or a disk takes longer.
         PeerFailedError: the last server died.
     """
-    current, root = session(), Path(path).resolve()
+    current, root = session(), folder_of(_LABEL, path)
     if current.snapshot:
         raise RingcommError(f"{_LABEL}: not within ps.snapshot(), which holds what is gone")
     limit_s = limit_of(current, timeout_s)

@@ -18,6 +18,7 @@ from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX
 
 _HEADER: Final = struct.Struct("<BBHIIIQIIqIIQQ")
 HEADER_NBYTES: Final = _HEADER.size
+STEPS_MAX: Final = 1 << 62  # of a worker: a header has room for them
 INLINE_MAX: Final = SHORT_MESSAGE_MAX - 1024  # bytes of a body in a frame; the rest: header, meta
 META_MAX: Final = 1024 - HEADER_NBYTES  # of the meta beside such a body
 CLOSING: Final = "closing"  # for what a request of Kind.CLOSE waits
