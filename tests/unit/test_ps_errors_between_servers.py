@@ -14,6 +14,10 @@ from ringcomm.ps.placement.view import Move
 from ringcomm.ps.server import open_table_on_all_servers as opening
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.partition_transfer import Transfer
+from ringcomm.ps.server.rows.hash_shard import Shard
+from ringcomm.ps.server.rows.requests import RowRequests
+
+KEYS, ROWS = np.arange(6), np.ones((6, 2), np.float32)
 
 
 def owner_of(t):
@@ -35,7 +39,8 @@ def test_a_table_that_one_server_cannot_make_is_told_and_can_be_made_later(broke
 
     def body(rank):
         others = ps.table("other", 4, updater=ps.optim.Add())
-        with pytest.raises(rc.RingcommError, match="MemoryError: no room"):
+        who = "server 1" if broken == 0 else "server at rank 2"  # the leader
+        with pytest.raises(rc.RingcommError, match=rf"^table\[w\]: .*{who}.*MemoryError: no room"):
             ps.table("w", 1000, updater=ps.optim.Add(), block_nbytes=2000)
         rc.barrier()
         is_short.clear()
@@ -63,6 +68,43 @@ def test_a_partition_that_cannot_be_taken_stays_and_who_asked_is_told(monkeypatc
         return owner_of(t) == before, t.pull().wait()[0]
 
     assert run_workers(1, body, 2) == [(True, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rows: rows.push(KEYS, ROWS),
+        lambda rows: rows.pull(KEYS),
+        lambda rows: ps.pull_many([(rows, KEYS), (rows, KEYS[:3])]),
+    ],
+    ids=["push", "pull", "pull_many"],
+)
+def test_a_server_without_memory_is_named_and_goes_on(call, monkeypatch):
+    is_short = threading.Event()
+
+    def unless_short(real):
+        def act(*args, **options):
+            if is_short.is_set():
+                raise MemoryError("std::bad_alloc")
+            return real(*args, **options)
+
+        return act
+
+    for owner, name in ((RowRequests, "apply"), (Shard, "pull")):
+        monkeypatch.setattr(owner, name, unless_short(getattr(owner, name)))
+
+    def body(rank):
+        rows = ps.hashtable("rows", 2, updater=ps.optim.Add())
+        rows.push(KEYS, ROWS).wait()
+        is_short.set()
+        named = r"\[rows\]: the server at rank 1 .*no memory for it \(MemoryError: std::bad_alloc"
+        with pytest.raises(rc.RingcommError, match=named):
+            call(rows).wait()
+        is_short.clear()
+        rows.push(KEYS, ROWS).wait()
+        return rows.pull(KEYS).wait().tolist()
+
+    assert run_workers(1, body, 1) == [[[2.0, 2.0]] * 6]
 
 
 def test_a_defect_between_servers_ends_the_job(monkeypatch):

@@ -306,7 +306,8 @@ class Outstanding:
         if is_returned:
             return
         if header.status not in (Status.OK, Status.LATE):
-            request.future.fail(error_of(reply.meta))
+            future, server = request.future, self._engine.transport.label(reply.source)
+            future.fail(error_of(reply.meta, future.label, server))
             return
         again = request.take(reply)
         if again is None:

@@ -8,6 +8,7 @@ from typing import Final
 from ringcomm.atomic_files import BrokenFileError
 from ringcomm.errors import MismatchError, RingcommError
 
+_NO_MEMORY: Final = MemoryError.__name__
 _ERRORS: Final[dict[str, type[Exception]]] = {
     each.__name__: each
     for each in (
@@ -19,14 +20,27 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 
 def error_text(error: Exception) -> bytes:
     """Return an error as the meta of a reply."""
-    kind = type(error).__name__
+    kind = _NO_MEMORY if isinstance(error, MemoryError) else type(error).__name__
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    if kind not in _ERRORS:
+    if kind not in _ERRORS and kind != _NO_MEMORY:
         kind, text = "RingcommError", f"{kind}: {text}"
     return json.dumps([kind, text[:8000]]).encode()
 
 
-def error_of(meta: bytes) -> Exception:
-    """Read what error_text() wrote."""
+def error_of(meta: bytes, label: str, server: str) -> Exception:
+    """Read what error_text() wrote.
+
+    Args:
+        meta: what it wrote.
+        label: of the call that fails.
+        server: rank that has written it, as text.
+    """
     kind, text = json.loads(meta)
+    if kind == _NO_MEMORY:  # in the words of an allocator, which names neither
+        return RingcommError(
+            f"{label}: the server at {server} has no memory for it ({kind}: {text}), and goes on "
+            "with all that was acknowledged. This request has changed nothing there, except that a "
+            "push of rows may count in some of them. Use more servers on other machines, or "
+            "ps.Evict(max_rows=)"
+        )
     return _ERRORS[kind](text)

@@ -213,8 +213,9 @@ class _Batch:
     def _take(self, share: Share, sequences: list[int], reply: Delivery) -> None:
         """Take the reply of a server; called in the loop."""
         if reply.header.status != Status.OK:
+            server = self._session.engine.transport.label(reply.source)
             for part, _, _ in self._cuts(share):
-                part.future.fail(error_of(reply.meta))
+                part.future.fail(error_of(reply.meta, part.future.label, server))
                 part.pull.calls.ended(part.joined)
             return
         answers = np.frombuffer(reply.meta, "<i8").reshape(len(sequences), -1).tolist()
