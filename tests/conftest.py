@@ -48,9 +48,10 @@ def model_time(monkeypatch):
     """Let time pass in homes of servers by how often they look at it."""
     from ps_simulation_with_copies import ModelTime
 
-    from ringcomm.ps.server.homes import home, homes_of_this_process
+    from ringcomm.ps.server import own_or_copied_clock
+    from ringcomm.ps.server.homes import homes_of_this_process
 
-    for module in (home, homes_of_this_process):
+    for module in (own_or_copied_clock, homes_of_this_process):
         monkeypatch.setattr(module, "time", ModelTime())
 
 

@@ -2,16 +2,18 @@
 
 import itertools
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import at_length
-from ps_ranks_as_threads import run_workers
+from harness import DEADLINE_S, at_length
+from ps_ranks_as_threads import run_all, run_workers
 from ps_row_model import DIM, Model
 
 import ringcomm as rc
 from ringcomm import _core, ps
+from ringcomm.config import Settings
 from ringcomm.ps.job import session
 from ringcomm.ps.server.own_or_copied_clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed
@@ -287,6 +289,25 @@ def test_rows_are_evicted_by_pushes_to_others(monkeypatch):
         return len(kv)
 
     assert run_workers(1, body) == [1]
+
+
+@pytest.mark.parametrize("replication", [1, 2])
+def test_a_clock_that_is_set_ages_no_row(monkeypatch, replication):
+    """Somebody, or a daemon, sets the machine's clock while servers run: an hour on, and back."""
+    real, ahead_s = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s[0])
+
+    def body(_):
+        kv = ps.hashtable("emb", 2, updater=ps.optim.Add(), evict=ps.Evict(ttl="10m"))
+        kv.push(np.arange(100), np.ones((100, 2), np.float32)).wait()
+        for ahead_s[0] in (3600.0, -3600.0, 3600.0):
+            for _ in range(8):
+                kv.push([1000], np.ones((1, 2), np.float32)).wait()
+        return len(kv)
+
+    settings = Settings(timeout_s=DEADLINE_S, elastic=1)
+    results = run_all(1, body, 2, settings=settings, replication=replication)
+    assert results[0] == 101
 
 
 def test_a_push_that_comes_twice_is_applied_once():

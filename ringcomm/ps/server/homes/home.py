@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -19,7 +18,7 @@ from ringcomm.ps.server.homes.replication import Came, Log
 from ringcomm.ps.server.homes.send_once_for_both_copies import NO_BODY, HomeLink, is_letter
 from ringcomm.ps.server.homes.transfer_whole_copy import SendWholeCopy, take_pieces
 from ringcomm.ps.server.homes.whole_copy import is_read, may_be_copied
-from ringcomm.ps.server.own_or_copied_clock import CopiedClock
+from ringcomm.ps.server.own_or_copied_clock import CopiedClock, OwnClock
 
 if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Link
@@ -70,7 +69,7 @@ class Home:
         self._refused: set[int] = set()  # ranks that cannot be the follower
         self.number, self._layout, self._link = number, layout, link
         self.follower = follower
-        self._clock, self._behind_s = CopiedClock(), 0.0
+        self._clock, self._own_clock, self._behind_s = CopiedClock(), OwnClock(), 0.0
         self._pushes = pushes
         self._home_link = HomeLink(number, layout, link, self._pushes, is_primary=is_primary)
         self.server = make_server(replace(layout, lost=set()), self._home_link, self._clock)
@@ -162,7 +161,8 @@ class Home:
             self.server.show()
 
     def _entry(self, delivery: Delivery) -> Entry:
-        return Entry(delivery, time.monotonic() - self._behind_s, time.time())
+        own = self._own_clock
+        return Entry(delivery, own.monotonic() - self._behind_s, own.time())
 
     def _carry_out(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
@@ -285,7 +285,7 @@ class Home:
         """Be the primary from now on: its process died."""
         self._home_link.is_primary = True
         self._pushes.lead(None)
-        self._behind_s = time.monotonic() - self._clock.monotonic_s
+        self._behind_s = self._own_clock.monotonic() - self._clock.monotonic_s
         self.server.is_copy = False
         self.server.notify_again()
 
