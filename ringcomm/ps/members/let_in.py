@@ -43,7 +43,8 @@ def _let_in(current: Session) -> None:
             continue
         client.wait_until_sent("step")
         tables = [table for table in [*current.tables.values()] if table.mode.has_rounds]
-        beginning = Beginning(current.clock, {table.number: table.n_rounds for table in tables})
+        rounds = {**current.begins, **{table.number: table.n_rounds for table in tables}}
+        beginning = Beginning(current.clock, rounds)
         said = {"begins": beginning.to_json(), "calls": current.training.n_calls}
         send(current, rank, Coming.HERE, packed_json(said))
 

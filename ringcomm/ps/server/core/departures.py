@@ -216,13 +216,13 @@ class Departures:
             for unit in self._units.units()
         )
 
-    def _on_retracted(self, event: on.Retracted, _: float) -> Iterator[Action]:
+    def _on_retracted(self, event: on.Retracted, now: float) -> Iterator[Action]:
         rank = event.request.source
         self._newcomers.retract(rank)
         self._progress.rest(rank)
         for unit in [*self._units.units()]:
             yield from self._flow(unit, unit.rest(rank))
-        yield from self._progress.advance()
+        yield from self._end_what_it_owned(rank, now)
         yield Reply(event.request)
 
     def due(self, n_live: int) -> Iterator[Action]:

@@ -54,6 +54,7 @@ class Rounds:
         self._key = key
         self._live = set(workers)
         self._coming: dict[int, int] = {}  # workers that join: from this round on
+        self._began: dict[int, int] = {}  # those that have come, too
         self._first_of = first_of
         self._came: defaultdict[int, dict[int, Contribution]] = defaultdict(dict)
         self._let_in: defaultdict[int, set[int]] = defaultdict(set)
@@ -97,13 +98,14 @@ class Rounds:
     def join(self, worker: int, number: int) -> list[Action]:
         """Wait for a worker from a round on; the last call counts."""
         self._live.discard(worker)
-        self._coming[worker] = number
+        self._coming[worker] = self._began[worker] = number
         return self.advance()
 
     def leave(self, worker: int) -> list[Action]:
         """Wait no more for a worker; what it has contributed counts."""
         self._live.discard(worker)
         self._coming.pop(worker, None)
+        self._began.pop(worker, None)
         return self.advance()
 
     def die(self, worker: int) -> list[Action]:
@@ -201,8 +203,9 @@ class Rounds:
         without = self.without.get(self.current, ()) if self.without else ()
         if self._goals and self.is_over and self.at < max(self._goals.values()):
             return []
+        goes_by = bool(self._coming) and not self._live  # all who were to be in it have gone
         if not (came or without):
-            return [] if self._coming and not self._live else None
+            return [] if goes_by else None
         counting = set(came or ())
         if self._first_of is not None:
             counting &= self._let_in.get(self.current, set())
@@ -210,7 +213,7 @@ class Rounds:
             if len(counting) < n_awaited and not self._live <= counting:
                 return None
             if not counting:
-                return [] if n_awaited <= 0 else None
+                return [] if goes_by or n_awaited <= 0 else None
         elif not self._live <= counting:
             return None
         assert came is not None
@@ -283,6 +286,10 @@ class Rounds:
     ) -> None:
         """Go on where other rounds were."""
         self.current = current
+        for worker, first in self._began.items():
+            if first > current:
+                self._live.discard(worker)
+                self._coming[worker] = first
         self._held = None if held is None else frozenset(held)
         for number, worker in let_in:
             self._let_in[number].add(worker)
@@ -430,8 +437,8 @@ class Clocks:
         return sorted(worker for worker, own in self._of.items() if own < clock)
 
     def all(self) -> dict[int, int]:
-        """Return the clocks of those that count."""
-        return dict(self._of)
+        """Return the clocks of those that count, in the same order on both copies of a server."""
+        return dict(sorted(self._of.items()))
 
     def slowest_with(self, fence: Mapping[int, int]) -> float:
         """Return the least clock if some workers count for no more than `fence` says."""
