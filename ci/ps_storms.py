@@ -3,7 +3,7 @@
 
 usage: .venv/bin/python ci/ps_storms.py [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
                                         [--of servers|others] [--replication 2] [--spares 1]
-                                        [--collectives]
+                                        [--collectives] [--worker-spares 2]
        .venv/bin/python ci/ps_storms.py --hosts 3 --storms 30   # on fake hosts, under ulfm; root
 
 Ends with 1 if a job hangs, if its exit code is not that of a good job, if an acknowledged push is
@@ -14,6 +14,8 @@ last line has how long it took: from a death to the end of the first step, on th
 that began after it. Each step needs all servers. With --spares N there are two servers, and spares
 take the places of those that die; with copies, a worker adds and removes servers in some storms.
 With --collectives workers also reduce together, and go on in a group of those that live.
+With --worker-spares N (some of the others have it, too) ranks that stand by take the places of
+workers, the chief and evaluators, while servers die in the same job; they may die as they come in.
 """
 
 import argparse
@@ -29,6 +31,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import ps_worker_spares_verdict
 from fakecluster import Cluster, running
 from storms import LAUNCHERS, end_on, place
 
@@ -40,6 +43,8 @@ OF_SERVERS = {
     "push": (1, 60), "moving": (1, 12), "snapshot": (8, 30), "saving": (2, 7), "recovering": (7, 12)
 }  # fmt: skip
 OF_CHIEFS = (*MOMENTS, "opening", "saving", "stopping")
+OF_WORKERS = (*MOMENTS, "between", "standing")
+OF_SPARES = ("asking", "taking", "taking", "telling", "telling")
 SHARE, STEPS, N_SERVERS, LIMIT_S = 840, 20, 2, 300
 TAKEN = "a spare, takes the place of"
 GOOD = "--runtime-options", "continuous,error-nonzero-status=0"  # else mpirun's code is not 0
@@ -73,7 +78,7 @@ class Storm:
         return f"{self.launcher}, {self.mode}, {self.n_workers} workers, {kills}{also}"
 
     job, n_servers, steps, replication = JOB, N_SERVERS, STEPS, 1
-    spares, changes_places = 0, False
+    spares, changes_places, worker_spares = 0, False, 0
 
     @property
     def _kill_options(self):
@@ -89,7 +94,7 @@ class Storm:
             return self._run_in(Path(folder))
 
     def _run_in(self, out):
-        size = self.n_workers + 1 + self.n_servers + self.spares
+        size = self.n_workers + self.worker_spares + 1 + self.n_servers + self.spares
         n_hosts = 1 if self.cluster is None else len(self.cluster.hosts)
         inside, layout = place(self.cluster, -(-size // n_hosts))
         command = [
@@ -257,6 +262,87 @@ class CopiedServerStorm(ServerStorm):
                 self.latencies.append(max(ends) - at)
 
 
+@dataclass
+class WorkerSpareStorm(Storm):
+    """A job in which ranks that stand by take the places of the dead; servers are killed, too.
+
+    Attributes:
+        of_servers: as kills of a ServerStorm.
+        later: as in a CopiedServerStorm.
+        queue: parts of a WorkQueue, of which workers take one in each step, and what is left
+            behind the last; the first server lives. 0: there is none.
+        n_joined: newcomers, in run().
+    """
+
+    worker_spares: int = 2
+    replication: int = 1
+    n_servers: int = 3
+    steps: int = 24
+    of_servers: list = field(default_factory=list)
+    later: str = ""
+    queue: int = 0
+    n_joined: int = 0
+    job = JOB.with_name("ps_worker_spares_job.py")
+
+    @property
+    def _kill_options(self):
+        later = [f"--kill-later={self.later}"] if self.later else []
+        clients = [f"--kill-client={kill}" for kill in self.kills]
+        size = [f"--workers={self.n_workers}", f"--worker-spares={self.worker_spares}"]
+        queue = [f"--queue={self.queue}"] if self.queue else []
+        return [*size, *clients, *(f"--kill={kill}" for kill in self.of_servers), *later, *queue]
+
+    def __str__(self):
+        servers = f"servers x{self.replication}: {' '.join(self.of_servers)} {self.later}".strip()
+        queue = ", queue" if self.queue else ""
+        return (
+            f"{super().__str__()}, {self.worker_spares} stand by, {servers}{queue}: "
+            f"{self.n_joined} joined"
+        )
+
+    def _problems(self, out, code):
+        results = [json.loads(path.read_text()) for path in out.glob("result.*")]
+        self.n_joined = len({rank for each in results for rank, *_ in each["filled"]})
+        if code != 0:
+            yield f"the exit code is {code}"
+        yield from ps_worker_spares_verdict.problems_of(
+            self, out, {each["rank"]: each for each in results}
+        )
+        if self.replication > 1 and any(each["n_recovered"] for each in results):
+            yield "somebody went back to a checkpoint"
+
+
+def random_worker_spare_storm(rng, launcher, n_spares, replication):
+    """Return a storm; of the workers, the evaluator and those that stand by one or more die.
+
+    In half of them a server dies, too; with copies a second one once copies are made again.
+    """
+    mode = rng.choice(MODES)
+    n = 2 if mode == "first_of" else rng.randint(2, 4)  # see random_server_storm()
+    storm = WorkerSpareStorm(mode, n, [], launcher, worker_spares=n_spares)
+    storm.replication = replication
+    for rank in rng.sample(range(n), rng.randint(1, min(n, n_spares))):
+        step = rng.randint(1, storm.steps - 12)
+        storm.kills.append(f"{rank}@{step}:{rng.choice(OF_WORKERS)}")
+    if n_spares > 1 and rng.random() < 0.5:  # the lowest comes first
+        when = rng.choice((*OF_WORKERS, *OF_SPARES))
+        storm.kills.append(f"{n}@{rng.randint(0, 2)}:{when}")
+    if rng.random() < 0.3:
+        storm.kills.append(f"{n + n_spares}@{rng.randint(2, 20)}:evaluating")
+    kinds = [kind for kind in OF_SERVERS if replication == 1 or kind != "recovering"]
+    first, second = rng.sample(range(3), 2)
+    if rng.random() < 0.5:
+        kinds, moment = rng.choice(kinds), rng.choice(("before", "after", "soon"))
+        storm.of_servers = [f"{first}@{rng.randint(*OF_SERVERS[kinds])}:{kinds}-{moment}"]
+        if replication > 1 and rng.random() < 0.5:
+            moment = rng.choice(("before", "after", "soon"))
+            storm.later = f"{second}@{rng.randint(1, 20)}:push-{moment}"
+    is_kept = not any(kill[0] == "0" for kill in [*storm.of_servers, storm.later] if kill)
+    if is_kept and rng.random() < 0.7:
+        storm.queue = int(1.5 * storm.steps * n)  # who goes back to a checkpoint takes more
+    return storm
+
+
 def random_copied_server_storm(rng, launcher, spares):
     """Return a storm; of three servers one dies: by a request to it, or to one it has a copy of.
 
@@ -329,6 +415,7 @@ def main():
     )
     parser.add_argument("--replication", type=int, choices=(1, 2), default=1)
     parser.add_argument("--spares", type=int, default=0, help="for servers that die")
+    parser.add_argument("--worker-spares", type=int, default=0, help="for workers; in all storms")
     args = parser.parse_args()
     if not args.hosts:
         sys.exit(run(args, None))
@@ -340,21 +427,28 @@ def run(args, cluster):
     """Run the storms; return True if one went wrong."""
     launchers = [*LAUNCHERS] if args.launcher == "both" else [args.launcher]
     launchers = launchers if cluster is None else ["ulfm"]
-    counts, seconds, latencies, n_taken = Counter(), [], [], 0
+    counts, seconds, latencies, n_taken, n_joined = Counter(), [], [], 0, 0
     for number in range(args.storms):
         seed = args.seed + number
         rng, launcher = random.Random(seed), launchers[number % len(launchers)]
         is_of_servers = args.of == "servers" or (args.of == "all" and number // 2 % 3 == 0)
         of_servers = random_copied_server_storm if args.replication > 1 else random_server_storm
         collectives = {"collectives": STEPS - 2} if args.collectives and not is_of_servers else {}
-        storm = (of_servers if is_of_servers else random_storm)(
-            rng, launcher, args.spares, **collectives
-        )
+        worker_spares = args.worker_spares
+        if args.of == "all" and not (args.spares or collectives) and number % 6 == 5:
+            worker_spares = worker_spares or rng.randint(1, 3)
+        if worker_spares:
+            storm = random_worker_spare_storm(rng, launcher, worker_spares, args.replication)
+        else:
+            storm = (of_servers if is_of_servers else random_storm)(
+                rng, launcher, args.spares, **collectives
+            )
         storm.cluster = cluster
         outcome = storm.run()
         counts["wrong" if outcome.problems else "right"] += 1
         seconds.append(outcome.seconds)
         latencies += getattr(storm, "latencies", [])
+        n_joined += getattr(storm, "n_joined", 0)
         n_taken += len({line for line in outcome.output.splitlines() if TAKEN in line})
         print(
             f"{seed}: {storm}: {outcome.problems or 'right'}, {outcome.seconds:.1f} s", flush=True
@@ -362,6 +456,8 @@ def run(args, cluster):
         if outcome.problems:
             print(outcome.output, flush=True)
     print(f"{dict(counts)}, {sum(seconds) / max(1, len(seconds)):.1f} s each")
+    if n_joined:
+        print(f"{n_joined} ranks that stood by took the place of another")
     if args.spares and args.replication > 1:
         print(f"{n_taken} times a spare has taken the place of a server that shared a process")
     if latencies:

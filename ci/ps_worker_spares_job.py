@@ -1,0 +1,322 @@
+"""One job of ci/ps_storms.py --worker-spares: ranks that stand by go on in the places of the dead.
+
+Workers, the chief, evaluators, those that stand by and servers are killed. Each rank has a column
+of its own in each block, and a row, whatever its place is: so it knows what these must be. It notes
+what it reads, for ps_worker_spares_verdict.py. Without copies of servers all go back to a
+checkpoint, and count from there.
+"""
+
+import argparse
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from ps_lost_server_job import BLOCKS, MODES, SHARE, plan_kills
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.ps.client.json_requests import ignore
+from ringcomm.ps.client.request import Request
+from ringcomm.ps.members import let_in, stand_by
+from ringcomm.ps.protocol.frames import Coming, Kind, Step
+from ringcomm.ps.server.replies import as_body
+from ringcomm.ps.session import session
+
+LATE_S = 120  # all meet within that time
+PAUSE_S = 0.01
+MEET_BEFORE_END = 8  # steps: there all workers meet, and newcomers are waited for
+OF_SPARES = {"asking": "await_place", "taking": "take", "telling": "_tell"}
+
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--servers", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--replication", type=int, default=1)
+    parser.add_argument("--workers", type=int, required=True, help="at first")
+    parser.add_argument("--worker-spares", type=int, default=1)
+    parser.add_argument("--kill", action="append", default=[], help="SERVER@REQUEST:WHEN")
+    parser.add_argument("--kill-later", action="append", default=[], help="likewise")
+    parser.add_argument("--kill-client", action="append", default=[], help="RANK@STEP:WHEN")
+    parser.add_argument("--queue", type=int, help="parts; the server that keeps them lives")
+    return parser.parse_args()
+
+
+class Death:
+    """When this rank is to be killed: in which step of its own, and where."""
+
+    def __init__(self, args):
+        self.out, self.plans = args.out, {}
+        self.me, self.at, self.when = None, -1, ""
+        for kill in args.kill_client:
+            who, at, when = kill.replace("@", ":").split(":")
+            self.plans[int(who)] = int(at), when
+
+    def plan(self, rank):
+        self.me = rank
+        self.at, self.when = self.plans.get(rank, (-1, ""))
+
+    def now(self):
+        (self.out / f"dead.{self.me}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def if_due(self, step, when):
+        if step == self.at and when == self.when:
+            self.now()
+
+    def soon(self, step):
+        """Come within the next step, wherever this rank is then."""
+        if step == self.at and self.when == "soon":
+            threading.Timer(np.random.default_rng().uniform(0, 0.01), self.now).start()
+
+    def plant(self):
+        """Let those that stand by die as they come in, and the chief beside them."""
+        for when, name in OF_SPARES.items():
+            self._plant_in_spare(when, getattr(stand_by._Spare, name), name)
+        send = let_in.send
+
+        def send_or_die(current, to, option, meta=b""):
+            if option == Coming.HERE and self.when == "standing":
+                if self.at:  # else nobody hears from it
+                    send(current, to, option, meta)
+                self.now()
+            send(current, to, option, meta)
+
+        let_in.send = send_or_die
+
+    def _plant_in_spare(self, when, method, name):
+        def call(spare, *args, **kwargs):
+            self.plan(spare._current.engine.job_rank)
+            if self.when == when and self.at == 0:
+                self.now()
+            result = method(spare, *args, **kwargs)
+            if self.when == when:
+                self.now()
+            return result
+
+        setattr(stand_by._Spare, name, call)
+
+
+class Job:
+    def __init__(self, args):
+        self.args, self.death = args, Death(args)
+        self.n = args.workers + args.worker_spares  # columns, by rank of the job
+        self.problems, self.parts, self.n_recovered = [], None, 0
+        self.rounds = {}  # "sync": who was in each round, by block; the rows are one more
+        self.seen = []  # of others: the step of a read, and the least in each column
+
+    # --- what is there
+    def open(self):
+        mode, add = MODES[self.args.mode], ps.optim.Add()
+        self.table = ps.table(
+            "w", (BLOCKS, self.n), "float64", updater=add, mode=mode, block_nbytes=8 * self.n
+        )
+        self.rows = ps.hashtable("rows", 2, updater=add, mode=mode, dtype="float64")
+        self.done = ps.table("done", self.n, updater=add)
+
+    def evaluate(self, step):
+        rank = session().engine.job_rank
+        self.death.plan(rank)
+        if self.death.when == "evaluating" and step >= self.death.at:
+            self.death.now()
+        self.open()
+        ps.report(step, {"sum": float(self.table.pull().wait().sum())})
+
+    @property
+    def live(self):
+        """The workers that live, by rank of the job."""
+        gone = session().engine.watch.peers.gone
+        return [rank for rank in session().layout.workers if rank not in gone]
+
+    def read(self):
+        """Return all values: a line for each block, and one of the rows."""
+        values = self.table.pull().wait()
+        rows = self.rows.pull(np.arange(self.n, dtype=np.uint64)).wait()
+        if (rows[:, 0] != rows[:, 1]).any():
+            self.problems.append(f"worker {self.me} has read torn rows: {rows.tolist()}")
+        return np.vstack([values, rows[:, 0]])
+
+    # --- a step
+    def begin(self):
+        """Note what is in the tables now."""
+        self.shown = self.before = self.read()
+        self.n_dense = self.n_rows = 0
+
+    def step(self):
+        step = ps.step_number()
+        mine = step - self.began if self.is_newcomer else step
+        self.death.soon(mine)
+        self.death.if_due(mine, "before")
+        pushed = self.table.push(self.gradient)
+        self.death.if_due(mine, "between")
+        of_rows = self.rows.push([self.me], np.full((1, 2), float(self.weight)))
+        self.death.if_due(mine, "sent")
+        in_rows, in_blocks = of_rows.wait().applied, pushed.wait().applied
+        self.n_rows += in_rows
+        self.n_dense += in_blocks
+        if in_rows and in_blocks:
+            os.write(self.acked, b".")  # a kill finds the byte written, or not
+        self.death.if_due(mine, "acked")
+        self.look(step)
+        ps.complete_step()
+        step += 1
+        self.take_part()
+        if step % 5 == 0 and ps.rank() == self.args.workers - 1:
+            self.move(step)
+        self.death.if_due(mine, "moving")
+        if (mine, "snapshot") == (self.death.at, self.death.when):
+            with ps.snapshot():
+                self.death.now()
+        if step % 7 == 0 and ps.is_chief():
+            with ps.snapshot():
+                self.rows.pull([0]).wait()
+
+    def look(self, step):
+        """Read, and note what tells whether it is what was promised."""
+        values, before = self.read(), self.shown
+        self.shown = values
+        if (values < before - 1e-6).any():
+            self.problems.append(f"worker {self.me} has read what is older in step {step}")
+        own = values[:, self.me] - self.before[:, self.me]
+        pushed = np.array([*[self.n_dense] * BLOCKS, self.n_rows])
+        if not self.table.mode.has_rounds and (own != pushed).any():
+            self.problems.append(f"worker {self.me} misses own pushes in step {step}: {own}")
+        if self.args.mode == "sync":
+            self.rounds[step] = self.who_was_in(values - before, step)
+        self.seen.append((step, values.min(axis=0).tolist()))
+
+    def who_was_in(self, added, step):
+        """Return the ranks whose mean was added to each line, which is that of one round."""
+        found = []
+        for line, each in enumerate(added):
+            ranks = np.flatnonzero(each)
+            sizes = {len(ranks)} if line < BLOCKS else {*range(1, self.n + 1)}  # see the verdict
+            if not len(ranks) or not {*each[ranks]} <= {SHARE / n for n in sizes}:
+                self.problems.append(f"worker {self.me}, step {step}: {each.tolist()} was added")
+            found.append(ranks.tolist())
+        return found
+
+    def take_part(self):
+        """Take a part of the epoch, of which enough are left; by that the one before is done."""
+        if self.parts is not None:
+            os.write(self.took, next(self.parts).astype(np.int32).tobytes())
+
+    def move(self, step):
+        """Ask for a move, and wait for nothing."""
+        client = session().client
+        servers = client.servers
+        body = as_body([(self.table.number, step % BLOCKS, 0, servers[step // 5 % len(servers)])])
+        request = Request(Kind.MOVE, server=client.leader, option=Step.ASK, body=body)
+        client.call_one("move", request, ignore)
+
+    def meet(self, level):
+        """Return once all workers are there, and each place is taken that somebody can take.
+
+        Who has come so far is in a table, which goes back to a checkpoint, too.
+        """
+        mine = np.zeros(self.n, np.float32)
+        mine[self.me] = level - self.done.pull().wait()[self.me]
+        if mine[self.me] > 0:
+            self.done.push(mine).wait()
+        layout, end = session().layout, time.monotonic() + LATE_S
+        while True:
+            ps.complete_step(ps.step_number())  # newcomers begin here
+            have_come = (self.done.pull().wait()[self.live] >= level).all()
+            dead = layout.dead & {*layout.workers, *layout.evaluators}
+            if have_come and not (dead and layout.standing_by):
+                return
+            if time.monotonic() > end:
+                self.problems.append(f"worker {self.me}: {sorted(dead)} are not followed")
+                return
+            time.sleep(PAUSE_S)
+
+    # --- all of it
+    def train(self):
+        args, current = self.args, session()
+        self.me = current.engine.job_rank
+        self.began, self.is_newcomer = ps.step_number(), current.is_newcomer
+        self.death.plan(self.me)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self.acked = os.open(args.out / f"acked.{self.me}", flags)
+        self.took = os.open(args.out / f"took.{self.me}", flags)
+        (args.out / f"began.{self.me}").write_text(str(self.began))
+        if args.queue:
+            self.parts = iter(rc.data.WorkQueue(args.queue, 1))
+        self.weight = SHARE if args.mode in ("sync", "first_of") else 1
+        self.gradient = np.zeros((BLOCKS, self.n))
+        self.gradient[:, self.me] = self.weight
+        saves, is_ready, has_met = args.out / "saves", False, False
+        while True:
+            try:
+                if not is_ready:
+                    self.open()
+                    self.save_first(saves)
+                    self.begin()
+                    is_ready = True
+                while ps.step_number() < args.steps:
+                    if not has_met and ps.step_number() >= args.steps - MEET_BEFORE_END:
+                        self.meet(1)
+                        has_met = True
+                    self.step()
+                self.meet(2)
+                values = self.read()
+                break
+            except rc.ServerLostError:
+                ps.recover(saves)
+                (args.out / "recovered").touch()
+                self.n_recovered, is_ready, has_met = self.n_recovered + 1, False, False
+                self.rounds, self.seen = {}, []
+        self.drain()
+        self.write(values)
+
+    def save_first(self, saves):
+        """Make the first checkpoint; servers are killed by what follows."""
+        done = self.args.out / "saved"
+        if ps.step_number() == 0 and not self.n_recovered and ps.is_chief():
+            ps.save(saves, background=False)
+            done.touch()
+        while not done.exists():
+            time.sleep(0.01)
+        if not self.n_recovered:
+            ps.save(saves, every_steps=3)
+
+    def drain(self):
+        """Take what is left of the epoch, with all others."""
+        for part in self.parts or ():
+            os.write(self.took, part.astype(np.int32).tobytes())
+        if self.parts is not None:
+            (self.args.out / f"drained.{self.me}").touch()
+
+    def write(self, values):
+        joined, filled = session().layout.joined, session().layout.filled
+        result = {
+            "rank": self.me, "place": ps.rank(), "began": self.began, "values": values.tolist(),
+            "before": self.before.tolist(), "n_dense": self.n_dense, "n_rows": self.n_rows,
+            "n_recovered": self.n_recovered, "problems": self.problems, "is_chief": ps.is_chief(),
+            "rounds": [*self.rounds.items()], "seen": self.seen, "joined": [*joined.items()],
+            "filled": [[each.rank, each.role, place] for place, each in filled.items()],
+        }  # fmt: skip
+        text = json.dumps(result)
+        (self.args.out / f"result.{self.me}").write_text(text)
+
+
+def main():
+    job = Job(parse())
+    plan_kills(job.args)
+    job.death.plant()
+    ps.evaluator(every=4)(job.evaluate)
+    args = job.args
+    ps.init(
+        args.servers, evaluators=1, replication=args.replication, worker_spares=args.worker_spares
+    )
+    job.train()
+
+
+if __name__ == "__main__":
+    main()
