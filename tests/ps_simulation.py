@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ps_simulation_client import Client
 from ps_simulation_message_types import FIRST_SERVER, Request
+from ps_simulation_newcomer import SpareClient
 from ps_simulation_server import Server
 
 from ringcomm.ps.protocol.frames import Kind
@@ -57,11 +58,12 @@ class World:
         may_fail: servers may refuse partitions.
         may_die: clients die, all but one worker; what they have sent last is lost.
         may_rest: workers complete no more steps at any time, and go on to read and move.
+        n_spares: ranks that take the places of workers that die.
     """
 
     def __init__(
         self, shapes, choices, n_servers, n_workers, n_ops, *, may_fail, may_die=False,
-        may_rest=False,
+        may_rest=False, n_spares=0,
     ):  # fmt: skip
         self.shapes = dict(enumerate(shapes))
         self.choices, self.n_servers = choices, n_servers
@@ -85,6 +87,10 @@ class World:
                 if not shape.is_late:
                     server.install(number, shape)
         self.clients = {rank: Client(self, rank, n_ops) for rank in (0, *workers)}
+        self.filled, self.n_joined, self.n_returned = {}, 0, 0
+        self.spares = [SpareClient(self, n_workers + 1 + k, n_ops) for k in range(n_spares)]
+        self.workers = (*workers, *(each.rank for each in self.spares))
+        self.clients |= {each.rank: each for each in self.spares}
         self.ranks = {**self.clients, **{server.rank: server for server in self.servers}}
 
     def first_owners(self, number):
@@ -124,7 +130,7 @@ class World:
     @property
     def is_abandoned_by_all(self):
         """True if a worker died and the others complete no more steps: reads wait for no round."""
-        live = [self.clients[rank] for rank in self.members.workers if rank not in self.dead]
+        live = [self.clients[rank] for rank in self.workers if rank not in self.dead]
         return bool(self.dead) and all(each.has_rested or each.has_left for each in live)
 
     # --- rounds
@@ -159,7 +165,8 @@ class World:
             self.now += 0.2
             self.servers[self.choices.below(self.n_servers)].handle(on.TimePassed())
         elif what < 252:
-            self.repeat()
+            if what < 244 or not self.let_one_in():
+                self.repeat()
         elif self.may_die:
             live = [client for client in self.clients.values() if not client.has_left]
             workers = [client for client in live if client.is_worker]
@@ -181,9 +188,27 @@ class World:
             self.chief = live[-1]
             self.clients[self.chief].succeed()
 
+    def let_one_in(self):
+        """Let a rank that stands by take the place of a worker that died; return False if none can.
+
+        Once a worker has left, or rests, no place is taken any more.
+        """
+        waiting = [each for each in self.spares if each.stands_by]
+        free = [rank for rank in self.workers if rank in self.dead and rank not in self.filled]
+        workers = [self.clients[rank] for rank in self.workers if rank not in self.dead]
+        workers = [each for each in workers if not each.stands_by]
+        if not (waiting and free) or any(each.is_ending or each.is_joining for each in workers):
+            return False
+        between = [each for each in workers if each.is_between_steps]
+        if between:
+            self.n_joined += 1
+            beside = between[self.choices.below(len(between))]
+            waiting[0].join(free[0], beside, self.n_joined)
+        return bool(between)
+
     def deliver(self, pair):
         message, receiver = self.channels[pair].popleft(), self.ranks[pair[1]]
-        if isinstance(receiver, Client) and receiver.has_left:
+        if isinstance(receiver, Client) and receiver.has_left and not receiver.stands_by:
             return
         if isinstance(message, Request) and message.header.kind == Kind.PUSH:
             self.delivered[pair] = message
@@ -245,9 +270,9 @@ class World:
             return
         for part in [key[1]] if self.shapes[number].is_dense else request.body:
             log = server.values[key].logs[part]
-            for rank in self.members.workers:
+            for rank in self.workers:
                 client = self.clients[rank]
-                if rank in self.dead:
+                if rank in self.dead or client.stands_by:
                     continue
                 assert client.has_left or client.has_rested or client.clock >= wanted
                 issued = client.issued[number, part]

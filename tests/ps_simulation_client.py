@@ -42,6 +42,8 @@ class Ask:
 class Client:
     """A worker, or an evaluator, which reads and takes snapshots alone."""
 
+    stands_by = is_joining = False
+
     def __init__(self, world, rank, n_ops):
         self.world, self.rank, self.n_ops = world, rank, n_ops
         self.sequence = self.clock = self.n_moved = self.n_moments = 0
@@ -71,7 +73,7 @@ class Client:
 
     @property
     def is_worker(self):
-        return self.rank in self.world.members.workers
+        return self.rank in self.world.workers
 
     # --- requests, and their order
     def know(self, number, epoch, owners, epochs):
@@ -93,7 +95,7 @@ class Client:
             ask.kind, view=view, origin=self.rank, sequence=sequence, table=table, partition=part,
             clock=ask.clock, option=ask.option,
         )  # fmt: skip
-        content = body if ask.kind in (Kind.SNAPSHOT, Kind.MOVE) else None
+        content = body if ask.kind in (Kind.SNAPSHOT, Kind.MOVE, Kind.JOIN) else None
         request = Request(self.rank, header, ask.flag, body, content)
         self.asked[sequence] = ask
         self.world.ask(self.rank, FIRST_SERVER + server, request)
@@ -251,7 +253,7 @@ class Client:
             Kind.MOVE, origin=self.rank, table=key[0], partition=key[1], clock=epoch,
             option=Step.NOTED,
         )  # fmt: skip
-        if not self.has_left:
+        if not self.has_left or self.stands_by:
             for server in range(self.world.n_servers):
                 request = Request(self.rank, header)
                 self.world.ask(self.rank, FIRST_SERVER + server, request)
@@ -266,6 +268,15 @@ class Client:
         return not (
             self.asked or self.holding or any(self.calls.values()) or self.moment or self.undecided
         )
+
+    @property
+    def is_ending(self):
+        """True once this worker leaves or rests: no place is taken any more."""
+        return self.is_leaving or self.has_left or self.is_resting
+
+    @property
+    def is_between_steps(self):
+        return not (self.is_ending or self.is_blocked or self.undecided or self.holding)
 
     # --- what a program does
     def act(self):

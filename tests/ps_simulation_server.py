@@ -10,7 +10,7 @@ from typing import Any
 
 from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
-from ringcomm.ps.protocol.frames import Entry, Kind, Status, Step
+from ringcomm.ps.protocol.frames import Entry, Join, Kind, Status, Step
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
@@ -111,6 +111,10 @@ class Server:
             self.handle(on.Awaited(request) if header.option else on.Ticked(request))
         elif kind == Kind.LEAVE:
             self.handle(on.Left(request.source, request, still_asks=bool(header.option)))
+        elif kind == Kind.JOIN and header.option == Join.TAKE:
+            self.handle(on.TookPlace(request, *content))
+        elif kind == Kind.JOIN:
+            self.handle(on.Retracted(request))
         elif kind == Kind.CREATE:
             self.create(request)
         elif kind == Kind.MOVE:

@@ -5,7 +5,10 @@ round has the gradients of its workers; a snapshot is between the same two round
 have what they must; and nothing is kept once all have left.
 """
 
+import random
+
 import pytest
+from harness import at_length
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_settings import hypothesis_settings
@@ -116,6 +119,30 @@ def test_a_worker_that_rests_tears_no_step_and_nobody_waits_for_it(mode, kind, m
 def test_a_mean_that_is_held_ends_though_workers_rest(mode, kind, may_fail, **sizes):
     shapes = [Shape(MODES[mode], KINDS[kind], is_held=True)]
     run(shapes, may_fail=may_fail, may_die=True, may_rest=True, **sizes)
+
+
+@pytest.mark.parametrize("seeds", at_length([range(20_000)], [range(60)]), ids=len)
+def test_who_stood_by_trains_in_the_places_of_the_dead(seeds):
+    """Beside moves, snapshots, and deaths of those that stand still, or that come in."""
+    n_joined = n_returned = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        mode, is_dense = rng.choice([*MODES]), rng.random() < 0.5
+        shape = Shape(MODES[mode], is_dense, is_held=mode in HELD and rng.random() < 0.3)
+        numbers = Choices(rng.randbytes(rng.randint(100, 1200)))
+        n_servers, n_workers, n_ops = rng.randint(2, 3), rng.randint(2, 4), rng.randint(2, 25)
+        may_fail, may_rest = rng.random() < 0.5, rng.random() < 0.2
+        faults = {"may_fail": may_fail, "may_die": True, "may_rest": may_rest, "n_spares": 3}
+        world = World([shape], numbers, n_servers, n_workers, n_ops, **faults)
+        try:
+            world.run()
+            world.require_all()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        n_joined += world.n_joined
+        n_returned += world.n_returned
+    assert n_joined > len(seeds)
+    assert n_returned
 
 
 # --- one core, step by step ---------------------------------------------------------------------
