@@ -197,7 +197,7 @@ PS_DEATHS = [
         "            for gone in self._engine.watch.peers.gone:\n",
         "            for gone in ():\n",
         "a part that a dead worker had is done by nobody, and the epoch does not end",
-        ("unit/test_ps_worker_spares.py::test_a_newcomer_takes_parts_of_a_work_queue",),
+        (f"{_NEWS_OF_NEWCOMERS[0]}::test_a_part_that_a_dead_worker_had_is_given_to_another",),
     ),
     Mutation(
         "ps-the-dead-contribute",

@@ -13,6 +13,7 @@ from ps_simulation_message_types import Request
 
 from ringcomm import ps
 from ringcomm.config import Settings
+from ringcomm.data import WorkQueue
 from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.members import let_in
 from ringcomm.ps.members.stand_by import _Spare
@@ -208,3 +209,23 @@ def test_a_partition_that_comes_to_a_server_awaits_a_newcomer_in_its_own_rounds(
     assert unit.rounds.at == (3, False)
     assert names(unit.rounds.advance()) == ["End", "End"]
     assert unit.rounds.at == (5, False)
+
+
+def test_a_part_that_a_dead_worker_had_is_given_to_another():
+    """It had no time to break off its loop, which would give the part back."""
+    kept = []
+
+    def body(rank):
+        parts = iter(WorkQueue(6, 1))
+        if rank == 1:
+            kept.append(parts)
+            next(parts)
+            raise Boom
+        current = session()
+        while 1 not in current.engine.watch.peers.gone:
+            current.client.drive_until(lambda: False, "test", 0.01)
+        return [int(part[0]) for part in parts]
+
+    results = run_all(2, body, 1, settings=Settings(timeout_s=20, elastic=1))
+    (taken,) = (each for each in ended(results, 1) if not isinstance(each, str))
+    assert sorted(taken) == [*range(6)]
