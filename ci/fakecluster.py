@@ -194,8 +194,8 @@ class Cluster:
         files = ["--hostfile", self.folder / "hostfile", "--prtemca", "plm_ssh_agent", agent]
         interface = ["--prtemca", "prte_if_include", "eth0", "--mca", "btl_tcp_if_include", "eth0"]
         # Each host sees all cores of this machine: if ranks were bound, the first ones of all hosts
-        # would share the first core.
-        return [*files, *interface, "--bind-to", "none"]
+        # would share the first core. This is the default of --bind-to, which mpirun takes but once.
+        return [*files, *interface, "--prtemca", "hwloc_default_binding_policy", "none"]
 
     def is_up(self, host):
         """Return False for one that has crashed or was killed."""

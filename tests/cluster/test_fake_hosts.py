@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fakecluster import COMMAND, Cluster, ClusterError, bytes_per_second, running, state_of
-from harness import wait_until
+from harness import BIN, job_environment, wait_until
 from measure_link_rate import measure
 
 KNOCK = """
@@ -20,6 +20,7 @@ except ConnectionRefusedError:
 except OSError:
     sys.exit(1)
 """
+N_CORES = "import os; print(len(os.sched_getaffinity(0)))"
 LIVE_UNTIL_KILLED = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -75,6 +76,20 @@ def test_the_stand_in_for_ssh_takes_its_options_and_lets_the_shell_parse(cluster
     words = ["-x", "-o", "BatchMode=yes", "h1", "hostname;", "echo", "'a  b'"]
     said = subprocess.check_output([*cluster.entering("h0"), agent, *words], text=True)
     assert said == "h1\na  b\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "n_cores"), [((), len(os.sched_getaffinity(0))), (("--bind-to", "core"), 1)]
+)
+def test_mpirun_binds_ranks_only_if_it_is_told_to(options, n_cores, cluster):
+    job = [*options, "--oversubscribe", "-np", "2", sys.executable, "-c", N_CORES]
+    said = subprocess.check_output(
+        [sys.executable, COMMAND, "--name", cluster.name, "mpirun", *job],
+        text=True,
+        env=job_environment({"PATH": f"{BIN}:{os.environ['PATH']}"}),
+        timeout=120,
+    )
+    assert said.split() == 2 * [str(n_cores)]
 
 
 def test_a_link_has_its_rate(cluster):
