@@ -38,7 +38,7 @@ from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel
 
 _IDLE_S = 1e-4
 HOST = -1  # the stream of arrays that the host computes with: it waits, and nothing is later
-_serial = itertools.count(1)
+_serial = itertools.count(3)  # 1 and 2 are streams of CUDA's that mean something else
 _emulating = threading.Lock()
 
 
@@ -158,6 +158,7 @@ class SimulatedGpu:
         return handle
 
     def free_stream(self, stream):
+        self.regions.forget_stream(stream)
         with self._lock:
             if not self._is_closed:  # a team of a group that is over ends in a thread, maybe later
                 self._freed.add(stream)  # as CUDA does, once it is through
@@ -347,11 +348,15 @@ class SimulatedGpu:
                 self._lock.notify_all()
 
     def synchronize(self):
+        """Wait until all are, as torch.cuda.synchronize() does: no capture survives that."""
+        self._captures = dict.fromkeys(self._captures, False)
         for stream in tuple(self._streams):
             self.finish(stream)
 
     def finish(self, stream=0, timeout_s=120):
-        """Wait until a stream is through, as torch.cuda.synchronize() does."""
+        """Wait until a stream is through."""
+        if stream in self._captures:
+            raise RingcommError(f"stream {stream} captures a graph")
         event = next(_serial)
         with self._lock:
             self._recorded[event], self._reached[event] = 1, 0
@@ -627,6 +632,9 @@ class _Adapter:
 
     def stream(self, device):
         return current_stream()
+
+    def stream_owner(self, device):
+        return None
 
     def on_stream(self, device, stream):
         return on_stream(stream, SimulatedGpu.all[device])

@@ -49,6 +49,9 @@ class _Adapter(TorchTensors):
     def stream(self, device):
         return sim.HOST
 
+    def stream_owner(self, device):
+        return None
+
     def on_stream(self, device, stream):
         """Let torch's copies come behind what the stream has been given: torch itself cannot."""
         if stream not in (sim.HOST, 0):

@@ -334,6 +334,35 @@ GPU = [
         ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
+        "gpu-memory-goes-to-any-stream",
+        "gpu",
+        "gpu/device/ipc_memory.py",
+        "if self._uses[serial].stream in (None, use.stream):",
+        "if self._uses[serial].stream in (None, use.stream, *self._waiting):",
+        "a new array is overwritten by what another stream still does with its memory",
+        ("gpu/test_ipc_memory.py",),
+    ),
+    Mutation(
+        "gpu-a-wait-frees-later-uses",
+        "gpu",
+        "gpu/device/ipc_memory.py",
+        "former, self._uses[found] = self._uses[found], use",
+        """\
+former = self._uses[found]
+            former.stream, former.keeps = use.stream, use.keeps""",
+        "memory is free for all streams while its own one still uses it",
+        ("gpu/test_ipc_memory.py",),
+    ),
+    Mutation(
+        "gpu-a-freed-stream-is-awaited",
+        "gpu",
+        "gpu/device/ipc_memory.py",
+        "                if use.stream == stream:\n",
+        "                if use is None:\n",
+        "an event is recorded on a stream that is not there any more",
+        ("gpu/test_ipc_memory.py",),
+    ),
+    Mutation(
         "gpu-c10d-copies-too-early",
         "gpu",
         "torch/distributed/group/collectives.py",

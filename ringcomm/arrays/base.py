@@ -161,6 +161,10 @@ class DeviceAdapter(AnyAdapter, Protocol):
         """Return the handle of the library's current stream on this GPU, in this thread."""
         ...
 
+    def stream_owner(self, device: int) -> object:
+        """Return an object that keeps that stream alive."""
+        ...
+
     def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
         """Return a context in which `stream` is the library's current stream."""
         ...

@@ -61,6 +61,10 @@ class _CupyAdapter(DeviceAdapter):
     def stream(self, device: int) -> int:
         return int(cupy.cuda.get_current_stream(device).ptr)
 
+    def stream_owner(self, device: int) -> object:
+        owner: object = cupy.cuda.get_current_stream(device)
+        return owner
+
     @contextlib.contextmanager
     def on_stream(self, device: int, stream: int) -> Iterator[None]:
         with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(_Foreign(stream)):

@@ -34,6 +34,9 @@ class _TorchCudaAdapter(TorchTensors, DeviceAdapter):
     def stream(self, device: int) -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
+    def stream_owner(self, device: int) -> object:
+        return torch.cuda.current_stream(device)
+
     def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
         if stream == 0:  # ExternalStream(0) is some stream of torch's pool, pytorch#182960
             return torch.cuda.stream(torch.cuda.default_stream(device))

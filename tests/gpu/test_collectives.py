@@ -142,7 +142,7 @@ def test_owners_combine_in_passes_that_need_little_memory(in_place, tmp_path, mo
         taken = []
         regions = sim.current_gpu().regions
         take = regions.take
-        regions.take = lambda nbytes: taken.append(nbytes) or take(nbytes)
+        regions.take = lambda nbytes, *of: taken.append(nbytes) or take(nbytes, *of)
         results = []
         for count, dtype in [(9001, "f2"), (3, "f2"), (2500, "f4")]:
             values = [whole_numbers(r, count, dtype) for r in range(3)]

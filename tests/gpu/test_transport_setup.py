@@ -86,7 +86,7 @@ def test_a_rank_whose_gpu_refuses_takes_all_to_host_memory(problem, culprit, tmp
 def test_a_handle_that_maps_other_memory_is_noticed_before_any_array_is_read(culprit, tmp_path):
     def fault(rank, gpu):
         if rank == culprit:
-            own = gpu.regions.take(1)
+            own = gpu.regions.take(1, None)
             gpu.map = lambda _: own.address
 
     for total, explained in summed_beside(fault, tmp_path):

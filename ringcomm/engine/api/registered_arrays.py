@@ -95,7 +95,8 @@ def on_gpu(
     current: EngineContext, dtype: DType, shape: tuple[int, ...], adapter: DeviceAdapter, index: int
 ) -> Array:
     """Return a registered array of the adapter's library on GPU `index`; see empty()."""
-    memory = device_executor().allocate(current, index, math.prod(shape) * dtype.itemsize)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = device_executor().allocate(current, adapter, index, nbytes)
     span = Span(memory.address, math.prod(shape), dtype, memory.owner)
     return adapter.wrap(span, shape, index)
 

@@ -75,8 +75,13 @@ class DeviceExecutor(Protocol):
     def require(self, engine: EngineContext) -> None:
         """Raise ConfigError with the reason if this rank can use no GPU."""
 
-    def allocate(self, engine: EngineContext, index: int, nbytes: int) -> Span:
-        """Return memory of a GPU that other ranks of the node can map. Raises MemoryError."""
+    def allocate(
+        self, engine: EngineContext, adapter: DeviceAdapter, index: int, nbytes: int
+    ) -> Span:
+        """Return memory of a GPU that other ranks of the node can map. Raises MemoryError.
+
+        It belongs to the current stream of the adapter's library.
+        """
 
     def choice(self, engine: EngineContext, group: Group) -> TransportChoice | None:
         """Return the transport of the group's arrays, None before the first operation on them."""

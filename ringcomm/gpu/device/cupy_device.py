@@ -25,7 +25,7 @@ from ringcomm.nvidia.judge_software import require
 
 # The numbers of CUDA's headers.
 _NON_BLOCKING, _HIGHEST_PRIORITY = 1, -100  # CUDA clamps the latter to the highest
-_WITHOUT_TIMING = 2
+_SLEEPING_WAIT, _WITHOUT_TIMING = 1, 2
 _ANY_DIRECTION = 4
 _NOT_READY = 600
 _PORTABLE_AND_MAPPED = 3
@@ -89,6 +89,7 @@ class _CudaDevice:
         return stream
 
     def free_stream(self, stream: int) -> None:
+        self.regions.forget_stream(stream)
         with self.active():
             self._runtime.streamDestroy(stream)
 
@@ -167,9 +168,16 @@ class _CudaDevice:
     def write_and_await(self, stream: int, own: int, others: tuple[int, ...], value: int) -> None:
         self._driver.write_and_await(stream, own, others, value, flushes=self._flushes)
 
-    def synchronize(self) -> None:
+    def finish(self, stream: int) -> None:
         with self.active():
-            self._runtime.deviceSynchronize()
+            if self.is_capturing(stream):
+                raise RingcommError(f"stream {stream:#x} captures a CUDA graph")
+            event = self._runtime.eventCreateWithFlags(_SLEEPING_WAIT | _WITHOUT_TIMING)
+            try:
+                self._runtime.eventRecord(event, stream)
+                self._runtime.eventSynchronize(event)
+            finally:
+                self._runtime.eventDestroy(event)
 
     def unregister(self, memory: Bytes) -> None:
         at = memory.ctypes.data

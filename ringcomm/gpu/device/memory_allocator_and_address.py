@@ -59,8 +59,11 @@ class Allocator(Protocol):
     def unmap(self, address: int) -> None:
         """Undo map()."""
 
-    def synchronize(self) -> None:
-        """Wait until the work of all streams is done."""
+    def finish(self, stream: int) -> None:
+        """Wait until the stream's work so far is done; leaves captures of other streams alone.
+
+        Raises RingcommError if the stream captures a CUDA graph.
+        """
 
     def leave_captures_alone(self) -> None:
         """Keep calls of this thread from ending the capture of a CUDA graph by another thread."""

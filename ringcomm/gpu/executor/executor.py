@@ -41,8 +41,11 @@ class _GpuExecutor:
     def require(self, engine: EngineContext) -> None:
         Gpus.of(engine).require()
 
-    def allocate(self, engine: EngineContext, index: int, nbytes: int) -> Span:
-        return Gpus.of(engine).memory(index).device.regions.take(nbytes)
+    def allocate(
+        self, engine: EngineContext, adapter: DeviceAdapter, index: int, nbytes: int
+    ) -> Span:
+        regions = Gpus.of(engine).memory(index).device.regions
+        return regions.take(nbytes, adapter.stream(index), adapter.stream_owner(index))
 
     def choice(self, engine: EngineContext, group: Group) -> GpuChoice | None:
         return None if group.rank is None else Gpus.of(engine).choice(group)

@@ -183,7 +183,7 @@ class _Setup:
 
     def _connect_ipc(self, flags: Bytes) -> tuple[IpcTransport, Address]:
         t, memory, regions = self._t, self._memory, self._device.regions
-        signed = regions.take(1)
+        signed = regions.take(1, None)  # the transport is through with it at once
         address = regions.find(signed)
         transport = IpcTransport(
             self._device, t.rank, t.size, flags=flags, host=memory.host, reducers=self.reducers

@@ -163,7 +163,7 @@ class IpcTransport:
     def scratch(self, nbytes: int) -> Span:
         """Return memory that other ranks can map; see GpuTransport."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
-            self._scratch = self._regions.take(nbytes)
+            self._scratch = self._regions.take(nbytes, self.stream)
         return self._scratch[:nbytes]
 
     def kernels(self, work: Work) -> Sequence[Kernel]:
@@ -247,7 +247,7 @@ class IpcTransport:
 
     def _own_staging(self) -> Span:
         if self._staging is None:
-            self._staging = self._regions.take(self._capacity)
+            self._staging = self._regions.take(self._capacity, self.stream)
         return self._staging
 
 

@@ -286,7 +286,8 @@ class NcclTransport:
         memory = self._memory.get(what)
         if memory is None or memory.nbytes < nbytes:
             grown = 0 if memory is None else 2 * memory.nbytes
-            memory = self._memory[what] = self._device.regions.take(max(nbytes, grown))
+            taken = self._device.regions.take(max(nbytes, grown), self.stream)
+            memory = self._memory[what] = taken
         return memory[:nbytes]
 
 
