@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import simulated_gpu as sim
@@ -16,6 +17,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor import group_on_gpus as team_module
 from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.gpu.executor.order_of_launches import LaunchOrder
+from ringcomm.gpu.executor.watched_stream import WatchedStream
 from ringcomm.gpu.transports import plan_ipc_stream_commands
 from ringcomm.transport.channel import Until, Wait
 
@@ -74,6 +76,19 @@ def test_the_measurement_of_an_operation_runs():
     assert ipc.startswith("ipc   N=4: ")
     assert ipc.endswith(" 8.0 calls of CUDA")  # whatever the number of ranks
     assert nccl.endswith(" 6.0 calls of CUDA")
+
+
+def test_what_is_done_already_is_not_watched():
+    tasks = []
+    extensions = SimpleNamespace(follow_up=lambda *of, **_: tasks.append(of))
+    engine = SimpleNamespace(extensions=extensions)
+    stream = WatchedStream(engine, (0,), 0, tuple, lambda *_: None)
+    stream.add("done", SimpleNamespace(is_reached=True), None)
+    assert (tasks, stream.n_added, stream.earliest()) == ([], 1, None)
+    under_way = SimpleNamespace(is_reached=False)
+    stream.add("under way", under_way, None)
+    assert (len(tasks), stream.n_added, stream.earliest()) == (1, 2, under_way)
+    tasks[0][2].close()  # its coroutine
 
 
 def test_a_rank_may_begin_an_operation_before_it_has_a_transport(tmp_path, monkeypatch):

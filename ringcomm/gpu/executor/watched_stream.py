@@ -63,10 +63,12 @@ class WatchedStream:
         self.n_added = 0
 
     def add(self, label: str, mark: Mark, keeps: object) -> None:
-        """Watch an operation that is on the stream, behind all others."""
+        """Watch an operation that is on the stream, behind all others, unless it is done."""
         watching = object()
         with self._lock:
             self.n_added += 1
+            if mark.is_reached:  # a task, and the thread that it wakes, cost more than a launch
+                return
             self._under_way.append(_Operation(label, self.n_added, mark, keeps))
             if self._watching is not None:
                 return
