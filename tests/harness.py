@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from faulty_transport import FaultyTransport
 from loopback import LoopbackHub
 
@@ -117,7 +118,9 @@ def run_command(command, timeout=HANG_S, **options):
 MPIRUN = run_command([BIN / "mpirun", "--version"]).stdout.lower()
 IS_MPICH = "mpich" in MPIRUN or "hydra" in MPIRUN
 
-ABOVE_MPI = "above MPI all is the same, and shown with Open MPI"  # why a test is skipped with MPICH
+above_mpi = pytest.mark.skipif(
+    IS_MPICH, reason="above MPI all is the same, and shown with Open MPI"
+)
 
 
 def is_at_length():
@@ -135,31 +138,36 @@ def at_length(every, gate):
     return every if is_at_length() else gate
 
 
-def few_of(cases):
-    """Return cases[:] if they are few, else some in which each two values of parameters meet."""
-    if len(cases) <= (CASES_IF_FAST if is_fast() else CASES_IN_THE_GATE):
+def few_of(cases, are_costly=False):
+    """Return cases[:] if they are few, else some in which each two values of parameters meet.
+
+    Of costly ones, some in which each value is met.
+    """
+    enough = CASES_IF_FAST if is_fast() else 1 if are_costly else CASES_IN_THE_GATE
+    if len(cases) <= enough:
         return cases
     # By hash, so that they have nothing else in common, and are the same in the next run.
     mixed = sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
     if is_fast():
         return mixed[:CASES_IF_FAST]
-    chosen, others = [], [(item, _pairs_of(item)) for item in mixed]
-    seen, most_first = set(), range(max(len(pairs) for _, pairs in others), 0, -1)
-    for n_new in most_first:  # those that add many pairs come first: so few cases have them all
+    chosen, others = [], [(item, _values_of(item, 1 if are_costly else 2)) for item in mixed]
+    seen, most_first = set(), range(max(len(values) for _, values in others), 0, -1)
+    for n_new in most_first:  # those that add much come first: so few cases have all
         left = []
-        for item, pairs in others:
-            if len(pairs - seen) >= n_new:
+        for item, values in others:
+            if len(values - seen) >= n_new:
                 chosen.append(item)
-                seen |= pairs
+                seen |= values
             else:
-                left.append((item, pairs))
+                left.append((item, values))
         others = left
-    return chosen + [item for item, _ in others[: max(0, CASES_IN_THE_GATE - len(chosen))]]
+    return chosen + [item for item, _ in others[: max(0, enough - len(chosen))]]
 
 
-def _pairs_of(item):
+def _values_of(item, n):
+    """Return the values of parameters of a case, or with n = 2 all pairs of them."""
     values = [(name, id(value)) for name, value in sorted(item.callspec.params.items())]
-    return set(itertools.combinations_with_replacement(values, 2))
+    return set(itertools.combinations_with_replacement(values, n))
 
 
 def listen(is_enough):

@@ -11,6 +11,7 @@ from harness import (
     HANG_S,
     IS_MPICH,
     PROMPTLY_S,
+    above_mpi,
     finish_job,
     is_running,
     job_environment,
@@ -44,6 +45,7 @@ def report_of(output):
     return re.search(r"^x .*(?:\n  .*)*", output, re.MULTILINE).group(0)
 
 
+@above_mpi
 def test_an_error_alike_on_all_ranks_is_printed_once(tmp_path):
     body = """
     rc.init()
@@ -62,6 +64,7 @@ def test_an_error_alike_on_all_ranks_is_printed_once(tmp_path):
     assert {*others.groups()} | {report.split()[2]} == set("0123"), report
 
 
+@above_mpi
 def test_an_error_in_init_is_printed_once_though_no_rank_knows_another(tmp_path):
     body = """
     open(f"{os.getpid()}.here", "w").close()
@@ -91,6 +94,7 @@ def test_a_rank_that_ends_early_is_named_as_having_left(tmp_path):
     assert "ranks 0,2 in allreduce[second]" in report
 
 
+@above_mpi
 def test_system_exit_without_sys_exit_is_seen(tmp_path):
     body = """
     rc.init()
@@ -345,6 +349,7 @@ def wait_for(condition):
     wait_until(condition, "waited in vain", PROMPTLY_S)
 
 
+@above_mpi
 def test_children_are_no_ranks_and_disturb_nobody_however_they_end(tmp_path):
     body = """
     import multiprocessing
@@ -396,6 +401,7 @@ def test_children_are_no_ranks_and_disturb_nobody_however_they_end(tmp_path):
     assert "x rank" not in job.output
 
 
+@above_mpi
 def test_what_a_lost_rank_has_started_does_not_keep_the_job(tmp_path):
     body = """
     rc.init()
@@ -439,6 +445,7 @@ def test_mpi_imported_first_ends_in_order(tmp_path):
     assert job.code == 0, job.output
 
 
+@above_mpi
 def test_an_excepthook_that_replaces_ours_hides_nothing(tmp_path):
     body = """
     rc.init()
@@ -501,6 +508,7 @@ def test_shutdown_before_the_end_is_in_order_and_leaks_no_descriptor(tmp_path):
     assert job.output == ""
 
 
+@above_mpi
 def test_daemon_workers_of_a_failing_rank_end_with_it(tmp_path):
     """Exit handlers of others still run: multiprocessing's ends its daemonic children."""
     body = """
@@ -524,6 +532,7 @@ def test_daemon_workers_of_a_failing_rank_end_with_it(tmp_path):
         wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
+@above_mpi
 def test_a_single_process_needs_no_launcher(tmp_path):
     code = script("rc.init(); assert rc.size() == 1; print(rc.allreduce(X)[0])")
     done = run_command([sys.executable, "-c", code], cwd=tmp_path, env=job_environment())
@@ -570,6 +579,7 @@ def test_two_jobs_side_by_side_do_not_meet(tmp_path):
     assert [finish_job(job).code for job in jobs] == [0, 0]
 
 
+@above_mpi
 def test_a_killed_rank_leaves_a_timeline_that_can_be_read(tmp_path):
     body = """
     rc.init()

@@ -70,6 +70,7 @@ RUN = {
 }
 
 
+@pytest.mark.at_length  # tests/unit shows it without processes
 def test_weights_have_the_bits_of_a_run_without_deaths_after_two_of_them(tmp_path):
     """The second server dies once there are two copies of each again."""
     victims = "0", "1"

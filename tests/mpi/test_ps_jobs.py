@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ABOVE_MPI, IS_MPICH, PROMPTLY_S, run_job, run_script
+from harness import IS_MPICH, PROMPTLY_S, above_mpi, run_job, run_script
 
 TRAIN = """
 import sys
@@ -29,7 +29,7 @@ print(f"worker {rc.rank()} of {rc.size()} has {values[0]}, {kv}", flush=True)
 PROGRAMS = [(4, "dict(servers=2)", 2), (2, "{}", 1), (3, "dict(servers=2, colocated=True)", 3)]
 
 
-@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
+@above_mpi
 def test_the_environment_says_how_many_servers(tmp_path):
     job = run_script(4, TRAIN, "{}", cwd=tmp_path, env={"RINGCOMM_PS_SERVERS": "3"})
     assert job.code == 0, job.output
@@ -142,7 +142,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "parameter_server.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
+@above_mpi
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_the_blocks_of_the_page_run(block, tmp_path):
     job = run_script(3, block, cwd=tmp_path)
@@ -174,7 +174,7 @@ def test_nobody_waits_for_servers_that_have_nothing_more_to_do(tmp_path):
     assert max(told) < 3
 
 
-@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
+@above_mpi
 def test_ranks_take_the_work_of_the_example_and_each_sample_is_seen_twice(tmp_path):
     example = Path(__file__).parents[2] / "examples" / "work_queue.py"
     job = run_job(3, example, cwd=tmp_path)

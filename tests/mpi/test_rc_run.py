@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import ABOVE_MPI, IS_MPICH, is_running, job_environment, wait_until
+from harness import IS_MPICH, above_mpi, is_running, job_environment, wait_until
 
 import ringcomm as rc
 
@@ -53,7 +53,7 @@ def test_results_come_back_in_rank_order(np):
     assert not rc.is_initialized()
 
 
-@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
+@above_mpi
 @pytest.mark.parametrize("has_cloudpickle", [True, False])
 def test_a_function_of_a_module_works_also_without_cloudpickle(
     has_cloudpickle, module, monkeypatch
@@ -65,11 +65,13 @@ def test_a_function_of_a_module_works_also_without_cloudpickle(
     assert rc.run(module.add, [numpy.full(1, 2.0)], np=2) == [(0, 4.0), (1, 4.0)]
 
 
+@above_mpi
 def test_a_function_that_never_communicates_needs_no_init():
     pids = rc.run(os.getpid, np=2)
     assert len({*pids, os.getpid()}) == 3
 
 
+@above_mpi
 def test_what_ranks_print_is_printed_at_the_end_unless_quiet(capfd):
 
     def speak():
@@ -80,6 +82,7 @@ def test_what_ranks_print_is_printed_at_the_end_unless_quiet(capfd):
         assert capfd.readouterr().out.count("hello from a rank") == (0 if quiet else 2)
 
 
+@above_mpi
 def test_variables_are_added_to_the_environment(monkeypatch):
     monkeypatch.setenv("OURS", "kept")
 
@@ -90,6 +93,7 @@ def test_variables_are_added_to_the_environment(monkeypatch):
 
 
 # --- what goes wrong ----------------------------------------------------------------------------
+@above_mpi
 def test_what_a_rank_raises_comes_back_with_its_traceback():
 
     def work():
@@ -110,6 +114,7 @@ def test_what_a_rank_raises_comes_back_with_its_traceback():
     assert "in raise_it" in str(error)
 
 
+@above_mpi
 def test_an_exception_that_cannot_be_sent_is_told_in_words():
 
     class OddError(Exception):
@@ -154,6 +159,7 @@ def test_a_rank_that_is_killed_is_named():
     assert "SIGKILL" in caught.value.reason
 
 
+@above_mpi
 def test_a_job_that_fails_at_its_very_end_has_not_succeeded():
 
     def work():
@@ -164,6 +170,7 @@ def test_a_job_that_fails_at_its_very_end_has_not_succeeded():
         rc.run(work, quiet=True)
 
 
+@above_mpi
 def test_a_job_that_takes_too_long_is_ended(tmp_path):
 
     def work():

@@ -8,10 +8,10 @@ import time
 import pytest
 from find_ranks_of_a_job import await_steps, ranks_in
 from harness import (
-    ABOVE_MPI,
     BIN,
     HANG_S,
     IS_MPICH,
+    above_mpi,
     finish_job,
     job_environment,
     run_command,
@@ -66,7 +66,7 @@ print("end", n, seen, flush=True)
 """
 
 
-@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
+@above_mpi
 def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp_path):
     env = {"RINGCOMM_STALL_WARNING_S": "0.5", "RINGCOMM_TIMEOUT_S": "20"}
     run = start_run(3, STEPS, cwd=tmp_path, env=env)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from harness import (
-    ABOVE_MPI,
     BIN,
     HANG_S,
     IS_MPICH,
+    above_mpi,
     at_length,
     job_environment,
     run_command,
@@ -183,7 +183,7 @@ def test_a_refusal_has_code_2_and_one_line(tmp_path):
     assert "a rank of a job already" in Started(tmp_path, "-np", 1, "x", env=inside).finish().err
 
 
-@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
+@above_mpi
 def test_servers_and_an_evaluator_are_added_to_the_workers(tmp_path):
     body = """
     import ringcomm.ps as ps
@@ -199,6 +199,7 @@ def test_servers_and_an_evaluator_are_added_to_the_workers(tmp_path):
     assert sorted(job.out.splitlines()) == ["[0] worker 0 of 2", "[1] worker 1 of 2"]
 
 
+@above_mpi
 @pytest.mark.at_length  # it sets RINGCOMM_TIMELINE, no more
 def test_each_rank_records_a_timeline(tmp_path):
     job = run(tmp_path, 2, "rc.init(); rc.allreduce(np.ones(3), name='w')", "--timeline")
@@ -257,6 +258,7 @@ def test_os_exit_after_a_proper_end_is_good(tmp_path):
     assert run(tmp_path, 2, body).code == 0
 
 
+@above_mpi
 def test_a_job_of_a_rank_does_not_write_into_the_records_of_this_run(tmp_path):
     body = f"""
     import subprocess
@@ -320,6 +322,7 @@ def test_a_signal_ends_the_job_and_nothing_is_left(number, tmp_path):
     assert processes_of(done.folder) == []
 
 
+@above_mpi
 @pytest.mark.parametrize("number", at_length(ASKING, [signal.SIGTERM]))
 def test_a_job_that_stops_in_order_after_a_signal_has_code_75(number, tmp_path):
     job = Started(tmp_path, "-np", 2, script(tmp_path, HANDLED))
@@ -343,6 +346,7 @@ def test_ranks_that_do_not_end_are_killed_after_the_grace_period(tmp_path):
     assert processes_of(done.folder) == []
 
 
+@above_mpi
 @pytest.mark.at_length  # seldom used
 def test_a_second_signal_skips_the_grace_period(tmp_path):
     body = "for n in (15, 2): signal.signal(n, signal.SIG_IGN)\n" + WAITING
@@ -372,6 +376,7 @@ def test_nothing_is_left_when_ringcomm_run_itself_is_killed(tmp_path):
     wait_until(lambda: processes_of(tmp_path / "run") == [], lambda: processes_of(tmp_path / "run"))
 
 
+@above_mpi
 @pytest.mark.at_length  # takes 2 s
 def test_the_job_goes_on_when_the_reader_of_its_output_has_gone(tmp_path):
     body = """

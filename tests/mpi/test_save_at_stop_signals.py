@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from find_ranks_of_a_job import await_steps, ranks_in
 from harness import (
-    ABOVE_MPI,
     IS_MPICH,
+    above_mpi,
     at_length,
     finish_job,
     start_job,
@@ -84,7 +84,7 @@ def test_whichever_rank_gets_a_signal_all_save_after_one_step_and_exit_75(
     assert done.output.count(by_itself) == 3 * bool(words), done.output
 
 
-@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
+@above_mpi
 def test_ringcomm_run_passes_sigusr1_on_and_ends_with_75(tmp_path):
     job = start_run(2, RING, cwd=tmp_path)
     await_caught(tmp_path, 2)

@@ -361,5 +361,8 @@ def test_of_many_cases_some_are_left_in_which_each_two_values_meet(monkeypatch):
         met = {(case[one], case[other]) for case in few}
         assert met == set(itertools.product(every[one], every[other]))
     assert harness.few_of(cases[:10]) == cases[:10]
+    few = [case.callspec.params for case in harness.few_of(cases, are_costly=True)]
+    assert len(few) == 14, "as many as there are names"
+    assert all({case[one] for case in few} == set(every[one]) for one in every)
     monkeypatch.setenv("FAST", "1")
     assert len(harness.few_of(cases)) == 2

@@ -134,6 +134,7 @@ def collection():
     gc.enable()
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("collection")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("shares_memory", [True, False])

@@ -66,6 +66,7 @@ def drop_vectors(p):
 CHANGES = [scale_data, clamp_data, mask_data, scale_in_place, scale_anew, drop_vectors]
 
 
+@pytest.mark.costly
 @SIZES
 @SHARDED
 @pytest.mark.parametrize("is_once", [True, False])
@@ -128,6 +129,7 @@ def drop_every_third(p):
     p.grad = p.grad * (torch.arange(p.numel()).view_as(p) % 3 > 0)
 
 
+@pytest.mark.costly
 @SIZES
 @SHARDED
 @pytest.mark.parametrize("is_first", [True, False])
@@ -162,6 +164,7 @@ def test_what_a_parameters_hook_does_comes_before_the_reduction(
     assert_close(run_ranks(size, body, settings=settings), weights(alone), 1e-12)
 
 
+@pytest.mark.costly
 @SIZES
 @pytest.mark.parametrize("set_to_none", [True, False, None])
 @pytest.mark.parametrize("passes", [1, 2])
@@ -271,6 +274,7 @@ def fill_data(p, g):
         p.grad.data.copy_(g)
 
 
+@pytest.mark.costly
 @SIZES
 @pytest.mark.parametrize(("op", "shard_state"), [(hvd.Average, 0), (hvd.Sum, 0), (hvd.Average, 1)])
 @pytest.mark.parametrize("clear", ["none", "zeros", "never"])
@@ -383,6 +387,7 @@ def test_ranks_of_which_one_clears_what_is_left_are_told():
 
 
 # --- references that a program keeps --------------------------------------------------------------
+@pytest.mark.costly
 @SIZES
 @SHARDED
 @pytest.mark.parametrize("kept", ["object", "view", "array"])
@@ -421,6 +426,7 @@ def test_memory_that_nobody_refers_to_is_used_again():
     assert n_places <= 5
 
 
+@pytest.mark.costly
 @SIZES
 @SHARDED
 @pytest.mark.parametrize("passes", [1, 2])
@@ -476,6 +482,7 @@ def exchange(model, optimizer, at, make):
     return new
 
 
+@pytest.mark.costly
 @SIZES
 @pytest.mark.parametrize("moment", ["before zero_grad", "before forward", "before step"])
 @pytest.mark.parametrize(

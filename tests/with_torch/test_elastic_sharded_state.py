@@ -72,6 +72,7 @@ def one_process(batches, make, dtype=torch.float64):
     return weights(model), optimizer.state_dict()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("make", [adam, momentum])
 @pytest.mark.parametrize("lost", [[0], [1], [3], [0, 2]])
 def test_the_parts_of_lost_ranks_are_dealt_to_those_that_are_left(lost, make, monkeypatch):

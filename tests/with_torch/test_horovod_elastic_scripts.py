@@ -195,6 +195,7 @@ print("RESULT", json.dumps({"sizes": state.sizes, "resets": resets, "caught": ca
 """
 
 
+@pytest.mark.at_length
 def test_a_state_with_a_sync_of_its_own_gets_the_values_of_rank_0(tmp_path):
     kills = [[0, 8, "after commit"], [2, 17, "after sum"]]
     results = results_of(LOOP, kills, cwd=tmp_path)
