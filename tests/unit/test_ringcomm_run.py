@@ -318,6 +318,9 @@ VERDICTS = {
     "ended by a scheduler": ([KILLED] * 2, [STOPPED], 143, "", {}, 143, None),
     "a death in an elastic job": ([GOOD, KILLED], [failed(1, 137)], 137, "",
                                   {"goes_on_after_deaths": True}, 0, None),
+    "all dead in an elastic job, nobody saw how, and mpirun returns 1": (
+        [KILLED] * 2, [failed(1, 0), failed(0, 0)], 1, "", {"goes_on_after_deaths": True}, 137, 1,
+    ),
     "all dead in an elastic job": ([KILLED] * 2, [failed(1, 137), failed(0, 139)], 0,
                                    "", {"goes_on_after_deaths": True}, 137, 1),
     "too few are left in an elastic job": (

@@ -30,10 +30,10 @@ for _ in range(5):
     handlers.pop("mpi", None)
     del dist.Backend.RINGCOMM
     dist.Backend._plugins.pop("RINGCOMM", None)  # which torch 2.6 looks at
-    start = time.perf_counter()
+    start = time.thread_time()
     import ringcomm.discovery
     ringcomm.discovery.register_quietly()
-    times.append(time.perf_counter() - start)
+    times.append(time.thread_time() - start)
 found["ms"] = 1e3 * min(times)
 print(json.dumps(found))
 """

@@ -93,12 +93,15 @@ def _code_of_silent(e: Ending, rank: int) -> int:
     """Return the exit code of a rank that has died, nobody knows how.
 
     It is the launcher's, unless that is of another rank: MPI ends ranks of other hosts, and the
-    launcher may hear of such a one first. Only SIGKILL keeps a rank from recording its end.
+    launcher may hear of such a one first. Nor is it the 1 or 0 that mpirun returns for an elastic
+    job whose ranks have all died. Only SIGKILL keeps a rank from recording its end.
     """
     code, named = _code_of_launcher(e), _named_by_launcher(e)
     others = {each.code for each in _culprits(e) if each.rank != rank}
     others |= {end.code for other, end in e.ends.items() if other != rank and end.code is not None}
     is_of_another = code in others if named is None else named != rank
+    if e.goes_on_after_deaths and named is None and code in (0, 1):
+        return _BY_SIGKILL
     return _BY_SIGKILL if code != 0 and is_of_another else code or 1
 
 
