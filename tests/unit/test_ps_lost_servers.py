@@ -1,5 +1,8 @@
 """A server dies that had the only copy of its part: calls say so, and ps.recover() goes back."""
 
+import threading
+import time
+
 import numpy as np
 import ps_training_of_two_tables
 import pytest
@@ -225,6 +228,30 @@ def test_evaluators_go_on_after_a_recovery(tmp_path):
     finally:
         ps.evaluation._evaluation = None
     assert ended(results, 1)[0][-1] == 15.0
+
+
+def test_an_evaluator_that_computes_while_a_server_dies_follows_the_others(tmp_path):
+    has_heard = threading.Event()
+
+    def body(rank):
+        table, rows = trained_until_a_server_dies(rank, "sync", 1, tmp_path)
+        assert has_heard.wait(DEADLINE_S)
+        time.sleep(0.1)  # it would wait for a step that does not come
+        ps.recover(tmp_path)
+        train(table, rows, range(3, 5))
+
+    def evaluate(step):
+        client = session().client
+        if not has_heard.is_set():
+            assert client.drive_until(lambda: client.outstanding.loss, "test", DEADLINE_S)
+            has_heard.set()
+
+    ps.evaluator(every=1)(evaluate)
+    try:
+        results = run_all(2, body, 3, settings=ELASTIC, evaluators=1)
+    finally:
+        ps.evaluation._evaluation = None
+    assert ended(results, 1)[2] == "ended with 0"
 
 
 class Dying(BaseException):

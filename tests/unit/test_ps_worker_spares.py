@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+import time
 from collections import deque
 from functools import partial
 
@@ -338,6 +339,21 @@ def test_a_server_without_copies_dies_before_or_after_a_newcomer_joins(has_joine
 
     results = run(body, 2, 2)
     assert results == [(False, STEPS, STEPS), (True, STEPS, STEPS)]
+
+
+def test_servers_end_with_a_rank_that_stood_by_if_nobody_lives_to_recover():
+    """Only one of the servers has told it that there is no place for it; see DEADLINE_S."""
+
+    def body(rank):
+        tables("sync")
+        kill_server(1)
+        current = session()
+        assert current.client.drive_until(lambda: current.client.outstanding.loss, "test", None)
+        time.sleep(0.1)  # the rank that stands by waits for a recovery now, as a rule
+        raise Boom
+
+    results = run_all(1, body, 3, settings=ELASTIC, worker_spares=1)
+    assert ended(results, 2) == ["ended with 0"] * 3
 
 
 def test_a_newcomer_takes_parts_of_a_work_queue():

@@ -48,7 +48,8 @@ def _awaits_step(request: AnyRequest) -> bool:
 
 def _require_answerable(request: AnyRequest, loss: Loss, lost: Collection[int]) -> None:
     """Raise ServerLostError if a request cannot be answered, or not as it should."""
-    if request.kind not in _ALLOWED or request.server in lost:
+    is_allowed = request.kind in _ALLOWED and not _awaits_step(request)  # no step is to come
+    if not is_allowed or request.server in lost:
         raise loss.error(request.future.label)
 
 

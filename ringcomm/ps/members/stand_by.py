@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm.errors import CommTimeoutError, ServerLostError
 from ringcomm.ps.checkpoint.recover import follow
-from ringcomm.ps.client.json_requests import json_of
+from ringcomm.ps.client.json_requests import ask_servers, ignore, json_of
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.members.group_without_collectives import GroupWithoutCollectives
 from ringcomm.ps.members.let_in import send
@@ -48,7 +48,17 @@ def stand_by(current: Session, *, evaluates: bool) -> bool:
                 return not is_over
         except ServerLostError:  # the workers go back to a checkpoint
             if follow(current) is None:
+                _say_gone(current)
                 return False
+
+
+def _say_gone(current: Session) -> None:
+    """Let the servers know, of which the leader alone has said that nobody recovers; see follow().
+
+    Those that wait for nobody have ended, so no reply is awaited.
+    """
+    client = current.client
+    ask_servers(client, _LABEL, Kind.LEAVE, client.servers, ignore)
 
 
 class _Spare:
