@@ -271,6 +271,7 @@ class WorkerSpareStorm(Storm):
         later: as in a CopiedServerStorm.
         queue: parts of a WorkQueue, of which workers take one in each step, and what is left
             behind the last; the first server lives. 0: there is none.
+        rounds_of: the table that has rounds of ps.FirstOf; the other is "async" there.
         n_joined: newcomers, in run().
     """
 
@@ -281,6 +282,7 @@ class WorkerSpareStorm(Storm):
     of_servers: list = field(default_factory=list)
     later: str = ""
     queue: int = 0
+    rounds_of: str = "w"
     n_joined: int = 0
     job = JOB.with_name("ps_worker_spares_job.py")
 
@@ -290,7 +292,8 @@ class WorkerSpareStorm(Storm):
         clients = [f"--kill-client={kill}" for kill in self.kills]
         size = [f"--workers={self.n_workers}", f"--worker-spares={self.worker_spares}"]
         queue = [f"--queue={self.queue}"] if self.queue else []
-        return [*size, *clients, *(f"--kill={kill}" for kill in self.of_servers), *later, *queue]
+        servers = [*(f"--kill={kill}" for kill in self.of_servers), *later]
+        return [*size, f"--rounds-of={self.rounds_of}", *clients, *servers, *queue]
 
     def __str__(self):
         servers = f"servers x{self.replication}: {' '.join(self.of_servers)} {self.later}".strip()
@@ -317,9 +320,8 @@ def random_worker_spare_storm(rng, launcher, n_spares, replication):
 
     In half of them a server dies, too; with copies a second one once copies are made again.
     """
-    mode = rng.choice(MODES)
-    n = 2 if mode == "first_of" else rng.randint(2, 4)  # see random_server_storm()
-    storm = WorkerSpareStorm(mode, n, [], launcher, worker_spares=n_spares)
+    n = rng.randint(2, 4)
+    storm = WorkerSpareStorm(rng.choice(MODES), n, [], launcher, worker_spares=n_spares)
     storm.replication = replication
     for rank in rng.sample(range(n), rng.randint(1, min(n, n_spares))):
         step = rng.randint(1, storm.steps - 12)
@@ -340,6 +342,7 @@ def random_worker_spare_storm(rng, launcher, n_spares, replication):
     is_kept = not any(kill[0] == "0" for kill in [*storm.of_servers, storm.later] if kill)
     if is_kept and rng.random() < 0.7:
         storm.queue = int(1.5 * storm.steps * n)  # who goes back to a checkpoint takes more
+    storm.rounds_of = rng.choice(("w", "rows"))
     return storm
 
 

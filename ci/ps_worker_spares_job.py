@@ -44,6 +44,7 @@ def parse():
     parser.add_argument("--kill", action="append", default=[], help="SERVER@REQUEST:WHEN")
     parser.add_argument("--kill-later", action="append", default=[], help="likewise")
     parser.add_argument("--kill-client", action="append", default=[], help="RANK@STEP:WHEN")
+    parser.add_argument("--rounds-of", choices=("w", "rows"), default="w", help="of ps.FirstOf")
     parser.add_argument("--queue", type=int, help="parts; the server that keeps them lives")
     return parser.parse_args()
 
@@ -113,11 +114,13 @@ class Job:
 
     # --- what is there
     def open(self):
-        mode, add = MODES[self.args.mode], ps.optim.Add()
+        add, modes = ps.optim.Add(), dict.fromkeys(("w", "rows"), MODES[self.args.mode])
+        if self.args.mode == "first_of":  # the rounds of two tables may end apart
+            modes = {**dict.fromkeys(modes, "async"), self.args.rounds_of: modes["w"]}
         self.table = ps.table(
-            "w", (BLOCKS, self.n), "float64", updater=add, mode=mode, block_nbytes=8 * self.n
+            "w", (BLOCKS, self.n), "float64", updater=add, mode=modes["w"], block_nbytes=8 * self.n
         )
-        self.rows = ps.hashtable("rows", 2, updater=add, mode=mode, dtype="float64")
+        self.rows = ps.hashtable("rows", 2, updater=add, mode=modes["rows"], dtype="float64")
         self.done = ps.table("done", self.n, updater=add)
 
     def evaluate(self, step):
@@ -133,6 +136,16 @@ class Job:
         """The workers that live, by rank of the job."""
         gone = session().engine.watch.peers.gone
         return [rank for rank in session().layout.workers if rank not in gone]
+
+    @property
+    def progress(self):
+        """Steps; with ps.FirstOf, rounds.
+
+        One goes by without a newcomer, which makes fewer steps, if the dead worker was in it.
+        """
+        if self.args.mode != "first_of":
+            return ps.step_number()
+        return (self.table if self.args.rounds_of == "w" else self.rows).n_rounds
 
     def read(self):
         """Return all values: a line for each block, and one of the rows."""
@@ -160,8 +173,7 @@ class Job:
         in_rows, in_blocks = of_rows.wait().applied, pushed.wait().applied
         self.n_rows += in_rows
         self.n_dense += in_blocks
-        if in_rows and in_blocks:
-            os.write(self.acked, b".")  # a kill finds the byte written, or not
+        os.write(self.acked, b"w" * in_blocks + b"r" * in_rows)  # a kill finds them, or not
         self.death.if_due(mine, "acked")
         self.look(step)
         ps.complete_step()
@@ -184,8 +196,9 @@ class Job:
         if (values < before - 1e-6).any():
             self.problems.append(f"worker {self.me} has read what is older in step {step}")
         own = values[:, self.me] - self.before[:, self.me]
-        pushed = np.array([*[self.n_dense] * BLOCKS, self.n_rows])
-        if not self.table.mode.has_rounds and (own != pushed).any():
+        pushed = self.weight * np.array([*[self.n_dense] * BLOCKS, self.n_rows])
+        is_mean = np.array([*[self.table.mode.has_rounds] * BLOCKS, self.rows.mode.has_rounds])
+        if ((own != pushed) & ~is_mean).any():
             self.problems.append(f"worker {self.me} misses own pushes in step {step}: {own}")
         if self.args.mode == "sync":
             self.rounds[step] = self.who_was_in(values - before, step)
@@ -259,8 +272,8 @@ class Job:
                     self.save_first(saves)
                     self.begin()
                     is_ready = True
-                while ps.step_number() < args.steps:
-                    if not has_met and ps.step_number() >= args.steps - MEET_BEFORE_END:
+                while self.progress < args.steps:
+                    if not has_met and self.progress >= args.steps - MEET_BEFORE_END:
                         self.meet(1)
                         has_met = True
                     self.step()
