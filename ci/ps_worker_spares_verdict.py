@@ -86,9 +86,9 @@ def _wrong_places(storm, results, dead):
     if taken and max(taken.values()) > 1:
         yield f"two workers have one place: {taken}"
     order = {rank: number for each in results.values() for rank, number in each["joined"]}
-    first = min(results, key=lambda rank: (order.get(rank, 0), rank), default=None)
+    first = sorted(results, key=lambda rank: (order.get(rank, 0), rank))[:1]  # none: all have died
     chiefs = [each["rank"] for each in results.values() if each["is_chief"]]
-    if chiefs != [first]:
+    if chiefs != first:
         yield f"{chiefs} say they are the chief, and {first} was there first"
 
 
