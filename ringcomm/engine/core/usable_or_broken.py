@@ -9,18 +9,10 @@ from weakref import WeakSet
 from ringcomm.errors import CommTimeoutError, NotInitializedError, PeerFailedError, RingcommError
 from ringcomm.transport.control_messages import Watch
 
-_n_forks = 0
 _states: WeakSet[EngineState] = WeakSet()
 
 
-def n_forks() -> int:
-    """Return how many forks lie between this process and the one that imported ringcomm."""
-    return _n_forks
-
-
 def _note_fork() -> None:
-    global _n_forks  # noqa: PLW0603 - a fact of the process
-    _n_forks += 1
     for state in _states:
         state.is_in_child, state.is_usable = True, False
 

@@ -13,7 +13,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar
 
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
@@ -29,7 +29,7 @@ class Calling(Generic[R]):
 
     def __init__(self, call: Callable[[], R]) -> None:
         self._call: Callable[[], R] | None = call
-        self._result: R | None = None
+        self._result: R  # set by make(), unless that sets _error
         self._error: BaseException | None = None
         self._running = threading.Lock()
         self._running.acquire()
@@ -57,7 +57,7 @@ class Calling(Generic[R]):
         """Return the result of a call that is over, or raise its error."""
         if self._error is not None:
             raise self._error
-        return cast("R", self._result)
+        return self._result
 
     def _end(self) -> None:
         self._call = None  # and what it holds

@@ -181,7 +181,7 @@ def issue_of(group: Group, adapter: DeviceAdapter, *arrays: Array) -> Issue:
         ValueError: the arrays are on several GPUs.
     """
     index = adapter.device(arrays[0])
-    if any(adapter.device(x) != index for x in arrays[1:]):
+    if len(arrays) > 1 and any(adapter.device(x) != index for x in arrays[1:]):
         indices = sorted({adapter.device(x) for x in arrays})
         raise ValueError(f"the arrays are on GPUs {indices}: one call takes arrays of one GPU")
     memory = Gpus.of(group.engine).memory(index)

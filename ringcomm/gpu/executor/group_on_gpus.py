@@ -130,7 +130,7 @@ class GpuTeam:
                 if self.transport is not None:
                     make = partial(Marks, issue.memory, self.transport.stream)
                     self._marks = await issue.memory.idle_calls.call(make)
-            else:
+            elif prepared is None:  # else that was looked at when it was prepared
                 self._require_same_gpu(t, issue)
         except BaseException:
             self.order.end_turn()
@@ -138,13 +138,14 @@ class GpuTeam:
         return prepared
 
     def _require_same_gpu(self, t: Channel, issue: Issue) -> None:
+        if issue.memory is self._memory:
+            return
         now, before = issue.memory.device.index, self._gpu.device.index
-        if now != before:
-            raise RingcommError(
-                f"{self._engine.pending.label_of(t.key)}: this rank's arrays are on GPU {now}, "
-                f"its earlier arrays were on GPU {before}. A rank uses one GPU per group: call "
-                "torch.cuda.set_device() or cupy.cuda.Device().use() once, before the first array"
-            )
+        raise RingcommError(
+            f"{self._engine.pending.label_of(t.key)}: this rank's arrays are on GPU {now}, "
+            f"its earlier arrays were on GPU {before}. A rank uses one GPU per group: call "
+            "torch.cuda.set_device() or cupy.cuda.Device().use() once, before the first array"
+        )
 
     async def _place_and_outlines(
         self, t: Channel, issue: Issue, jobs: Jobs | None
@@ -159,7 +160,7 @@ class GpuTeam:
         if jobs is not None and transport is not None and transport.has_outlines:
             self._require_same_gpu(t, issue)
             prepared = await prepare(transport, jobs, issue.memory.launcher)
-            await self._loaded.load(prepared.jobs, transport, self._gpu.idle_calls, t)
+            await self._loaded.load(prepared.jobs, transport, issue.memory.idle_calls, t)
         known = _NOTHING if prepared is None else b"\1" + prepared.outlines[0]
         place, of_all = await self.order.place_and_bytes(t, known)
         if prepared is not None:
@@ -197,7 +198,7 @@ class GpuTeam:
         if prepared is None:
             transport = self._own_transport
             prepared = await prepare(transport, jobs, issue.memory.launcher)
-            await self._loaded.load(prepared.jobs, transport, self._gpu.idle_calls, t)
+            await self._loaded.load(prepared.jobs, transport, issue.memory.idle_calls, t)
         todo, first = prepared.jobs, prepared.first
         keeps = (*todo, *keeps)
         launched = None
@@ -240,18 +241,21 @@ class GpuTeam:
         end: Callable[[], R] | None = None,
     ) -> R | None:
         """Enqueue a job, then call end(), if any; return its result."""
-        call, transport, device = self._gpu.launcher.call, self._own_transport, self._gpu.device
+        memory, transport = issue.memory, self._own_transport
         steps = enqueue(job, outlines, issue, transport, self._own_marks)
         self._is_enqueueing = True  # not before: the other ranks may have to load kernels first
         label = self._engine.pending.label_of(t.key) if self._engine.settings.nvtx else ""
 
         def step() -> Mark | R | None:
-            with device.shown_as(label) if label else contextlib.nullcontext():
-                mark = next(steps, None)
-                return end() if mark is None and end is not None else mark
+            mark = next(steps, None)
+            return end() if mark is None and end is not None else mark
+
+        def shown_step() -> Mark | R | None:
+            with memory.device.shown_as(label):
+                return step()
 
         while True:
-            made: Mark | R | None = await call(step)
+            made: Mark | R | None = await memory.launcher.call(shown_step if label else step)
             if not isinstance(made, Mark):
                 return made
             await Wait((Reached(made),))
@@ -260,8 +264,10 @@ class GpuTeam:
 
     def _end(self, issue: Issue, finish: Callable[[], R], *, enqueues: bool) -> Launched[R]:
         stream = self._own_transport.stream
-        # To enter a stream of torch, and to leave it, takes longer than a launch.
-        with issue.on(stream) if enqueues else contextlib.nullcontext():
+        if enqueues:
+            with issue.on(stream):
+                result = finish()
+        else:  # to enter a stream of torch, and to leave it, takes longer than a launch
             result = finish()
         return self.launched(issue, self._own_marks, stream, result)
 

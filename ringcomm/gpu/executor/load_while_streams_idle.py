@@ -28,23 +28,26 @@ class IdleCalls:
     Args:
         device: the GPU.
         launcher: its thread.
+
+    Attributes:
+        n_wanted: number of calls that are to be made; load() waits until it is 0.
     """
 
     def __init__(self, device: Device, launcher: Launcher) -> None:
         self._device = device
         self._launcher = launcher
-        self._n_wanted = 0
+        self.n_wanted = 0
         self._are_idle: list[Callable[[], bool]] = []  # of each stream
 
     async def call(self, call: Callable[[], R]) -> R:
         """Make a call once no stream waits for another rank, and return its result."""
-        self._n_wanted += 1
+        self.n_wanted += 1
         try:
             while not self._is_idle():
                 await Wait((Until(self._is_idle),))
             return await self._launcher.call(call)
         finally:
-            self._n_wanted -= 1
+            self.n_wanted -= 1
 
     async def load(self, kernels: Sequence[Kernel]) -> None:
         """Load the kernels that are not loaded yet. Raises ConfigError if one cannot be compiled.
@@ -60,8 +63,8 @@ class IdleCalls:
 
         if missing:
             await self.call(load_all)
-        elif self._n_wanted:
-            await Wait((Until(lambda: not self._n_wanted),))
+        elif self.n_wanted:
+            await Wait((Until(lambda: not self.n_wanted),))
 
     def add_stream(self, is_idle: Callable[[], bool]) -> None:
         """Make calls only if is_idle(): a stream waits for no other rank, and is not about to."""

@@ -43,8 +43,8 @@ async def prepare(transport: GpuTransport, jobs: Jobs, launcher: Launcher) -> Pr
     To hand something to that thread, and to wait for it, takes longer than all else here.
     """
     if not callable(jobs):
-        known = [transport.known_outline(job.work) for job in jobs]
-        outlines = [each for each in known if each is not None]
+        known = transport.known_outline
+        outlines = [found for job in jobs if (found := known(job.work)) is not None]
         if len(outlines) == len(jobs):
             return Prepared(jobs, outlines)
 
@@ -68,7 +68,8 @@ class LoadedKernels:
         """Load the kernels of jobs, before all ranks exchange outlines, or else meet here."""
         kinds = {_kind(job) for job in todo}
         if kinds <= self._kinds:
-            await idle_calls.load([])
+            if idle_calls.n_wanted:
+                await idle_calls.load([])
             return
         kernels = [kernel for job in todo for kernel in _kernels(job, transport)]
         await idle_calls.load(kernels)
@@ -89,7 +90,7 @@ def _kind(job: Job) -> object:
     packed = None if buffer is None else buffer.dtype.itemsize
     lengths = work.parts and {part.stop - part.start for part in work.parts}
     is_even = len(lengths) < 2  # is_native() of NCCL asks for it
-    return work.dtype, work.op, work.to, work.is_deterministic, is_even, packed, is_scaled
+    return work.dtype.name, work.op, work.to, work.is_deterministic, is_even, packed, is_scaled
 
 
 def _kernels(job: Job, transport: GpuTransport) -> list[Kernel]:
@@ -115,8 +116,8 @@ def enqueue(
     issue.let_wait(stream)
     if job.buffer is not None:
         packing.pack(device, stream, job.packed, job.buffer)
-    for kernel in _scaling(job.buffer, job.prescale):
-        device.launch(stream, kernel)
+        for kernel in _scaling(job.buffer, job.prescale):
+            device.launch(stream, kernel)
     for number, _ in enumerate(phases, 1):
         if transport.meets_on_stream:
             transport.meet()

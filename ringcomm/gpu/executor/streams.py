@@ -14,7 +14,6 @@ import numpy as np
 
 from ringcomm.arrays.base import Array, Bytes, DeviceAdapter, Flat, Span
 from ringcomm.engine.core.plan import Deferred
-from ringcomm.engine.core.usable_or_broken import n_forks
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool, whole_pages
@@ -141,7 +140,6 @@ class Event:
 
     def __init__(self, memory: GpuMemory, stream: int) -> None:
         self._memory = memory
-        self._n_forks = n_forks()
         device, spare = memory.device, memory.spare_events
         self.handle = spare.popleft() if spare else device.new_event()
         device.record(self.handle, stream)
@@ -149,7 +147,7 @@ class Event:
     def __del__(self) -> None:
         # Any thread may come here, also one that must not call CUDA. A stream that waits for an
         # event waits for the recording that was the last at that time.
-        if hasattr(self, "handle") and n_forks() == self._n_forks:
+        if hasattr(self, "handle"):
             self._memory.spare_events.append(self.handle)
 
 

@@ -265,6 +265,6 @@ def _key_of(work: Work, outlines: Sequence[bytes]) -> _Key | None:
     if not isinstance(work, Reduce):
         return None
     target = work.target and work.target.address
-    parts = tuple((part.start, part.stop) for part in work.parts)
+    parts = tuple((part.start, part.stop) for part in work.parts) if work.parts else ()
     x = work.source
-    return (x.address, x.count, x.dtype, target, work.op, work.to, work.root, parts, *outlines)
+    return (x.address, x.count, x.dtype.name, target, work.op, work.to, work.root, parts, *outlines)
