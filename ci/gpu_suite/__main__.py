@@ -20,7 +20,7 @@ from gpu_suite.stage_runner import Row, Stage, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 SET_UP = "set-up"
-SET_UP_LIMIT_S = 300
+LIMIT_S = 525  # of a call, which may take 9 minutes
 TAIL = 25  # lines of the log of a stage that failed
 # A new process uses the GPU, which after some failures none can; prints the number of GPUs.
 PROBE = """
@@ -150,17 +150,21 @@ def main() -> int:
     suite = Suite(args.out, args.call, environment_of(args.work), begin + args.limit)
     suite.look_for_gpu(is_dry=args.dry_run)
     waves = [[s for s in w if s.name.startswith(args.only)] for w in plan(args.call)]
-    build = None if args.installed else set_up(args.work, args.wheels, is_dry=args.dry_run)
+    build = None if args.installed else set_up(args)
     suite.run([wave for wave in waves if wave], build)
     return suite.end(is_dry=args.dry_run)
 
 
-def set_up(work: Path, wheels: Path, *, is_dry: bool) -> Stage:
-    """Return the stage that makes the environment of all stages but the first ones."""
-    options = ["--dry-run"] if is_dry else []
+def set_up(args: argparse.Namespace) -> Stage:
+    """Return the stage that makes the environment of all stages but the first ones.
+
+    It may take all the time of the call: the stages behind it need it, and a later call needs no
+    build of its own if there is a wheel.
+    """
+    options = ["--dry-run"] if args.dry_run else []
     script = str(Path(__file__).with_name("build_without_network.py"))
-    command = [sys.executable, script, str(ROOT), str(wheels), str(work), *options]
-    return Stage(SET_UP, command, SET_UP_LIMIT_S, needs_gpu=False, needs_build=False)
+    command = [sys.executable, script, str(ROOT), str(args.wheels), str(args.work), *options]
+    return Stage(SET_UP, command, args.limit, needs_gpu=False, needs_build=False)
 
 
 class Suite:
@@ -261,7 +265,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--work", type=Path, required=True, help="folder that is removed later")
     parser.add_argument("--wheels", type=Path, required=True, help="folder of packages")
-    parser.add_argument("--limit", type=int, default=525, help="seconds of everything")
+    parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds of everything")
     parser.add_argument("--call", type=int)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--installed", action="store_true")

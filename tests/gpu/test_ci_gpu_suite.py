@@ -60,10 +60,16 @@ def test_the_calls_have_all_stages_once():
 def test_each_call_can_end_in_9_minutes():
     for number, waves in suite.calls().items():
         limits = [max(stage.limit_s for stage in wave) for wave in waves]
-        assert sum(limits) <= 525, limits
+        assert sum(limits) <= suite.LIMIT_S < 540, limits
         if number == 1:  # it builds, beside the stages that do not need that
             after = [max(s.limit_s for s in w) for w in waves if all(s.needs_build for s in w)]
-            assert suite.SET_UP_LIMIT_S + sum(after) <= 525
+            assert sum(after) <= suite.LIMIT_S - 300  # of which a busy machine has built in 265
+
+
+def test_a_build_is_cut_by_the_end_of_its_call_alone(monkeypatch):
+    folders = [f"--{name}={name}" for name in ("out", "work", "wheels")]
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.sh", *folders])
+    assert suite.set_up(suite.arguments()).limit_s == suite.LIMIT_S
 
 
 def test_a_run_of_nothing_is_no_success(tmp_path):
