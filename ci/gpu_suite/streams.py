@@ -21,6 +21,7 @@ from gpu_suite.outcome_lines import detail, figure
 import ringcomm as rc
 
 BUSY_S = 0.2
+TURNS = 20
 COUNT = (1 << 22) + 5
 Streams = Sequence[cupy.cuda.Stream]
 Form = Callable[[Any, Streams], Any]
@@ -62,7 +63,9 @@ def main() -> None:
         longest = max(longest, call_s)
         if rc.rank() == 0:
             detail(f"{what:<42} {call_s * 1e3:6.2f} ms")
+    n_passed_on = pass_memory_on(streams)
     if rc.rank() == 0:
+        detail(f"memory of a stream that another one got: {n_passed_on} of {2 * TURNS} times")
         figure(f"longest call {longest * 1e3:.2f} ms, on a stream that was busy {BUSY_S:g} s")
 
 
@@ -91,6 +94,33 @@ def check(library: Arrays, form: Form, streams: Streams) -> tuple[float, bool]:
     total = rc.size() * (rc.size() + 1.0)
     assert (library.read(z) == total).all(), f"{library.name}, {form.__name__}: wrong numbers"
     return call_s, has_waited
+
+
+def pass_memory_on(streams: Streams) -> int:
+    """Return how often a stream got memory of the other; fail if that one wrote to it later."""
+    n_passed_on = 0
+    owners: dict[int, int] = {}  # by address: which stream had that memory last
+
+    def take(which: int) -> cupy.ndarray:
+        nonlocal n_passed_on
+        x = rc.zeros(COUNT, "float32", device="cuda")
+        n_passed_on += owners.get(x.data.ptr, which) != which
+        owners[x.data.ptr] = which
+        return x
+
+    for turn in range(TURNS):
+        which = turn % 2
+        with current(streams[which]):
+            x = take(which)
+            sleep(BUSY_S / TURNS)
+            x.fill(1.0)
+            del x
+        with current(streams[1 - which]):
+            y = take(1 - which)
+        torch.cuda.synchronize()
+        assert not cupy.asnumpy(y).any(), "memory is used by two streams at once"
+        del y
+    return n_passed_on
 
 
 if __name__ == "__main__":
