@@ -271,6 +271,15 @@ GPU = [
         ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
     ),
     Mutation(
+        "gpu-known-kinds-let-no-load-pass",
+        "gpu",
+        "gpu/executor/prepare_and_enqueue_jobs.py",
+        "            if idle_calls.n_wanted:",
+        "            if False:",
+        "a steady flow of operations keeps one that has a kernel to load waiting for ever",
+        ("gpu/test_nothing_waits_for_blocked_cuda_calls.py",),
+    ),
+    Mutation(
         "gpu-a-rank-enqueues-before-others-have-loaded",
         "gpu",
         "gpu/executor/prepare_and_enqueue_jobs.py",

@@ -17,11 +17,13 @@ from harness import wait_until
 from simulated_nccl import FakeCommunicator
 
 import ringcomm as rc
-from ringcomm.arrays import DTYPES
+from ringcomm.arrays import DTYPES, Span
 from ringcomm.gpu.executor.group_on_gpus import MOST_UNDER_WAY
 from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
+from ringcomm.gpu.executor.prepare_and_enqueue_jobs import LoadedKernels
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.nccl import NcclTransport
+from ringcomm.gpu.transports.works import Job, Reduce
 from ringcomm.transport.channel import Until, Wait
 
 FREED_S = 20.0  # a busy machine needs a second
@@ -305,16 +307,22 @@ def test_groups_may_load_their_kernels_in_any_order(late_s, transport, tmp_path,
     assert results == [expected, expected]
 
 
-def test_a_call_that_needs_idle_streams_waits_for_what_is_under_way():
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_call_that_needs_idle_streams_waits_for_what_is_under_way(is_known):
     async def call(function):
         return function()
 
     made, over = [], []
     calls = IdleCalls(SimpleNamespace(has_loaded=lambda _: True), SimpleNamespace(call=call))
     calls.add_stream(lambda: bool(over))
+    kernels, transport = LoadedKernels(), SimpleNamespace(kernels=lambda _: [], has_outlines=True)
+    jobs = [Job(Reduce(Span(0, 1, DTYPES["int8"]), None, rc.SUM))]
+    with pytest.raises(StopIteration):
+        kernels.load(jobs, transport, calls, None).send(None)
     waiting = calls.call(lambda: made.append("the call"))
     waiting.send(None)
-    another = calls.load([object()])  # it has nothing to load, but would keep the streams busy
+    # It has nothing to load, but would keep the streams busy.
+    another = kernels.load(jobs, transport, calls, None) if is_known else calls.load([object()])
     another.send(None)
     assert made == []
     over.append(True)
