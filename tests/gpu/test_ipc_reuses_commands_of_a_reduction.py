@@ -135,24 +135,33 @@ def test_one_task_watches_all_that_is_under_way(tmp_path):
         gpu.synchronize()
         rc.barrier()
         gpu.freeze()
-        handles = [rc.allreduce_async(x, name=name) for name in names]
-        wait_until(lambda: all(each.done() for each in handles), "not enqueued")
-        labels = lambda: [each.task.label for each in engine().pending.operations()]  # noqa: E731
+        try:
+            handles = [rc.allreduce_async(x, name=name) for name in names]
+            wait_until(lambda: all(each.done() for each in handles), "not enqueued")
+            seen = labels_as_each_is_done()
+            rc.barrier()
+        finally:
+            gpu.thaw()
+        assert sorted(seen) == [f"allreduce[{name}] on the GPU" for name in names]
+        sums = [handle.wait().get()[0] for handle in handles]
+        wait_until(lambda: not labels(), "a stream is watched for ever")
+        memory = Gpus.of(engine()).memory(gpu.index)
+        return sums, len(memory.idle_calls._are_idle)
+
+    def labels():
+        return [each.task.label for each in engine().pending.operations()]
+
+    def labels_as_each_is_done():
         wait_until(lambda: len(labels()) == 1, lambda: f"{labels()}")
         seen, team = labels(), Gpus.of(engine()).team(engine().groups.default)
         has_gone_on = lambda: labels() != seen[-1:]  # noqa: E731
         for _ in names[1:]:
             mark = team._under_way.earliest()
             mark.marks._word[0] = mark.number  # as the stream writes once it has done that one
-            wait_until(has_gone_on, "the task has the label of an operation that is done")
+            # Sooner than the operation's own deadline, whose error would hide this one.
+            wait_until(has_gone_on, "the task has the label of an operation that is done", 20)
             seen += labels()
-        assert sorted(seen) == [f"allreduce[{name}] on the GPU" for name in names]
-        rc.barrier()
-        gpu.thaw()
-        sums = [handle.wait().get()[0] for handle in handles]
-        wait_until(lambda: not labels(), "a stream is watched for ever")
-        memory = Gpus.of(engine()).memory(gpu.index)
-        return sums, len(memory.idle_calls._are_idle)
+        return seen
 
     found = on_gpus(2, body, tmp_path, settings=Settings(timeout_s=60), **choose("ipc"))
     assert found == [([4] * 5, 1)] * 2
