@@ -17,7 +17,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 PYTHON=${PYTHON:-python3}
 APT_PACKAGES="python3-dev python3-venv g++" # cmake and ninja come with the extra "build"
 CONSTRAINTS=$ROOT/ci/constraints.txt
-BUILDER=$ROOT/.venv # this environment builds the wheel for all of them
+BUILDER=$ROOT/.venv # this environment builds the wheel for all of them, and has the one pip: it comes first
 
 # What is tested is what is installed: nothing may come in beside it.
 unset PYTHONPATH PYTHONHOME
@@ -159,7 +159,8 @@ make_venv() {
 # Anything but what the stamp vouches for is made anew: a half-installed package, or one MPI left
 # beside the other, is not worth finding out about.
 new_venv() {
-  local venv=$1 base
+  local venv=$1 base options=(--without-pip)
+  [[ $venv != "$BUILDER" ]] || options=()
   if [[ -e $venv || -L $venv ]] && [[ ! -e $venv/made-by-ci ]]; then
     die "$venv was not made by ci/setup.sh: move it away first"
   fi
@@ -169,7 +170,7 @@ new_venv() {
   mkdir "$venv"
   touch "$venv/made-by-ci"
   say "making ${venv##*/}"
-  "$base" -m venv "$venv" 2>&1 | narrate "making ${venv##*/}" .
+  "$base" -m venv "${options[@]}" "$venv" 2>&1 | narrate "making ${venv##*/}" .
 }
 
 # Print the requirements in these groups: extras, or "required" for those of the package itself.
@@ -255,10 +256,11 @@ sources_id() {
 digest() { sha256sum | cut -d ' ' -f 1; }
 
 # Run pip with its output in VENV/pip.log; show large downloads as they start, and the end on failure.
+# The one pip is that of $BUILDER: another would take 5 s of a core to install.
 pip_in() {
   local venv=$1
   shift
-  "$venv/bin/python" -m pip "$@" 2>&1 | tee -a "$venv/pip.log" |
+  "$BUILDER/bin/python" -m pip --python "$venv/bin/python" "$@" 2>&1 | tee -a "$venv/pip.log" |
     narrate "pip $1 in ${venv##*/}" 'Downloading .*\([0-9.]+ [MG]B\)' && return
   tail -n 40 "$venv/pip.log" >&2
   die "pip $1 failed in ${venv##*/}"
