@@ -19,6 +19,8 @@ from ringcomm.status import guardian
 GUARDIAN = str(guardian._PROGRAM)
 # Ranks that are threads share the lock of Python: polls of one that waits keep others from working.
 SPINS_OF_THREADS = 2
+# To open, move or save a hash table takes Python a while per partition. In jobs it has all 1,024.
+PARTITIONS_OF_THREADS = 256
 THERE = pytest.StashKey()  # after the last test: its path, the files in /dev/shm and all processes
 
 
@@ -131,7 +133,10 @@ def pytest_configure(config):
     for plugin in (show_failures_plugin, leftovers_plugin):
         config.pluginmanager.register(plugin, plugin.__name__)
     if not leftovers_plugin.is_in_a_job() and not harness.is_at_length():
+        from ringcomm.ps.placement import view  # not in the ranks of jobs: it takes 0.1 s
+
         loop._SPINS = SPINS_OF_THREADS
+        view.HASH_PARTITIONS = PARTITIONS_OF_THREADS
 
 
 def pytest_addoption(parser):

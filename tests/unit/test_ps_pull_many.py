@@ -204,7 +204,7 @@ def test_rows_that_have_moved_are_fetched_where_they_are():
         for kv in tables[:2]:
             calls = kv._calls
             old, epoch = calls._owners.copy(), calls._order.epoch
-            assert moving(kv, range(300), 1).wait().moved > 0
+            assert moving(kv, range(HASH_PARTITIONS // 3), 1).wait().moved > 0
             kv.pull(KEYS).wait()
             calls._order.epoch, calls._owners = epoch, old  # as if the news were on their way
         n_resent = session().client.outstanding.n_resent

@@ -135,7 +135,7 @@ def test_partitions_move_while_a_server_dies(mode, victim):
             if rng.random() < 0.5:
                 moves = [Move((table.number, rng.randrange(3)), -1, dest)]
             else:
-                moves = [Move((rows.number, 7 * part), -1, dest) for part in range(64)]
+                moves = [Move((rows.number, 3 * part), -1, dest) for part in range(64)]
             return move_all(current, moves)
 
         end = moving_beside(next_move) if rank == 0 else None

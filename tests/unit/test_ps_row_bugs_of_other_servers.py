@@ -11,6 +11,7 @@ from ps_row_model import DIM, Model
 
 import ringcomm as rc
 from ringcomm import ps
+from ringcomm.ps.placement.view import HASH_PARTITIONS
 from ringcomm.ps.server.core.unit import Unit
 
 pytestmark = pytest.mark.usefixtures("wire")
@@ -141,7 +142,7 @@ def test_servers_tell_what_became_of_rows(n_servers, clock):
     [stats] = run_workers(1, body, n_servers)
     told["rows"] = sum(1 for key in model.rows if key % 2 == 0)
     told["pushes"] = n_steps * n_servers
-    told["partitions"] = 1024
+    told["partitions"] = HASH_PARTITIONS
     for name, expected in told.items():
         assert sum(each["hashtables"]["emb"][name] for each in stats) == expected, name
         assert sum(each[name] for each in stats) == expected, name

@@ -12,7 +12,7 @@ from ringcomm import ps
 from ringcomm.ps.client import flow_control
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import Move
+from ringcomm.ps.placement.view import HASH_PARTITIONS, Move
 from ringcomm.ps.server.dense.round_mean import squares_of_rows
 from ringcomm.ps.server.rows.decode_and_hold_row_pushes import RowGradient
 
@@ -62,7 +62,8 @@ def require_means(weights, *, is_moving=False):
                 move_all(session(), moves).wait()
             mean = push.wait()
             if is_moving and rank == step % 2:  # also what is held
-                moves = [Move((kv.number, part), -1, 1 - step % 2) for part in range(1024)]
+                every = range(HASH_PARTITIONS)
+                moves = [Move((kv.number, part), -1, 1 - step % 2) for part in every]
                 move_all(session(), moves).wait()
             factor = [1.0, 0.125, None][step % 3]
             kv.release(factor).wait()

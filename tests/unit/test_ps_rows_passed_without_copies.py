@@ -140,7 +140,7 @@ def test_shared_rows_are_pushed_once_while_they_move(mode):
             rows[:] = gradient(rank, turn)
             done = kv.push(keys_of(rank, turn), rows, copy=False)
             if rank == 0:
-                parts = random.Random(turn).sample(range(HASH_PARTITIONS), 300)
+                parts = random.Random(turn).sample(range(HASH_PARTITIONS), HASH_PARTITIONS // 3)
                 move_all(session(), [Move((kv.number, part), -1, turn % 3) for part in parts])
             done.wait()
         rc.barrier()

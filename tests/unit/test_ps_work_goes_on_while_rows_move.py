@@ -504,7 +504,7 @@ def test_traffic_decides_where_rows_go():
         for _ in range(5):
             kv.push(hot, np.ones((len(hot), DIM), np.float32)).wait()
         done = ps.rebalance().wait()
-        assert done.moved > 100
+        assert done.moved > HASH_PARTITIONS // 10
         assert done.load[0] == 1.0
         assert max(done.load_after) < 0.6
         moved_to_1 = owned()[1]
