@@ -21,6 +21,8 @@ GUARDIAN = str(guardian._PROGRAM)
 SPINS_OF_THREADS = 2
 # To open, move or save a hash table takes Python a while per partition. In jobs it has all 1,024.
 PARTITIONS_OF_THREADS = 256
+# With Python's 700, tests spend a tenth of their time in collections, which find nothing.
+OBJECTS_BETWEEN_COLLECTIONS = 10_000
 THERE = pytest.StashKey()  # after the last test: its path, the files in /dev/shm and all processes
 
 
@@ -137,6 +139,7 @@ def pytest_configure(config):
 
         loop._SPINS = SPINS_OF_THREADS
         view.HASH_PARTITIONS = PARTITIONS_OF_THREADS
+        gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, 20)
 
 
 def pytest_addoption(parser):
