@@ -33,6 +33,8 @@ def problems_of(storm, out, results):
     if {*results} != began.keys() - dead:
         yield f"{sorted(began.keys() - dead)} trained and live, and {sorted(results)} have ended"
         return
+    if not results:
+        return  # all workers have died, and so ended the job
     for each in results.values():
         yield from each["problems"]
         yield from _wrong_values(storm, each, dead)
@@ -86,9 +88,9 @@ def _wrong_places(storm, results, dead):
     if taken and max(taken.values()) > 1:
         yield f"two workers have one place: {taken}"
     order = {rank: number for each in results.values() for rank, number in each["joined"]}
-    first = sorted(results, key=lambda rank: (order.get(rank, 0), rank))[:1]  # none: all have died
+    first = min(results, key=lambda rank: (order.get(rank, 0), rank))
     chiefs = [each["rank"] for each in results.values() if each["is_chief"]]
-    if chiefs != first:
+    if chiefs != [first]:
         yield f"{chiefs} say they are the chief, and {first} was there first"
 
 
