@@ -9,7 +9,7 @@ import time
 from collections import Counter, defaultdict, deque
 
 import numpy as np
-from hypothesis_settings import hypothesis_settings
+from hypothesis_for_event_orders import hypothesis_settings
 
 from ringcomm.ps import optim
 from ringcomm.ps.client.partition_owners import PartitionOwners

@@ -112,7 +112,7 @@ def calls() -> dict[int, Plan]:
                 collectives("ipc", 4),
                 collectives("staged", 4),
                 collectives("nccl", 1),
-                Stage("streams N=2", ranks(2, "-m", "gpu_suite.streams"), 60),
+                Stage("streams N=2", ranks(2, "-m", "gpu_suite.order_on_streams"), 60),
             ],
             [collectives("ipc", 8, 90)],
             [

@@ -96,7 +96,7 @@ GPU = [
     Mutation(
         "gpu-a-result-is-not-awaited",
         "gpu",
-        "gpu/executor/streams.py",
+        "gpu/executor/points_on_streams.py",
         "device.await_event(stream, self._done.handle)",
         "pass",
         "a caller's stream reads a result that is not there yet",
@@ -108,7 +108,7 @@ GPU = [
     Mutation(
         "gpu-arrays-are-not-awaited",
         "gpu",
-        "gpu/executor/streams.py",
+        "gpu/executor/points_on_streams.py",
         "for event in self.ready:",
         "for event in self.ready[1:]:",
         "a collective reads an array before the caller's stream has written it",
@@ -300,7 +300,7 @@ GPU = [
     Mutation(
         "gpu-a-capture-takes-an-operation",
         "gpu",
-        "gpu/executor/streams.py",
+        "gpu/executor/points_on_streams.py",
         "    if device.is_capturing(stream):",
         "    if False:",
         "a CUDA graph contains a part of an operation, and hangs when it is replayed",
@@ -345,31 +345,31 @@ GPU = [
     Mutation(
         "gpu-memory-goes-to-any-stream",
         "gpu",
-        "gpu/device/ipc_memory.py",
+        "gpu/device/ipc_memory_pool.py",
         "if self._uses[serial].stream in (None, use.stream):",
         "if self._uses[serial].stream in (None, use.stream, *self._waiting):",
         "a new array is overwritten by what another stream still does with its memory",
-        ("gpu/test_ipc_memory.py",),
+        ("gpu/test_ipc_memory_pool.py",),
     ),
     Mutation(
         "gpu-a-wait-frees-later-uses",
         "gpu",
-        "gpu/device/ipc_memory.py",
+        "gpu/device/ipc_memory_pool.py",
         "former, self._uses[found] = self._uses[found], use",
         """\
 former = self._uses[found]
             former.stream, former.keeps = use.stream, use.keeps""",
         "memory is free for all streams while its own one still uses it",
-        ("gpu/test_ipc_memory.py",),
+        ("gpu/test_ipc_memory_pool.py",),
     ),
     Mutation(
         "gpu-a-freed-stream-is-awaited",
         "gpu",
-        "gpu/device/ipc_memory.py",
+        "gpu/device/ipc_memory_pool.py",
         "                if use.stream == stream:\n",
         "                if use is None:\n",
         "an event is recorded on a stream that is not there any more",
-        ("gpu/test_ipc_memory.py",),
+        ("gpu/test_ipc_memory_pool.py",),
     ),
     Mutation(
         "gpu-c10d-copies-too-early",

@@ -110,7 +110,7 @@ PS_DEATHS = [
     Mutation(
         "ps-nobody-counts-the-steps-of-a-newcomer",
         "ps",
-        "ps/server/core/worker_progress.py",
+        "ps/server/core/worker_clocks_and_first_of_rounds.py",
         "        self.clocks.join(rank, clock)\n",
         "",
         "bounded reads do not wait for a newcomer",

@@ -18,7 +18,7 @@ from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
-from ringcomm.ps.checkpoint.check_save_arguments import path_of
+from ringcomm.ps.checkpoint.check_checkpoint_arguments import path_of
 from ringcomm.ps.checkpoint.client import save, save_at_stop
 from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
 from ringcomm.ps.client.send_calls_and_wait import Client

@@ -15,7 +15,7 @@ from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.horovod.reduce_op import AnyOp, op_of
 from ringcomm.torch.optim.adasum import with_adasum
 from ringcomm.torch.optim.averaging_optimizer import AveragingOptimizer
-from ringcomm.torch.optim.options import (
+from ringcomm.torch.optim.distributed_optimizer_options import (
     GradientOptions,
     groups_of,
     require_mean,

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def driver():
     """Return the folder of the stand-in, which the first caller builds."""
     folder = Path(tempfile.mkdtemp(prefix="fake-cuda-"))
-    source, built = ROOT / "tests" / "fake_cuda_driver.cpp", folder / "libcuda.so.1"
+    source, built = ROOT / "tests" / "fake_libcuda_for_driver_probes.cpp", folder / "libcuda.so.1"
     options = ("-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-Wall", "-Werror")
     subprocess.run(["g++", *options, "-o", built, source], check=True)
     return folder

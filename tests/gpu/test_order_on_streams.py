@@ -15,7 +15,7 @@ import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.gpu.executor import group_on_gpus as gpu_team
 from ringcomm.gpu.executor import via_host_memory
-from ringcomm.gpu.executor.streams import Issue, Launched, Reached
+from ringcomm.gpu.executor.points_on_streams import Issue, Launched, Reached
 from ringcomm.gpu.transports import ipc, slices
 
 SIZE = 3

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis_settings import hypothesis_settings
+from hypothesis_for_event_orders import hypothesis_settings
 from ps_simulation import Choices
 from ps_simulation_over_pipes import PipeNet
 from ps_simulation_with_copies import MODES

@@ -11,7 +11,7 @@ import pytest
 from harness import at_length
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis_settings import hypothesis_settings
+from hypothesis_for_event_orders import hypothesis_settings
 from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
 from ps_simulation import Choices, World
 from ps_simulation_message_types import Request, Shape

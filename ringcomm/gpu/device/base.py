@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.gpu.device.cached_pack_tables import Layouts
-from ringcomm.gpu.device.ipc_memory import Regions
+from ringcomm.gpu.device.ipc_memory_pool import Regions
 from ringcomm.gpu.device.memory_allocator_and_address import Allocator
 from ringcomm.gpu.kernels.base import Kernel
 

@@ -24,6 +24,15 @@ from ringcomm.engine.core.usable_or_broken import EngineState
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.cuda_call_thread import Launcher
 from ringcomm.gpu.executor.order_of_launches import PLACE_NBYTES, LaunchOrder
+from ringcomm.gpu.executor.points_on_streams import (
+    Event,
+    GpuMemory,
+    Issue,
+    Launched,
+    Mark,
+    Marks,
+    Reached,
+)
 from ringcomm.gpu.executor.prepare_and_enqueue_jobs import (
     Jobs,
     LoadedKernels,
@@ -31,7 +40,6 @@ from ringcomm.gpu.executor.prepare_and_enqueue_jobs import (
     enqueue,
     prepare,
 )
-from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Mark, Marks, Reached
 from ringcomm.gpu.executor.transport_setup import set_up_transport
 from ringcomm.gpu.executor.watched_stream import WatchedStream
 from ringcomm.gpu.transports.base import GpuTransport

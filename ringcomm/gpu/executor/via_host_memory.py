@@ -19,7 +19,7 @@ from ringcomm.arrays.host_mirror import Mirror
 from ringcomm.engine.core.plan import Plan
 from ringcomm.gpu.device.shared_pinned_pool import Block
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
-from ringcomm.gpu.executor.streams import GpuMemory, Issue, Launched, Mark, Reached
+from ringcomm.gpu.executor.points_on_streams import GpuMemory, Issue, Launched, Mark, Reached
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:

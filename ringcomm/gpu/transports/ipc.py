@@ -17,7 +17,7 @@ import numpy as np
 from ringcomm.arrays.base import Bytes, Span
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.device.ipc_memory import PeerMemory
+from ringcomm.gpu.device.ipc_memory_pool import PeerMemory
 from ringcomm.gpu.device.memory_allocator_and_address import NOWHERE, Address
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool
 from ringcomm.gpu.kernels.base import Kernel

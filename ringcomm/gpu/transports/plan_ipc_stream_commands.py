@@ -4,8 +4,8 @@ One rank of each GPU reduces a part of the elements. It reads that part from the
 ranks, combines it in the order of ranks, and writes the result to the memory of each rank that gets
 it. That moves 2 * size * nbytes through memory, the least possible, and a GPU that ranks share need
 not switch between their contexts. In a reduce-scatter, it does so for the part of each rank of its
-GPU. Arrays in memory of device/ipc_memory.py are used directly. Elements of other arrays go through
-staging memory, unless the rank that has the array also reduces them.
+GPU. Arrays in memory of device/ipc_memory_pool.py are used directly. Elements of other arrays go
+through staging memory, unless the rank that has the array also reduces them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from ringcomm._version import __version__
 from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.progress_bar import progress_bar
 from ringcomm.ps.checkpoint import files
-from ringcomm.ps.checkpoint.check_save_arguments import (
+from ringcomm.ps.checkpoint.check_checkpoint_arguments import (
     folder_of,
     require_keep,
     require_periods,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ringcomm.atomic_files import replacing
-from ringcomm.ps.checkpoint.check_save_arguments import path_of
+from ringcomm.ps.checkpoint.check_checkpoint_arguments import path_of
 from ringcomm.ps.checkpoint.read_without_servers import load_state_dict
 
 

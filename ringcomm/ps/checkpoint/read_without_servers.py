@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.ps.checkpoint.check_save_arguments import folder_of
+from ringcomm.ps.checkpoint.check_checkpoint_arguments import folder_of
 from ringcomm.ps.checkpoint.files import (
     Checkpoint,
     Record,

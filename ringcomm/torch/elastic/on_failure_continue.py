@@ -35,8 +35,8 @@ from ringcomm.torch.backward.interleave_collectives import CollectiveTask
 from ringcomm.torch.backward.parameter_hooks import Named
 from ringcomm.torch.horovod.process_sets import global_process_set
 from ringcomm.torch.optim.averaging_optimizer import OUR_ATTRIBUTES, AveragingOptimizer
+from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
 from ringcomm.torch.optim.gradient_slot import GradientSlot
-from ringcomm.torch.optim.options import GradientOptions
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import derive, underlying
 from ringcomm.torch.training.broadcast_states import broadcast_tree

@@ -15,8 +15,8 @@ from ringcomm.torch.compression import Compressor
 from ringcomm.torch.horovod.process_sets import ProcessSet
 from ringcomm.torch.horovod.reduce_op import Adasum
 from ringcomm.torch.horovod.reductions import allreduce_async
+from ringcomm.torch.optim.distributed_optimizer_options import require_passes
 from ringcomm.torch.optim.equalize_weights import FirstWeights
-from ringcomm.torch.optim.options import require_passes
 from ringcomm.torch.optim.wrapping import derive, renamed, underlying
 
 T = TypeVar("T", bound=Optimizer)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import NotInitializedError
-from ringcomm.torch.optim.options import GradientOptions
+from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import derive, name_last_group, renamed, underlying
 

@@ -17,7 +17,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.backward.watched_tensors import n_storage_references
 from ringcomm.torch.optim.bucket_reduction import BucketReduction
-from ringcomm.torch.optim.options import GradientOptions
+from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
 
 _16_BIT = (torch.float16, torch.bfloat16)
 

@@ -14,9 +14,9 @@ from ringcomm.torch.backward.interleave_collectives import CollectiveTask
 from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import next_number
 from ringcomm.torch.backward.watched_tensors import n_storage_references
 from ringcomm.torch.optim.buckets import Bucket, Member, Scaling, make_buckets
+from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
 from ringcomm.torch.optim.gradient_presence import SPARSE, Presence, ready_order
 from ringcomm.torch.optim.gradient_slot import GradientSlot, GradientState
-from ringcomm.torch.optim.options import GradientOptions
 
 
 class BucketPlan:

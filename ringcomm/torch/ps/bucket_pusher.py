@@ -17,7 +17,7 @@ from ringcomm.ps.optim import Updater
 from ringcomm.ps.session import Session
 from ringcomm.torch.ps.buckets import ServedBucket
 from ringcomm.torch.ps.clip_and_scale import squares_of
-from ringcomm.torch.ps.optimizer_options import WHO, ServerOptions
+from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
 
 Groups = Sequence[Mapping[str, Any]]
 

@@ -20,7 +20,7 @@ from ringcomm.ps.client.dense.optimizer_state import push_state as push_table_st
 from ringcomm.ps.segments_with_or_without_gradient import IDS, SCALARS, STEPS
 from ringcomm.ps.session import is_chief
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket
-from ringcomm.torch.ps.optimizer_options import WHO
+from ringcomm.torch.ps.distributed_optimizer_options import WHO
 from ringcomm.torch.ps.push_during_backward import Feeder
 
 _WITHOUT_STEP: Final = ("SGD",)  # torch counts no steps for it

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch.optim import Optimizer
 
 from ringcomm.errors import RingcommError
-from ringcomm.torch.ps.optimizer_options import WHO
+from ringcomm.torch.ps.distributed_optimizer_options import WHO
 
 
 class NestedOptimizers:

@@ -26,6 +26,7 @@ from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
 from ringcomm.torch.ps.clip_and_scale import clip_gradients, is_on, note_found_inf
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
 from ringcomm.torch.ps.count_steps_and_embeddings import count_step, require_something_served
+from ringcomm.torch.ps.distributed_optimizer_options import ServerOptions
 from ringcomm.torch.ps.exchange_state_with_servers import (
     Recovery,
     gather_state,
@@ -36,7 +37,6 @@ from ringcomm.torch.ps.exchange_state_with_servers import (
     unrounded_state,
 )
 from ringcomm.torch.ps.nested_optimizer_steps import NestedOptimizers
-from ringcomm.torch.ps.optimizer_options import ServerOptions
 from ringcomm.torch.ps.push_during_backward import Feeder
 from ringcomm.torch.ps.send_chief_buffers import buffers_of
 

@@ -29,13 +29,13 @@ from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
     note_samples,
 )
 from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
-from ringcomm.torch.optim.options import require_passes
+from ringcomm.torch.optim.distributed_optimizer_options import require_passes
 from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket, ServedSlot, plan
 from ringcomm.torch.ps.clip_and_scale import is_on
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
 from ringcomm.torch.ps.count_steps_and_embeddings import catch_up, count_step, end_step
-from ringcomm.torch.ps.optimizer_options import WHO, ServerOptions
+from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
 from ringcomm.torch.ps.row_gradients_until_step import NO_ROWS, RowGradients, let_rows_wait, take
 from ringcomm.torch.ps.send_chief_buffers import Buffer, ServedBuffers
 

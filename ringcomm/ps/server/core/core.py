@@ -5,13 +5,13 @@
 | which requests are carried out, kept, or sent to another server | Core, core.migration_facade |
 | pushes, reads and what waits, of one unit | core.unit |
 | rounds | core.rounds |
-| steps of workers, places in rounds | core.worker_progress |
+| steps of workers, places in rounds | core.worker_clocks_and_first_of_rounds |
 | snapshots | core.snapshot_moments |
 | moves and pauses | core.migration_facade, core.migration_leader, core.migration_participant |
 | when a table that was closed goes | core.drop_closed_tables |
 | what follows when a rank leaves, dies or joins | core.departures |
 | who takes the place of one that died | placement.newcomers |
-| when a job whose server died begins anew | core.recovery |
+| when a job whose server died begins anew | core.recovery_meetings |
 
 Whatever this server owns for a rank (a pause, a moment, moves, a request that waits, a place in a
 round) ends with Left, or with Died: each part has leave(rank), and some have die(rank).
@@ -43,7 +43,7 @@ from ringcomm.ps.server.core.recovery_meetings import Recovery
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import Unit
-from ringcomm.ps.server.core.worker_progress import Progress
+from ringcomm.ps.server.core.worker_clocks_and_first_of_rounds import Progress
 
 
 class Core:

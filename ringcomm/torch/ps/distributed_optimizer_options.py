@@ -1,4 +1,4 @@
-"""Options of a ps.DistributedOptimizer."""
+"""Options of ps.DistributedOptimizer: the mode, clipping, the scaler, what servers update."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks collectives between other work of the caller's stream: no host waits, the order is kept.
 
-usage: mpirun -np N python -m gpu_suite.streams
+usage: mpirun -np N python -m gpu_suite.order_on_streams
 Before each call, the stream sleeps and then writes the array. After the call, the stream reads the
 result and overwrites the array.
 """
