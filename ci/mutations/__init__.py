@@ -11,10 +11,12 @@ from mutations.engine import CACHE, DTYPE, ORDER
 from mutations.failures_and_shm import FAULT, NODE
 from mutations.gpu import GPU
 from mutations.mutation import CATEGORIES, CppMutation, Mutation
+from mutations.ps_copies import PS_COPIES
 from mutations.ps_core import PS_CORE
 from mutations.ps_cpp import PS_CPP
 from mutations.ps_deaths import PS_DEATHS
 from mutations.ps_outside_core import PS
+from mutations.ps_replacements import PS_REPLACEMENTS
 from mutations.torch import CHANGES, FACES, OPTIMIZER, REFUSALS
 
 __all__ = ["CATEGORIES", "CPP_MUTATIONS", "MUTATIONS", "CppMutation", "Mutation"]
@@ -32,6 +34,8 @@ MUTATIONS = [
     *FACES,
     *PS_CORE,
     *PS_DEATHS,
+    *PS_REPLACEMENTS,
+    *PS_COPIES,
     *PS,
     *GPU,
     *CLIENT,
