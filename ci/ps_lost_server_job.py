@@ -6,44 +6,23 @@ Each worker pushes to an element of its own in each block, and to a row of its o
 these must be at the end: what they were after the last ps.recover(), and what it has pushed since.
 """
 
-import argparse
 import contextlib
-import itertools
 import json
 import os
 import signal
-import threading
 import time
-from pathlib import Path
 
 import numpy as np
+import ps_storm_base
+from ps_storm_base import BLOCKS, SHARE, K, ask_for_move, open_tables, plan_deaths_of_servers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps.client.json_requests import ignore
-from ringcomm.ps.client.request import Request
-from ringcomm.ps.protocol.frames import Kind, Step
-from ringcomm.ps.server.replies import as_body
-from ringcomm.ps.server.server import Server
 from ringcomm.ps.session import session
-
-SHARE, BLOCKS, K = 840, 6, 2
-MODES = {"sync": "sync", "async": "async", "ssp": ps.SSP(2), "first_of": ps.FirstOf(K)}
-OF_REQUESTS = {
-    "push": (Kind.PUSH,),
-    "moving": (Kind.MOVE,),
-    "snapshot": (Kind.SNAPSHOT,),
-    "saving": (Kind.SAVE,),
-    "recovering": (Kind.RECOVER, Kind.RESTORE, Kind.VIEW),
-}
 
 
 def parse():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--mode", choices=MODES, required=True)
-    parser.add_argument("--servers", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30)
+    parser = ps_storm_base.parser(servers=3, steps=30)
     parser.add_argument("--replication", type=int, default=1)
     parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--changes-places", action="store_true", help="add and remove servers")
@@ -58,53 +37,6 @@ def parse():
     return parser.parse_args()
 
 
-def plan_kills(args):
-    """Let servers die: before or after so many requests of a kind, or a moment after one."""
-    plans = {}
-    for kill in (*args.kill, *args.kill_later):
-        who, at, when = kill.replace("@", ":").split(":")
-        plans[int(who)] = int(at), when.partition("-")
-    later = {int(kill.partition("@")[0]) for kill in args.kill_later}
-    on_request, counts, of_copies = Server.on_request, itertools.count(1), itertools.count(1)
-    dying = threading.Lock()  # is not released: a second timer would empty the file
-
-    def die(server):
-        dying.acquire()
-        (args.out / f"kill.{session().engine.job_rank}").write_text(str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def may_die(number):
-        """Return True once the death of this server loses nothing."""
-        layout = session().layout
-        if number in later and layout.dead & {*layout.servers}:  # it has heard of the first death
-            homes = session().dispatcher.server._homes.values()
-            if all(home.server.n_copies == 2 for home in homes if home.is_primary):
-                later.remove(number)
-        return number not in later
-
-    def on_request_or_die(server, request):
-        if not rc.is_initialized():  # all have left
-            on_request(server, request)
-            return
-        current = session()
-        number = current.layout.number_of(current.engine.job_rank)
-        at, (kinds, _, moment) = plans.get(number, (0, ("push", "", "")))
-        is_counted = request.header.kind in OF_REQUESTS[kinds] and may_die(number)
-        if server.index == number:
-            is_due = is_counted and next(counts) == at
-        else:  # another server's, of which this process has a copy
-            is_due = is_counted and next(of_copies) == at
-        if is_due and moment == "before":
-            die(server)
-        on_request(server, request)
-        if is_due and moment == "soon":
-            threading.Timer(np.random.default_rng().uniform(0, 0.02), die, [server]).start()
-        elif is_due:
-            die(server)
-
-    Server.on_request = on_request_or_die
-
-
 class Job:
     def __init__(self, args):
         self.args = args
@@ -112,12 +44,8 @@ class Job:
         self.times = []  # when steps began and ended
 
     def open(self):
-        n, mode = len(session().layout.workers), MODES[self.args.mode]
-        self.table = ps.table(
-            "w", (BLOCKS, n), "float64", updater=ps.optim.Add(), mode=mode, block_nbytes=8 * n
-        )
-        self.rows = ps.hashtable("rows", 2, updater=ps.optim.Add(), mode=mode, dtype="float64")
-        self.done = ps.table("done", n, updater=ps.optim.Add())
+        n = len(session().layout.workers)
+        self.table, self.rows, self.done = open_tables(n, self.args.mode)
         return n
 
     def evaluate(self, step):
@@ -153,7 +81,7 @@ class Job:
         ps.complete_step()
         step = ps.step_number()
         if step % 5 == 0 and self.me == self.n - 1:
-            self.move(step)
+            ask_for_move(self.table, step)
         if step % 4 == 0 and self.me == 0 and self.args.changes_places:
             self.change_places()
         if step % 7 == 0 and self.me == 0:
@@ -169,14 +97,6 @@ class Job:
             is_stale |= not has_rounds and (own != self.n_dense).any()
             self.n_stale += bool(is_stale)
             self.shown = values
-
-    def move(self, step):
-        """Ask for a move, and wait for nothing."""
-        client = session().client
-        servers = client.servers
-        body = as_body([(self.table.number, step % BLOCKS, 0, servers[step // 5 % len(servers)])])
-        request = Request(Kind.MOVE, server=client.leader, option=Step.ASK, body=body)
-        client.call_one("move", request, ignore)
 
     def change_places(self):
         """Add a server or remove one, and wait for nothing; it may be none, or the last."""
@@ -236,7 +156,7 @@ class Job:
 
 def main():
     job = Job(parse())
-    plan_kills(job.args)
+    plan_deaths_of_servers(job.args)
     ps.evaluator(every=4)(job.evaluate)
     ps.init(
         job.args.servers, evaluators=1, replication=job.args.replication, spares=job.args.spares

@@ -1,34 +1,23 @@
 """One job of ci/ps_storms.py: workers push integers, some ranks are killed, and who lives checks.
 
-Each block has an element for each worker. With mode "sync" or "first_of" a worker pushes 840 to
-its own, and the mean over n divides that by n: 840 has all divisors up to 8. So the elements of a
-block add up to 840 for each round, whoever was in it, and those of who lives are equal in "sync".
-In other modes a push adds 1 to its worker's element.
+Each block has an element for each worker, to which it pushes; what, ps_storm_base.py says. So, if
+there are rounds, the elements of a block add up to 840 for each, whoever was in it, and those of
+who lives are equal in "sync".
 
 With --collectives N workers also reduce together in each of the first N steps, after a death in a
 group of those that live.
 """
 
-import argparse
 import json
 import os
-import signal
-import threading
-import time
-from pathlib import Path
 
 import numpy as np
+import ps_storm_base
+from ps_storm_base import BLOCKS, MODES, SHARE, Death, ask_for_move
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps.client.json_requests import ignore
-from ringcomm.ps.client.request import Request
-from ringcomm.ps.protocol.frames import Kind, Step
-from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.session import session
-
-SHARE, BLOCKS = 840, 6
-MODES = {"sync": "sync", "async": "async", "ssp": ps.SSP(2), "first_of": ps.FirstOf(2)}
 
 
 def numbers_of(rank, step):
@@ -39,11 +28,7 @@ def numbers_of(rank, step):
 
 
 def parse():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--mode", choices=MODES, required=True)
-    parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
+    parser = ps_storm_base.parser(servers=2, steps=20)
     parser.add_argument("--collectives", type=int, default=0, help="in so many steps")
     parser.add_argument("--kill", action="append", default=[], help="RANK@STEP:WHEN")
     return parser.parse_args()
@@ -52,30 +37,8 @@ def parse():
 class Job:
     def __init__(self, args):
         self.args = args
-        self.at, self.when = -1, ""
-        self.is_over = False
+        self.death = Death(args.kill, args.out / "kill")
         self.group, self.has_agreed, self.n_reduced = None, True, 0
-
-    def plan(self, rank):
-        """Learn when this rank is to be killed."""
-        self.me = rank
-        for kill in self.args.kill:
-            who, at, when = kill.replace("@", ":").split(":")
-            if int(who) == rank:
-                self.at, self.when = int(at), when
-
-    def die(self):
-        (self.args.out / f"kill.{self.me}").write_text(str(time.monotonic_ns()))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def die_if(self, step, when):
-        if step == self.at and when == self.when:
-            self.die()
-
-    def die_soon(self, step):
-        """Be killed within the next step, wherever this rank is then."""
-        if step == self.at and self.when == "soon":
-            threading.Timer(np.random.default_rng().uniform(0, 0.01), self.die).start()
 
     def reduce(self, step):
         """Reduce with the other workers that live, once per step.
@@ -98,19 +61,19 @@ class Job:
         ranks = range(rc.size()) if self.group is None else self.group.ranks
         wanted = sum(numbers_of(rank, step) for rank in ranks)
         for kinds in ({}, {"name": "sum"}):
-            handle = rc.allreduce_async(numbers_of(self.me, step), group=self.group, **kinds)
-            self.die_if(step, "reducing")
+            handle = rc.allreduce_async(numbers_of(self.death.me, step), group=self.group, **kinds)
+            self.death.if_due(step, "reducing")
             sums = handle.wait()
             assert np.array_equal(sums, wanted), (step, [*ranks])
         x = rc.empty(wanted.size, np.float32)
-        x[:] = numbers_of(self.me, step)
+        x[:] = numbers_of(self.death.me, step)
         rc.allreduce_(x, group=self.group)
         assert np.array_equal(x, wanted), (step, [*ranks])
 
     def evaluate(self, step):
-        self.plan(session().engine.job_rank)
-        if step >= self.at >= 0:
-            self.die()
+        self.death.plan(session().engine.job_rank)
+        if step >= self.death.at >= 0:
+            self.death.now()
         table = self.open()
         ps.report(step, {"sum": float(table.pull().wait().sum())})
 
@@ -125,8 +88,8 @@ class Job:
     def train(self):
         args = self.args
         index, n = rc.rank(), rc.size()
-        self.plan(session().engine.job_rank)
-        self.die_if(0, "opening")
+        self.death.plan(session().engine.job_rank)
+        self.death.if_due(0, "opening")
         table = self.open()
         gradient = np.zeros((BLOCKS, n))
         gradient[:, index] = SHARE if table.mode.has_rounds else 1
@@ -134,30 +97,30 @@ class Job:
         acked = os.open(args.out / f"acked.{index}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         save = None
         while not ps.should_stop():
-            self.die_soon(step)
-            self.die_if(step, "before")
+            self.death.soon(step)
+            self.death.if_due(step, "before")
             self.reduce(step)
             pushed = table.push(gradient)
-            self.die_if(step, "sent")
+            self.death.if_due(step, "sent")
             if pushed.wait().applied:
                 n_applied += 1
                 os.write(acked, b".")  # a kill finds the byte written, or not
-            self.die_if(step, "acked")
+            self.death.if_due(step, "acked")
             ps.complete_step()
             table.pull().wait()
             step += 1
-            if step == self.at and self.when == "snapshot":
+            if (step, "snapshot") == (self.death.at, self.death.when):
                 with ps.snapshot():
-                    self.die()
+                    self.death.now()
             if step % 5 == 0 and index == n - 1:
-                self.move(table, step)
-            self.die_if(step, "moving")
+                ask_for_move(table, step)
+            self.death.if_due(step, "moving")
             if ps.is_chief() and step % 4 == 0:
                 save = ps.save(args.out / "saves", step=step)
-                self.die_if(step, "saving")
+                self.death.if_due(step, "saving")
             if ps.is_chief() and step >= args.steps:
                 ps.stop()
-                self.die_if(step, "stopping")
+                self.death.if_due(step, "stopping")
         if save is not None:
             save.wait()
         values = table.pull().wait()
@@ -167,14 +130,6 @@ class Job:
                  "is_chief": ps.is_chief(), "reduced": self.n_reduced}
             )
         )  # fmt: skip
-
-    def move(self, table, step):
-        """Ask for a move, and wait for nothing."""
-        client = session().client
-        part, dest = step % BLOCKS, step // 5 % len(client.servers)
-        body = as_body([(table.number, part, 0, dest)])
-        request = Request(Kind.MOVE, server=client.leader, option=Step.ASK, body=body)
-        client.call_one("move", request, ignore)
 
 
 def main():

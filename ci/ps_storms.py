@@ -31,12 +31,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import ps_storm_base
 import ps_worker_spares_verdict
 from fakecluster import Cluster, running
+from ps_storm_base import SHARE
 from storms import LAUNCHERS, end_on, place
 
 JOB = Path(__file__).with_name("ps_storm_job.py")
-MODES = ("sync", "async", "ssp", "first_of")
+MODES = tuple(ps_storm_base.MODES)
 MOMENTS = ("before", "sent", "acked", "soon", "soon", "moving", "snapshot")
 # Requests of these kinds, counted: those of the first checkpoint come before.
 OF_SERVERS = {
@@ -45,7 +47,7 @@ OF_SERVERS = {
 OF_CHIEFS = (*MOMENTS, "opening", "saving", "stopping")
 OF_WORKERS = (*MOMENTS, "between", "standing")
 OF_SPARES = ("asking", "taking", "taking", "telling", "telling")
-SHARE, STEPS, N_SERVERS, LIMIT_S = 840, 20, 2, 300
+STEPS, N_SERVERS, LIMIT_S = 20, 2, 300
 TAKEN = "a spare, takes the place of"
 GOOD = "--runtime-options", "continuous,error-nonzero-status=0"  # else mpirun's code is not 0
 

@@ -6,24 +6,18 @@ what it reads, for ps_worker_spares_verdict.py. Without copies of servers all go
 checkpoint, and count from there.
 """
 
-import argparse
 import json
 import os
-import signal
-import threading
 import time
-from pathlib import Path
 
 import numpy as np
-from ps_lost_server_job import BLOCKS, MODES, SHARE, plan_kills
+import ps_storm_base
+from ps_storm_base import BLOCKS, SHARE, ask_for_move, open_tables, plan_deaths_of_servers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps.client.json_requests import ignore
-from ringcomm.ps.client.request import Request
 from ringcomm.ps.members import let_in, stand_by
-from ringcomm.ps.protocol.frames import Coming, Kind, Step
-from ringcomm.ps.server.replies import as_body
+from ringcomm.ps.protocol.frames import Coming
 from ringcomm.ps.session import session
 
 LATE_S = 120  # all meet within that time
@@ -33,11 +27,7 @@ OF_SPARES = {"asking": "await_place", "taking": "take", "telling": "_tell"}
 
 
 def parse():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--mode", choices=MODES, required=True)
-    parser.add_argument("--servers", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30)
+    parser = ps_storm_base.parser(servers=3, steps=30)
     parser.add_argument("--replication", type=int, default=1)
     parser.add_argument("--workers", type=int, required=True, help="at first")
     parser.add_argument("--worker-spares", type=int, default=1)
@@ -49,32 +39,8 @@ def parse():
     return parser.parse_args()
 
 
-class Death:
+class Death(ps_storm_base.Death):
     """When this rank is to be killed: in which step of its own, and where."""
-
-    def __init__(self, args):
-        self.out, self.plans = args.out, {}
-        self.me, self.at, self.when = None, -1, ""
-        for kill in args.kill_client:
-            who, at, when = kill.replace("@", ":").split(":")
-            self.plans[int(who)] = int(at), when
-
-    def plan(self, rank):
-        self.me = rank
-        self.at, self.when = self.plans.get(rank, (-1, ""))
-
-    def now(self):
-        (self.out / f"dead.{self.me}").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def if_due(self, step, when):
-        if step == self.at and when == self.when:
-            self.now()
-
-    def soon(self, step):
-        """Come within the next step, wherever this rank is then."""
-        if step == self.at and self.when == "soon":
-            threading.Timer(np.random.default_rng().uniform(0, 0.01), self.now).start()
 
     def plant(self):
         """Let those that stand by die as they come in, and the chief beside them."""
@@ -106,7 +72,7 @@ class Death:
 
 class Job:
     def __init__(self, args):
-        self.args, self.death = args, Death(args)
+        self.args, self.death = args, Death(args.kill_client, args.out / "dead")
         self.n = args.workers + args.worker_spares  # columns, by rank of the job
         self.problems, self.parts, self.n_recovered = [], None, 0
         self.rounds = {}  # "sync": who was in each round, by block; the rows are one more
@@ -114,14 +80,11 @@ class Job:
 
     # --- what is there
     def open(self):
-        add, modes = ps.optim.Add(), dict.fromkeys(("w", "rows"), MODES[self.args.mode])
+        of_blocks = of_rows = self.args.mode
         if self.args.mode == "first_of":  # the rounds of two tables may end apart
-            modes = {**dict.fromkeys(modes, "async"), self.args.rounds_of: modes["w"]}
-        self.table = ps.table(
-            "w", (BLOCKS, self.n), "float64", updater=add, mode=modes["w"], block_nbytes=8 * self.n
-        )
-        self.rows = ps.hashtable("rows", 2, updater=add, mode=modes["rows"], dtype="float64")
-        self.done = ps.table("done", self.n, updater=add)
+            of_blocks = "first_of" if self.args.rounds_of == "w" else "async"
+            of_rows = "first_of" if self.args.rounds_of == "rows" else "async"
+        self.table, self.rows, self.done = open_tables(self.n, of_blocks, of_rows)
 
     def evaluate(self, step):
         rank = session().engine.job_rank
@@ -180,7 +143,7 @@ class Job:
         step += 1
         self.take_part()
         if step % 5 == 0 and ps.rank() == self.args.workers - 1:
-            self.move(step)
+            ask_for_move(self.table, step)
         self.death.if_due(mine, "moving")
         if (mine, "snapshot") == (self.death.at, self.death.when):
             with ps.snapshot():
@@ -219,14 +182,6 @@ class Job:
         """Take a part of the epoch, of which enough are left; by that the one before is done."""
         if self.parts is not None:
             os.write(self.took, next(self.parts).astype(np.int32).tobytes())
-
-    def move(self, step):
-        """Ask for a move, and wait for nothing."""
-        client = session().client
-        servers = client.servers
-        body = as_body([(self.table.number, step % BLOCKS, 0, servers[step // 5 % len(servers)])])
-        request = Request(Kind.MOVE, server=client.leader, option=Step.ASK, body=body)
-        client.call_one("move", request, ignore)
 
     def meet(self, level):
         """Return once all workers are there, and each place is taken that somebody can take.
@@ -321,7 +276,7 @@ class Job:
 
 def main():
     job = Job(parse())
-    plan_kills(job.args)
+    plan_deaths_of_servers(job.args)
     job.death.plant()
     ps.evaluator(every=4)(job.evaluate)
     args = job.args

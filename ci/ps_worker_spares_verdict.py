@@ -16,8 +16,7 @@
 from collections import Counter
 
 import numpy as np
-
-SHARE, BOUND = 840, 2
+from ps_storm_base import BOUND, SHARE
 
 
 def problems_of(storm, out, results):
