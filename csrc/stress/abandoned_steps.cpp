@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "../loop/loop.hpp"
-#include "ranks_as_threads.hpp"
+#include "checked_operation.hpp"
 
 using namespace ringcomm;
 using namespace ringcomm::stress;
@@ -39,72 +39,28 @@ class Rendezvous {
 
 enum class Way { waits, abandons, loop_abandons, team_abandons, drops };
 
-// One rank's part of a step that others may give up.
-class Part {
- public:
-  Part(unsigned round, const std::shared_ptr<Team>& team, NodeMemory& memory, std::mt19937& shared,
-       std::mt19937& own)
-      : round_(round), rank_(team->index()), size_(team->size()) {
-    static constexpr std::size_t kCounts[] = {1, 1000, 5000, 70001, 300000};
-    const std::size_t count = kCounts[shared() % 5];
-    kind_ = static_cast<Kind>(shared() % 3);
-    const bool is_registered = shared() % 2 == 0 || own() % 2 == 0;
-    source_ = std::make_unique<Array>(memory, count, is_registered);
-    for (std::size_t i = 0; i < count; ++i) source_->data()[i] = value(round, rank_, i);
-    std::vector<std::size_t> bounds;
-    for (std::size_t r = 0; r <= size_; ++r) bounds.push_back(count * r / size_ * sizeof(float));
-    const std::size_t due = kind_ == scatter  ? (bounds[rank_ + 1] - bounds[rank_]) / sizeof(float)
-                            : kind_ == gather ? count * size_
-                                              : count;
-    target_ = std::make_unique<Array>(memory, due, is_registered);
-    const Meeting meeting{team, round, 42};
-    if (kind_ == gather) {
-      NodeCopy copy{source_->bytes(), source_->nbytes(), {}};
-      for (std::size_t r = 0; r < size_; ++r)
-        copy.pulls.push_back({r, 0, source_->nbytes(), target_->bytes() + r * source_->nbytes()});
-      step = std::make_shared<CopyStep>(meeting, std::move(copy));
-    } else {
-      const Target to = kind_ == scatter ? Target::owner : Target::all;
-      step = std::make_shared<ReduceStep>(
-          meeting, NodeReduction{source_->bytes(), target_->bytes(), bounds, to, 0, Op::sum,
-                             DType::float32, 1});
-    }
-  }
+CheckedOperation random_part(unsigned round, const std::shared_ptr<Team>& team, NodeMemory& memory,
+                             std::mt19937& shared, std::mt19937& own) {
+  static constexpr std::size_t kCounts[] = {1, 1000, 5000, 70001, 300000};
+  const std::size_t count = kCounts[shared() % 5];
+  const auto kind = static_cast<Kind>(shared() % 3);  // those that give each rank something
+  const bool is_registered = shared() % 2 == 0 || own() % 2 == 0;
+  return {round, round, kind, count, team, memory, {is_registered, is_registered}};
+}
 
-  void check_result() const {
-    const std::size_t count = source_->count(), first = count * rank_ / size_;
-    for (std::size_t i = 0; i < target_->count(); ++i) {
-      const float expected = kind_ == gather    ? value(round_, i / count, i % count)
-                             : kind_ == scatter ? sum(round_, size_, first + i)
-                                                : sum(round_, size_, i);
-      if (target_->data()[i] != expected) fail("a value is wrong", rank_, round_);
-    }
-  }
+void take_memory_back(CheckedOperation& part) {
+  for (const auto& array : {part.source.get(), part.target.get()})
+    for (std::size_t i = 0; i < array->count(); ++i) array->data()[i] = kMine;
+}
 
-  void take_memory_back() {
-    for (const auto& array : {source_.get(), target_.get()})
-      for (std::size_t i = 0; i < array->count(); ++i) array->data()[i] = kMine;
-  }
-
-  void check_memory() const {
-    for (const auto& array : {source_.get(), target_.get()})
-      for (std::size_t i = 0; i < array->count(); ++i)
-        if (array->data()[i] != kMine) fail("memory was written after its step", rank_, round_);
-  }
-
-  std::shared_ptr<NodeStep> step;
-
- private:
-  enum Kind { allreduce, scatter, gather };
-
-  unsigned round_;
-  std::size_t rank_, size_;
-  Kind kind_;
-  std::unique_ptr<Array> source_, target_;
-};
+void check_memory(const CheckedOperation& part, std::size_t rank, unsigned round) {
+  for (const auto& array : {part.source.get(), part.target.get()})
+    for (std::size_t i = 0; i < array->count(); ++i)
+      if (array->data()[i] != kMine) fail("memory was written after its step", rank, round);
+}
 
 // Returns true if the step was completed.
-bool carry_out(Part& part, Way way, std::int64_t patience_ns, Team& team, NodeMemory& memory,
+bool carry_out(CheckedOperation& part, Way way, std::int64_t patience_ns, Team& team, NodeMemory& memory,
                Loop& loop) {
   NodeStep& step = *part.step;
   const bool is_in_loop = way == Way::loop_abandons || way == Way::team_abandons;
@@ -142,13 +98,13 @@ void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned se
     const std::int64_t patience_ns = own() % 2 == 0 ? own() % 20'000 : own() % 500'000;
     rendezvous.meet();
     std::this_thread::sleep_for(std::chrono::nanoseconds(own() % 3 == 0 ? own() % 300'000 : 0));
-    Part part(round, team, memory, shared, own);
+    CheckedOperation part = random_part(round, team, memory, shared, own);
     const bool is_completed = carry_out(part, way, patience_ns, *team, memory, loop);
-    if (is_completed) part.check_result();
+    if (is_completed) part.check_values();
     ++(is_completed ? counts.completed : counts.failed);
-    part.take_memory_back();
+    take_memory_back(part);
     rendezvous.meet();
-    part.check_memory();
+    check_memory(part, rank, round);
     if (part.step) loop.abandon(*part.step);
   }
   loop.stop();

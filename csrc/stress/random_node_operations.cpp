@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "../loop/loop.hpp"
-#include "ranks_as_threads.hpp"
+#include "checked_operation.hpp"
 
 using namespace ringcomm;
 using namespace ringcomm::stress;
@@ -17,60 +17,16 @@ namespace {
 
 constexpr std::size_t kInFlight = 4;
 
-// One operation, alike on all ranks but for where its arrays are.
-struct Operation {
-  unsigned round;
-  std::size_t rank, size;
-  enum Kind { allreduce, scatter, to_root, gather, mismatch } kind;
-  std::unique_ptr<Array> source, target;
-  std::shared_ptr<NodeStep> step;
-
-  Operation(unsigned round, const std::shared_ptr<Team>& team, NodeMemory& memory,
-            std::mt19937& shared, std::mt19937& own)
-      : round(round), rank(team->index()), size(team->size()) {
-    static constexpr std::size_t kCounts[] = {0, 1, 255, 2048, 5000, 70001, 600000};
-    const std::size_t count = kCounts[shared() % 7];
-    kind = static_cast<Kind>(shared() % 5);
-    const bool is_registered = shared() % 3 == 0 || own() % 2 == 0;
-    source = std::make_unique<Array>(memory, count, is_registered);
-    for (std::size_t i = 0; i < count; ++i) source->data()[i] = value(round, rank, i);
-    std::vector<std::size_t> bounds;
-    for (std::size_t r = 0; r <= size; ++r) bounds.push_back(count * r / size * sizeof(float));
-    const std::size_t slot = round % kInFlight;
-    const Meeting meeting{team, slot, kind == mismatch ? rank % 2 : 42};
-    const bool is_mine = kind != to_root || rank == size - 1;
-    const std::size_t due = kind == scatter  ? (bounds[rank + 1] - bounds[rank]) / sizeof(float)
-                            : kind == gather ? count * size
-                                             : count;
-    target = std::make_unique<Array>(memory, due, own() % 2 == 0);
-    std::byte* out = is_mine ? target->bytes() : nullptr;
-    if (kind == gather || kind == mismatch) {
-      NodeCopy copy{source->bytes(), source->nbytes(), {}};
-      for (std::size_t r = 0; r < size && kind == gather; ++r)
-        copy.pulls.push_back({r, 0, source->nbytes(), out + r * source->nbytes()});
-      step = std::make_shared<CopyStep>(meeting, std::move(copy));
-    } else {
-      const Target to = kind == allreduce ? Target::all
-                        : kind == scatter ? Target::owner
-                                          : Target::root;
-      step = std::make_shared<ReduceStep>(
-          meeting, NodeReduction{source->bytes(), out, bounds, to, size - 1, Op::sum, DType::float32, 1});
-    }
-  }
-
-  void check() {
-    if (step->agrees() != (kind != mismatch || size == 1)) fail("agreement is wrong", rank, round);
-    const std::size_t count = source->count();
-    const std::size_t first = count * rank / size;
-    if (kind == mismatch || (kind == to_root && rank != size - 1)) return;
-    for (std::size_t i = 0; i < target->count(); ++i) {
-      const float expected = kind == gather    ? value(round, i / count, i % count)
-                             : kind == scatter ? sum(round, size, first + i)
-                                               : sum(round, size, i);
-      if (target->data()[i] != expected) fail("a value is wrong", rank, round);
-    }
-  }
-};
+std::unique_ptr<CheckedOperation> random_operation(unsigned round, const std::shared_ptr<Team>& team,
+                                                   NodeMemory& memory, std::mt19937& shared,
+                                                   std::mt19937& own) {
+  static constexpr std::size_t kCounts[] = {0, 1, 255, 2048, 5000, 70001, 600000};
+  const std::size_t count = kCounts[shared() % 7];
+  const auto kind = static_cast<Kind>(shared() % 5);
+  const bool is_registered = shared() % 3 == 0 || own() % 2 == 0;
+  return std::make_unique<CheckedOperation>(round, round % kInFlight, kind, count, team, memory,
+                                            std::pair{is_registered, own() % 2 == 0});
+}
 
 void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned seed) {
   NodeMemory& memory = *node.memories[rank];
@@ -79,17 +35,18 @@ void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned se
   Loop loop(&memory.bell(), team->patience(), node.memories[rank]);
   loop.start_thread();
   std::mt19937 shared(seed), own(seed + 1 + static_cast<unsigned>(rank));
-  std::vector<std::unique_ptr<Operation>> flight;
+  std::vector<std::unique_ptr<CheckedOperation>> flight;
   for (unsigned round = 0; round < n_rounds + kInFlight; ++round) {
     if (flight.size() == kInFlight || round >= n_rounds) {
       if (flight.empty()) break;
-      Operation& oldest = *flight.front();
+      const CheckedOperation& oldest = *flight.front();
       while (!oldest.step->is_over()) loop.park(0.01);
-      oldest.check();
+      oldest.check_agreement();
+      oldest.check_values();
       flight.erase(flight.begin());
     }
     if (round >= n_rounds) continue;
-    flight.push_back(std::make_unique<Operation>(round, team, memory, shared, own));
+    flight.push_back(random_operation(round, team, memory, shared, own));
     const auto& step = flight.back()->step;
     if (own() % 2 == 0 || !drive(*step, memory.bell(), team->patience(), 50'000)) loop.add(step);
   }
