@@ -34,6 +34,13 @@ def wire(request, monkeypatch):
 
 
 @pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """Run a test in an empty folder of its own, and return that."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def clock(monkeypatch):
     """Let rows age as a test says, and none be evicted that it has not asked for."""
     times = itertools.count(1)

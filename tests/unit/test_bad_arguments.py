@@ -11,6 +11,7 @@ from harness import at_length, run_ranks
 import ringcomm as rc
 from ringcomm import data
 
+pytestmark = pytest.mark.usefixtures("own_folder")  # for timelines
 SIZE = 2
 
 
@@ -78,12 +79,6 @@ ALONE |= {"log", "note_event"}
 
 def test_no_function_is_forgotten():
     assert public(rc) == GOOD.keys() | APART
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
-    """Timelines are written there."""
-    monkeypatch.chdir(tmp_path)
 
 
 def is_another_call(name, parameter, value):

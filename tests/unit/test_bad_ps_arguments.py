@@ -14,6 +14,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.ps import initializers, optim
 
 N_WORKERS, N_SERVERS = 2, 2
+pytestmark = pytest.mark.usefixtures("own_folder")  # for checkpoints
 SHAPE = (2, 3)
 KEYS = np.arange(6)
 DEADLINE_S = 60.0  # of a wait; only a hang reaches it
@@ -104,12 +105,6 @@ def require_tables(label, *tables):
             table.push_pull(**options).wait()
         except Exception as error:
             raise AssertionError(f"{label}: {table}: {error!r}") from error
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
-    """Checkpoints are written there."""
-    monkeypatch.chdir(tmp_path)
 
 
 def test_no_function_is_forgotten():

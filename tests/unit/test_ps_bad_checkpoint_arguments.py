@@ -20,13 +20,6 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """The present folder, in which nothing may be made."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def in_a_job(body):
     def of_worker(_):
         table = ps.table("w", 3, init=np.arange(3.0))
@@ -37,18 +30,18 @@ def in_a_job(body):
     assert run_workers(1, of_worker) == [[0.0, 1.0, 2.0]]
 
 
-def test_save_refuses_what_cannot_be(folder):
+def test_save_refuses_what_cannot_be(own_folder):
     def body():
         for options in OPTIONS:
             with pytest.raises((TypeError, ValueError), match=r"ps\.save: .*must be"):
                 ps.save("saved", **options)
 
     in_a_job(body)
-    assert not [*folder.iterdir()]
+    assert not [*own_folder.iterdir()]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=repr)
-def test_no_path_is_no_folder(folder, path):
+def test_no_path_is_no_folder(own_folder, path):
     """The empty one would be the present folder."""
 
     def body():
@@ -61,7 +54,7 @@ def test_no_path_is_no_folder(folder, path):
             ps.export_safetensors("saved", path)
 
     in_a_job(body)
-    assert not [*folder.iterdir()]
+    assert not [*own_folder.iterdir()]
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", 3], ids=repr)
@@ -71,14 +64,14 @@ def test_init_refuses_to_recover_from_no_path(path, monkeypatch):
         ps.init(recover=path)
 
 
-def test_what_can_be_is_saved(folder):
+def test_what_can_be_is_saved(own_folder):
     def body():
         for step in (0, np.int64(7), (1 << 62) - 1):
             made = ps.save(Path("saved"), step=step, keep=2**70, background=False).wait()
-            assert made.parent == folder / "saved"
+            assert made.parent == own_folder / "saved"
             assert ps.restore("saved")["step"] == step
         ps.save(".", step=1, background=False)
 
     in_a_job(body)
-    assert len([*(folder / "saved").iterdir()]) == 3
-    assert len([*folder.glob("save-*")]) == 1
+    assert len([*(own_folder / "saved").iterdir()]) == 3
+    assert len([*own_folder.glob("save-*")]) == 1

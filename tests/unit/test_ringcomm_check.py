@@ -8,11 +8,12 @@ import sys
 from dataclasses import replace
 
 import pytest
+from facts_of_a_good_install import BARE, GOOD, INTEL, MPICH, OPENMPI, OPENMPI_4
 
 from ringcomm._core import open_pidfd
 from ringcomm.launch import cli, run_child_with_deadline
 from ringcomm.launch.check_install import command, gather_facts
-from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts, Launcher, Library
+from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Launcher, Library
 from ringcomm.launch.check_install.gather_facts import floors
 from ringcomm.launch.check_install.judge_facts import SUBJECTS, has_problem, judge
 from ringcomm.launch.check_install.trial_job import judge_trial, plan_trial, run_trial
@@ -20,26 +21,8 @@ from ringcomm.launch.mpi_kind import Kind, fit, kind_of
 from ringcomm.launch.run_child_with_deadline import Outcome, outside_of_a_job, run_child
 from ringcomm.nvidia.judge_software import Cupy, Driver, Gpu, Nccl, Stack
 
-OPENMPI = Kind("Open MPI", "5.0.11", "openmpi")
-OPENMPI_4 = Kind("Open MPI", "4.1.4", "openmpi")
-MPICH = Kind("MPICH", "5.0.2", "mpich")
-INTEL = Kind("Intel MPI", "2021.5", "mpich")
 OTHER = Kind("Some MPI 7")
 TESTED = "; ringcomm.torch was tested with 2.6, 2.13, 2.14, 2.15"
-BARE = {"numpy": "2.4.6", "mpi4py": "4.1.2", "torch": "2.13.0+cpu"}
-GOOD = Facts(
-    python=("3.11.7", "/v/bin/python"),
-    versions=BARE | {"openmpi": "5.0.11"},
-    floors={"numpy": "1.26", "mpi4py": "4.1", "torch": "2.6"},
-    mpi=Library(OPENMPI, "/v/lib/libmpi.so.40"),
-    launcher=Launcher("/v/bin/mpirun", OPENMPI),
-    core="/v/ringcomm/_core.so",
-    guardian="/v/ringcomm/ringcomm-guardian",
-    is_guardian_executable=True,
-    cores=4,
-    is_root=False,
-    allows_root=False,
-)
 REINSTALL = "pip install --force-reinstall --no-deps ringcomm"
 SOURCES = {"core": None, "guardian": None, "sources": "/home/me/clone"}
 LEAVE = "change to another folder, or python -P, or pip install -e /home/me/clone"
@@ -286,9 +269,9 @@ SOUND = [
     (
         "CPU cores",
         {},
-        "4 usable; more ranks than that share them, and mpirun needs --oversubscribe for them",
+        "8 usable; more ranks than that share them, and mpirun needs --oversubscribe for them",
     ),
-    ("CPU cores", {"launcher": MPICH_MPIRUN}, "4 usable; more ranks than that share them"),
+    ("CPU cores", {"launcher": MPICH_MPIRUN}, "8 usable; more ranks than that share them"),
     ("root", {}, "no"),
     ("root", {"is_root": True, "launcher": MPICH_MPIRUN}, "yes; only Open MPI's mpirun objects"),
     (

