@@ -115,7 +115,7 @@ class TableBase(ABC):
 
     @property
     def n_rounds(self) -> int:
-        """Rounds that this worker has contributed to, or that went by without it."""
+        """See Pushes; of this table."""
         return self._pushes.n_rounds
 
     @property

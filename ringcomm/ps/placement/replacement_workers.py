@@ -140,16 +140,14 @@ class Newcomers:
                     return request, self._granted
         return None
 
-    def stand_by(self, request: Any, evaluates: bool) -> list[Any]:
+    def stand_by(self, request: Any, evaluates: bool) -> None:
         """A rank waits for a place; give() follows."""
         self.forget(request.source)
         self.waiting[request.source] = request, evaluates
-        return []
 
-    def ask_alone(self, request: Any) -> list[Any]:
+    def ask_alone(self, request: Any) -> None:
         """A newcomer waits until no worker lives."""
         self.alone.append(request)
-        return []
 
     # --- who comes, and who is gone -------------------------------------------------------------
     def take(self, newcomer: Newcomer, beginning: Beginning | None) -> None:

@@ -90,8 +90,8 @@ class Departures:
             on.Left: self._on_left,
             on.Died: lambda event, now: self._die(event.rank, now),
             on.ServerMessage: self._on_message,
-            on.Awaits: lambda event, _: self._newcomers.stand_by(event.request, event.evaluates),
-            on.Alone: lambda event, _: self._newcomers.ask_alone(event.request),
+            on.Awaits: self._on_awaits,
+            on.Alone: self._on_alone,
             on.TookPlace: self._on_took_place,
             on.Retracted: self._on_retracted,
         }
@@ -191,6 +191,14 @@ class Departures:
         for rank, beginning in self._newcomers.began.items():
             if rank not in self.left | self.rested:
                 self._progress.join(rank, beginning.clock, beginning.rounds)
+
+    def _on_awaits(self, event: on.Awaits, _: float) -> list[Action]:
+        self._newcomers.stand_by(event.request, event.evaluates)
+        return []  # due() replies
+
+    def _on_alone(self, event: on.Alone, _: float) -> list[Action]:
+        self._newcomers.ask_alone(event.request)
+        return []  # likewise
 
     def _on_took_place(self, event: on.TookPlace, _: float) -> Iterator[Action]:
         newcomer, beginning = event.newcomer, event.beginning
