@@ -1,4 +1,4 @@
-"""GPU memory that the processes of a host map from each other."""
+"""GPU memory that other processes of the host can map, used again and again; and theirs."""
 
 from __future__ import annotations
 

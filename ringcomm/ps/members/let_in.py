@@ -43,6 +43,7 @@ def _let_in(current: Session) -> None:
             continue
         client.wait_until_sent("step")
         tables = [table for table in [*current.tables.values()] if table.mode.has_rounds]
+        # Of a table that this rank, a newcomer, has not opened it has what others told it.
         rounds = {**current.begins, **{table.number: table.n_rounds for table in tables}}
         beginning = Beginning(current.clock, rounds)
         said = {"begins": beginning.to_json(), "calls": current.training.n_calls}

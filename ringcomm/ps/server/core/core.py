@@ -10,7 +10,7 @@
 | moves and pauses | core.migration_facade, core.migration_leader, core.migration_participant |
 | when a table that was closed goes | core.drop_closed_tables |
 | what follows when a rank leaves, dies or joins | core.departures |
-| who takes the place of one that died | placement.newcomers |
+| who takes the place of one that died | placement.replacement_workers |
 | when a job whose server died begins anew | core.recovery_meetings |
 
 Whatever this server owns for a rank (a pause, a moment, moves, a request that waits, a place in a

@@ -144,7 +144,7 @@ class Departures:
         members, newcomers = self._members(), self._newcomers
         newcomers.forget(rank)
         if rank not in {*members.workers, *members.evaluators}:
-            return  # a server, whose part is lost; see core.recovery. Or one that stood by
+            return  # a server, see core.recovery_meetings; or one that stood by
         newcomers.fallen[rank] = None
         self.left.add(rank)
         for table, rounds in self._progress.die(rank).items():
