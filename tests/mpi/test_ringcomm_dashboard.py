@@ -66,6 +66,7 @@ class Dashboard:
             env=job_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         self.address = self.process.stdout.readline().strip()
@@ -97,9 +98,11 @@ class Dashboard:
                 yield json.loads(line.removeprefix(b"data: "))
 
     def end(self):
-        self.open.close()
-        self.process.send_signal(signal.SIGINT)
-        self.process.communicate(timeout=60)
+        """Press Ctrl-C while pages are open."""
+        with self.open:
+            self.process.send_signal(signal.SIGINT)
+            said = self.process.communicate(timeout=60)
+        assert (self.process.returncode, *said) == (0, "", "")
 
 
 @pytest.fixture

@@ -9,10 +9,13 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from ringcomm.launch.dashboard.access import Gate
 from ringcomm.launch.dashboard.source import Source
 from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
+
+_END_S: Final = 5  # streams end at once; only a page that reads nothing, or a command, takes longer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,14 +32,17 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         return _refuse(f"port {args.port}: {error.strerror}. Choose another by --port")
     gate = Gate(listener.getsockname()[1], secrets.token_urlsafe(32))
-    config = uvicorn.Config(
-        app(gate, _source(args.what, args.runs)),
-        log_level="warning",
-        timeout_graceful_shutdown=1,  # streams never end by themselves
+
+    def is_ending() -> bool:
+        return server.should_exit
+
+    shown = app(gate, _source(args.what, args.runs), is_ending)
+    server = uvicorn.Server(
+        uvicorn.Config(shown, log_level="warning", timeout_graceful_shutdown=_END_S)
     )
     print(f"http://127.0.0.1:{gate.port}/?token={gate.token}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
     return 0
 
 

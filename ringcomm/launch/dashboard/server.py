@@ -43,12 +43,15 @@ _WHY: Final = {
 }
 
 
-def app(gate: Gate, source: Source) -> Starlette:
-    """Return the application that shows `source` to those whom `gate` lets in."""
+def app(gate: Gate, source: Source, is_ending: Callable[[], bool]) -> Starlette:
+    """Return the application that shows `source` to those whom `gate` lets in.
+
+    Streams end once is_ending(): the server waits for them, and breaks off what does not end.
+    """
     return Starlette(
         routes=[
             Route("/", _page),
-            Route("/stream", partial(_stream, source=source)),
+            Route("/stream", partial(_stream, source=source, is_ending=is_ending)),
             Route("/log/{rank:int}", partial(_log, source=source)),
             Route("/command", partial(_command, source=source), methods=["POST"]),
             Mount("/static", StaticFiles(directory=_STATIC)),
@@ -86,14 +89,14 @@ async def _page(_: Request) -> Response:
     return Response((_STATIC / "index.html").read_text(), media_type="text/html")
 
 
-async def _stream(_: Request, *, source: Source) -> Response:
-    return StreamingResponse(_news(source), media_type="text/event-stream")
+async def _stream(_: Request, *, source: Source, is_ending: Callable[[], bool]) -> Response:
+    return StreamingResponse(_news(source, is_ending), media_type="text/event-stream")
 
 
-async def _news(source: Source) -> AsyncIterator[str]:
+async def _news(source: Source, is_ending: Callable[[], bool]) -> AsyncIterator[str]:
     """Yield the state of the job four times per second, with the metrics that are new."""
     positions: dict[str, int] = {}
-    while True:
+    while not is_ending():
         state = await run_sync(partial(_next, source, positions))
         yield f"data: {json.dumps(state)}\n\n"
         await asyncio.sleep(_INTERVAL_S)
