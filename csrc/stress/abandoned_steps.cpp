@@ -60,8 +60,8 @@ void check_memory(const CheckedOperation& part, std::size_t rank, unsigned round
 }
 
 // Returns true if the step was completed.
-bool carry_out(CheckedOperation& part, Way way, std::int64_t patience_ns, Team& team, NodeMemory& memory,
-               Loop& loop) {
+bool carry_out(CheckedOperation& part, Way way, std::int64_t patience_ns, Team& team,
+               NodeMemory& memory, Loop& loop) {
   NodeStep& step = *part.step;
   const bool is_in_loop = way == Way::loop_abandons || way == Way::team_abandons;
   if (is_in_loop) {
