@@ -14,7 +14,7 @@ from ringcomm.engine.progress.deadlines import refuse_hopeless
 from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Header, Kind, Step, Stop
+from ringcomm.ps.protocol.frames import Header, Kind, Pausing, Step, Stop
 from ringcomm.ps.snapshot_numbers_and_request_names import PAUSE, RELEASE, moment_number
 
 if TYPE_CHECKING:
@@ -259,7 +259,9 @@ def _settle(client: Client) -> None:
 
 def _ask_leader(client: Client, question: dict[str, Any]) -> None:
     meta = packed_json(question)
-    ask_servers(client, _LABEL, Kind.SNAPSHOT, [client.leader], ignore, meta=meta).wait()
+    ask_servers(
+        client, _LABEL, Kind.SNAPSHOT, [client.leader], ignore, option=Pausing.ENDS, meta=meta
+    ).wait()
 
 
 def serve(

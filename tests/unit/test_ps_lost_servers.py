@@ -230,6 +230,18 @@ def test_evaluators_go_on_after_a_recovery(tmp_path):
     assert ended(results, 1)[0][-1] == 15.0
 
 
+def test_no_snapshot_begins_between_a_loss_and_the_recovery(tmp_path):
+    def body(rank):
+        table, _ = trained_until_a_server_dies(rank, "async", 1, tmp_path)
+        with pytest.raises(rc.ServerLostError, match="recover"), ps.snapshot():
+            pass  # servers that begin anew would forget who asks
+        ps.recover(tmp_path)
+        with ps.snapshot():
+            return table.pull().wait()[0]
+
+    assert ended(run_all(2, body, 3, settings=ELASTIC), 1)[:2] == [12.0, 12.0]
+
+
 def test_an_evaluator_that_computes_while_a_server_dies_follows_the_others(tmp_path):
     has_heard = threading.Event()
 

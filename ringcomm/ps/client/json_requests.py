@@ -49,12 +49,17 @@ def ask_servers(
 
 
 def ask_json(
-    client: Asker, kind: Kind, question: Any, servers: Sequence[int] | None = None
+    client: Asker,
+    kind: Kind,
+    question: Any,
+    servers: Sequence[int] | None = None,
+    *,
+    option: int = 0,
 ) -> Future[list[Any]]:
     """Send JSON to servers, to all if not given; return a future of the JSON that they answer."""
     servers = client.servers if servers is None else servers
     meta = packed_json(question)
-    return ask_servers(client, kind.name.lower(), kind, servers, json_of, meta=meta)
+    return ask_servers(client, kind.name.lower(), kind, servers, json_of, option=option, meta=meta)
 
 
 def json_of(reply: Delivery) -> Any:

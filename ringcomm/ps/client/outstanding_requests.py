@@ -19,6 +19,7 @@ from ringcomm.ps.client.send_queue import SendQueue
 from ringcomm.ps.protocol.frames import (
     Header,
     Kind,
+    Pausing,
     RequestHeader,
     Status,
     Step,
@@ -46,9 +47,15 @@ def _awaits_step(request: AnyRequest) -> bool:
     return request.kind == Kind.TICK and request.option == 1
 
 
+def _may_be_forgotten(request: AnyRequest) -> bool:
+    """Return True if servers that begin anew would leave a request without a reply."""
+    begins = request.kind == Kind.SNAPSHOT and request.option == Pausing.BEGINS
+    return begins or _awaits_step(request)
+
+
 def _require_answerable(request: AnyRequest, loss: Loss, lost: Collection[int]) -> None:
     """Raise ServerLostError if a request cannot be answered, or not as it should."""
-    is_allowed = request.kind in _ALLOWED and not _awaits_step(request)  # no step is to come
+    is_allowed = request.kind in _ALLOWED and not _may_be_forgotten(request)
     if not is_allowed or request.server in lost:
         raise loss.error(request.future.label)
 

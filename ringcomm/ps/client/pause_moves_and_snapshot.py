@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.json_requests import ask_json
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import Kind, Pausing
 from ringcomm.ps.snapshot_numbers_and_request_names import HOLD, PAUSE, RELEASE, STOP, moment_number
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ringcomm.ps.client.future import Future
     from ringcomm.ps.client.send_calls_and_wait import Client
 
@@ -44,7 +46,7 @@ def pause(client: Client, number: int) -> Moment:
     """Keep partitions from moving until `number` is released."""
     patience_s = min(client.deadline_s * _PATIENCE, _PATIENCE_MAX_S)
     question = {"do": PAUSE, "id": number, "patience_s": patience_s}
-    answer = ask_json(client, Kind.SNAPSHOT, question, [client.leader]).wait()[0]
+    answer = _ask(client, question, [client.leader]).wait()[0]
     return Moment(answer["job"], answer["tables"], {})
 
 
@@ -87,8 +89,13 @@ def release(client: Client, number: int, *, is_taken: bool = False) -> None:
     try:
         _ask_all(client, **what, moves=False).wait()  # what moves then has no round that is stopped
     finally:
-        ask_json(client, Kind.SNAPSHOT, {**what, "moves": True}, [client.leader]).wait()
+        _ask(client, {**what, "moves": True}, [client.leader]).wait()
 
 
 def _ask_all(client: Client, **question: Any) -> Future[list[Any]]:
-    return ask_json(client, Kind.SNAPSHOT, question)
+    return _ask(client, question, client.servers)
+
+
+def _ask(client: Client, question: dict[str, Any], servers: Sequence[int]) -> Future[list[Any]]:
+    option = Pausing.ENDS if question["do"] == RELEASE else Pausing.BEGINS
+    return ask_json(client, Kind.SNAPSHOT, question, servers, option=option)

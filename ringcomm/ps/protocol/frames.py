@@ -80,6 +80,13 @@ class Meeting(IntEnum):
     FOLLOW = 2
 
 
+class Pausing(IntEnum):
+    """The option of a frame of Kind.SNAPSHOT. See ringcomm.ps.client.pause_moves_and_snapshot."""
+
+    BEGINS = 0  # not once a server is lost, until ps.recover()
+    ENDS = 1
+
+
 class Join(IntEnum):
     """The option of a frame of Kind.JOIN. See ringcomm.ps.placement.replacement_workers."""
 
