@@ -8,6 +8,15 @@ _NEWS_OF_NEWCOMERS = ("unit/test_ps_newcomers_know_and_are_known.py",)
 
 PS_REPLACEMENTS = [
     Mutation(
+        "ps-a-rank-that-stood-by-ends-in-silence",
+        "ps",
+        "ps/members/stand_by.py",
+        "                _say_gone(current)\n",
+        "",
+        "servers wait for ever for a rank that has ended, if nobody lives to recover",
+        _OF_NEWCOMERS,
+    ),
+    Mutation(
         "ps-a-newcomer-is-in-a-round-that-has-ended",
         "ps",
         "ps/server/core/departures.py",
