@@ -44,11 +44,17 @@ def parser(servers, steps):
     return made
 
 
-def open_tables(n, mode):
-    """Return a table with n elements in each block, one of rows, and one of who is done."""
-    add, mode = ps.optim.Add(), MODES[mode]
-    table = ps.table("w", (BLOCKS, n), "float64", updater=add, mode=mode, block_nbytes=8 * n)
-    rows = ps.hashtable("rows", 2, updater=add, mode=mode, dtype="float64")
+def open_tables(n, mode, of_rows=None):
+    """Return a table with n elements in each block, one of rows, and one of who is done.
+
+    Args:
+        n: elements.
+        mode: of the first, and of the second unless of_rows is another.
+        of_rows: see mode.
+    """
+    add = ps.optim.Add()
+    table = ps.table("w", (BLOCKS, n), "float64", updater=add, mode=MODES[mode], block_nbytes=8 * n)
+    rows = ps.hashtable("rows", 2, updater=add, mode=MODES[of_rows or mode], dtype="float64")
     return table, rows, ps.table("done", n, updater=add)
 
 
