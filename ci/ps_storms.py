@@ -37,7 +37,7 @@ from fakecluster import Cluster, running
 from ps_storm_base import SHARE
 from storms import LAUNCHERS, end_on, place
 
-JOB = Path(__file__).with_name("ps_storm_job.py")
+JOB = Path(__file__).with_name("ps_lost_client_job.py")
 MODES = tuple(ps_storm_base.MODES)
 MOMENTS = ("before", "sent", "acked", "soon", "soon", "moving", "snapshot")
 # Requests of these kinds, counted: those of the first checkpoint come before.
@@ -61,7 +61,7 @@ class Outcome:
 
 @dataclass
 class Storm:
-    """A job whose ranks are killed. kills: RANK@STEP:WHEN, see ps_storm_job.py.
+    """A job whose ranks are killed. kills: RANK@STEP:WHEN, see ps_lost_client_job.py.
 
     cluster: fake hosts, on which the ranks are spread; None: this machine.
     collectives: in how many steps workers also reduce together; none dies long after.

@@ -142,10 +142,11 @@ def pytest_configure(config):
     for plugin in (show_failures_plugin, leftovers_plugin):
         config.pluginmanager.register(plugin, plugin.__name__)
     if not leftovers_plugin.is_in_a_job() and not harness.is_at_length():
-        from ringcomm.ps.placement import view  # not in the ranks of jobs: it takes 0.1 s
+        # Not in the ranks of jobs: it takes 0.1 s.
+        from ringcomm.ps.placement import partition_places_and_moves
 
         loop._SPINS = SPINS_OF_THREADS
-        view.HASH_PARTITIONS = PARTITIONS_OF_THREADS
+        partition_places_and_moves.HASH_PARTITIONS = PARTITIONS_OF_THREADS
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, 20)
 
 

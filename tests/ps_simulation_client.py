@@ -10,10 +10,10 @@ from typing import Any
 from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
 from ringcomm.ps.client.request_order import RequestOrder
-from ringcomm.ps.placement.view import Move
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.protocol.frames import Entry, Header, Kind, Status, Step
 from ringcomm.ps.server.core.actions import Key
-from ringcomm.ps.snapshot_numbers_and_request_names import moment_number
+from ringcomm.ps.snapshot_numbers_and_phases import moment_number
 
 TRIES = 4  # of a snapshot
 

@@ -26,7 +26,7 @@ from ringcomm.ps import optim
 from ringcomm.ps.protocol.frame_meta import COMMIT, PushMeta, packed_json
 from ringcomm.ps.protocol.frames import Kind, Meeting, Status
 from ringcomm.ps.server.server import Server
-from ringcomm.ps.snapshot_numbers_and_request_names import (
+from ringcomm.ps.snapshot_numbers_and_phases import (
     HOLD,
     PAUSE,
     RELEASE,

@@ -14,7 +14,7 @@ from ringcomm.ps.protocol.frames import Entry, Join, Kind, Status, Step
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
-from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.table_owners_and_units import Table
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 
 

@@ -118,7 +118,7 @@ CLIENT = [
         "engine().control.come_to_boundary(reducer, reducer.step)",
         "pass",
         "`ringcomm ctl` says of every job with a DistributedOptimizer that it has no step boundary",
-        ("with_torch/test_optimizer.py",),
+        ("with_torch/test_optimizer_of_its_own_class.py",),
     ),
     Mutation(
         "tensorboard-loses-the-last-values",

@@ -277,7 +277,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-a-busy-partition-swaps-places",
         "ps",
-        "ps/placement/view.py",
+        "ps/placement/partition_places_and_moves.py",
         "if load[dest] + heat < load[source]:",
         "if load[dest] < load[source]:",
         "a partition that outweighs all others moves with every rebalance, and relieves nobody",
@@ -286,7 +286,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-largest-blocks-come-last",
         "ps",
-        "ps/placement/view.py",
+        "ps/placement/partition_places_and_moves.py",
         "key=lambda i: (-sizes[i], i)",
         "key=lambda i: (sizes[i], i)",
         "one server has most of a table",

@@ -36,7 +36,7 @@ OPTIMIZER = [
     Mutation(
         "own-ready-order",
         "optimizer",
-        "torch/optim/buckets_of_an_optimizer.py",
+        "torch/optim/buckets_in_order_of_readiness.py",
         """\
             yield handle
             self._order = handle.wait()[0].tolist()""",
@@ -151,7 +151,7 @@ CHANGES = [
     Mutation(
         "kept-memory-is-used-again",
         "optimizer",
-        "torch/optim/buckets_of_an_optimizer.py",
+        "torch/optim/buckets_in_order_of_readiness.py",
         "if is_held or any(slot.needs_own_memory for slot in inside):",
         "if any(slot.needs_own_memory for slot in inside):",
         "the next backward() overwrites a .grad that the program has kept",

@@ -15,7 +15,7 @@ from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Header, Kind, Pausing, Step, Stop
-from ringcomm.ps.snapshot_numbers_and_request_names import PAUSE, RELEASE, moment_number
+from ringcomm.ps.snapshot_numbers_and_phases import PAUSE, RELEASE, moment_number
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine

@@ -16,8 +16,8 @@ from ringcomm.ps.client import flow_control, send_calls_and_wait
 from ringcomm.ps.client.flow_control import Credit, Turns
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.job import session
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.rows.hash_shard import Shard

@@ -20,8 +20,8 @@ from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.ps.checkpoint import files as checkpoint_files
 from ringcomm.ps.job import session
 from ringcomm.ps.partition_state import State, recut
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import Move
 
 COUNT = 1003
 GRADIENTS = np.random.default_rng(0).standard_normal((40, 2, COUNT)).astype(np.float32)

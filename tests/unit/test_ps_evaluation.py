@@ -12,7 +12,7 @@ from ringcomm import ps
 from ringcomm.ps import evaluation, job
 from ringcomm.ps.client import json_requests, pause_moves_and_snapshot
 from ringcomm.ps.protocol.frames import Kind
-from ringcomm.ps.snapshot_numbers_and_request_names import STOP
+from ringcomm.ps.snapshot_numbers_and_phases import STOP
 
 pytestmark = pytest.mark.usefixtures("wire")
 

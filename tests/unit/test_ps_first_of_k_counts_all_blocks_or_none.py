@@ -12,8 +12,8 @@ from ringcomm import ps
 from ringcomm.ps import job
 from ringcomm.ps.client import flow_control, json_requests
 from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.server.core.rounds import Entries
 

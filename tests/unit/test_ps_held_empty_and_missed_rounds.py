@@ -12,10 +12,10 @@ from ringcomm import ps
 from ringcomm.ps import job
 from ringcomm.ps.client import json_requests, pause_moves_and_snapshot
 from ringcomm.ps.client.dense.optimizer_state import TableState, pull_state, push_state
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Kind
-from ringcomm.ps.snapshot_numbers_and_request_names import RELEASE, STOP
+from ringcomm.ps.snapshot_numbers_and_phases import RELEASE, STOP
 
 pytestmark = pytest.mark.usefixtures("wire")
 N = 1000

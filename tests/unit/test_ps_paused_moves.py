@@ -14,13 +14,13 @@ from ringcomm import ps
 from ringcomm.ps.client import flow_control, pause_moves_and_snapshot
 from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.job import session
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import Move
 from ringcomm.ps.server.core.actions import Grant
 from ringcomm.ps.server.core.migration_leader import Leader
-from ringcomm.ps.server.core.table import Table as CoreTable
+from ringcomm.ps.server.core.table_owners_and_units import Table as CoreTable
 from ringcomm.ps.server.server import Server
-from ringcomm.ps.snapshot_numbers_and_request_names import moment_number, owner_of
+from ringcomm.ps.snapshot_numbers_and_phases import moment_number, owner_of
 from ringcomm.ps.update_modes import Mode
 
 

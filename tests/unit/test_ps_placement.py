@@ -5,7 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from ringcomm.ps.placement.view import View, cuts, place_dense, place_hashed, plan_moves
+from ringcomm.ps.placement.partition_places_and_moves import (
+    View,
+    cuts,
+    place_dense,
+    place_hashed,
+    plan_moves,
+)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 100, 1001])

@@ -13,8 +13,8 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import evaluation
 from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
+from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import HASH_PARTITIONS, Move
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.session import session
 

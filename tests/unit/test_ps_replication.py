@@ -18,8 +18,8 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.client.dense.pulls import DensePulls
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import Move
 from ringcomm.ps.server.homes import transfer_whole_copy
 from ringcomm.ps.server.homes.homes_of_this_process import Homes
 from ringcomm.ps.server.rows.requests import RowRequests

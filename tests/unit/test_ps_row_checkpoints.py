@@ -12,8 +12,8 @@ from ringcomm import _core, ps
 from ringcomm.ps import evaluation
 from ringcomm.ps.checkpoint import files as checkpoint_files
 from ringcomm.ps.job import session
+from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import HASH_PARTITIONS, Move
 from ringcomm.ps.protocol.frame_meta import MISSING
 from ringcomm.ps.server.own_or_copied_clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed

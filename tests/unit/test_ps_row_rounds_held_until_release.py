@@ -11,8 +11,8 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.client import flow_control
 from ringcomm.ps.job import session
+from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import HASH_PARTITIONS, Move
 from ringcomm.ps.server.dense.round_mean import squares_of_rows
 from ringcomm.ps.server.rows.decode_and_hold_row_pushes import RowGradient
 

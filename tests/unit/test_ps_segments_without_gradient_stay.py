@@ -10,8 +10,8 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.codec import Int8, TopK
 from ringcomm.ps.job import session
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import Move
 from ringcomm.ps.segments_with_or_without_gradient import Segments, ids_in, merged, packed_mask
 
 SIZES = (7, 30, 1, 12, 50)

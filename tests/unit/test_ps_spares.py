@@ -15,8 +15,8 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.ps.placement.active_and_spare_servers import Places
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import Move
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.homes.homes_of_this_process import Homes
 from ringcomm.ps.session import session

@@ -10,8 +10,8 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import job
 from ringcomm.ps.job import session
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol import encode_function_arguments
 from ringcomm.ps.server import user_functions
 

@@ -28,7 +28,7 @@ from ringcomm.ps.protocol.frames import Coming, Header, Kind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import End, Late, Reply
 from ringcomm.ps.server.core.core import Core
-from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.table_owners_and_units import Table
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.session import session
 from ringcomm.ps.update_modes import FirstOf, Mode

@@ -29,7 +29,7 @@ import numpy as np
 
 from ringcomm.atomic_files import BrokenFileError, crc_of, replacing, sync_folder
 from ringcomm.ps.partition_state import State, recut
-from ringcomm.ps.placement.view import Partition
+from ringcomm.ps.placement.partition_places_and_moves import Partition
 from ringcomm.ps.table_spec import Spec
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ from ringcomm.ps.protocol.remote_errors import error_text
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition
-from ringcomm.ps.snapshot_numbers_and_request_names import owner_of
+from ringcomm.ps.snapshot_numbers_and_phases import owner_of
 
 if TYPE_CHECKING:
-    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.placement.partition_places_and_moves import Partition
     from ringcomm.ps.protocol.link import Delivery
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.core.core import Core

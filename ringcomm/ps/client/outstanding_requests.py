@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.engine.core.engine import Engine
     from ringcomm.ps.client.future import Future
-    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.placement.partition_places_and_moves import Partition
     from ringcomm.ps.protocol.link import Link
     from ringcomm.ps.protocol.lost_server import Loss
     from ringcomm.ps.roles import Layout

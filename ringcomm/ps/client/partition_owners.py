@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ringcomm.ps.client.request_order import RequestOrder
-from ringcomm.ps.placement.view import Partition, View
+from ringcomm.ps.placement.partition_places_and_moves import Partition, View
 from ringcomm.ps.protocol.frame_meta import owners_of
 
 

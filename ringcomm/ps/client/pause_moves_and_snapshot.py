@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.json_requests import ask_json
 from ringcomm.ps.protocol.frames import Kind, Pausing
-from ringcomm.ps.snapshot_numbers_and_request_names import HOLD, PAUSE, RELEASE, STOP, moment_number
+from ringcomm.ps.snapshot_numbers_and_phases import HOLD, PAUSE, RELEASE, STOP, moment_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from ringcomm.ps.protocol.frames import Kind, Status
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.placement.partition_places_and_moves import Partition
     from ringcomm.ps.protocol.link import Delivery
 
 

@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.client.future import Future
-    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.placement.partition_places_and_moves import Partition
     from ringcomm.ps.protocol.frames import Kind
     from ringcomm.ps.protocol.link import Delivery
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
     from ringcomm.ps.client.push_outcome import AnyRequest, PlainPush
     from ringcomm.ps.client.request import Request
-    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.placement.partition_places_and_moves import Partition
     from ringcomm.ps.protocol.link import Delivery, Link
     from ringcomm.ps.roles import Layout
 

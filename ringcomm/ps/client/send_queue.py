@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.client.future import Future
     from ringcomm.ps.client.push_outcome import AnyRequest
     from ringcomm.ps.client.request import Request
-    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.placement.partition_places_and_moves import Partition
 
 
 class SendQueue:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from ringcomm.ps.placement.view import Move
+from ringcomm.ps.placement.partition_places_and_moves import Move
 
 
 class Members(Protocol):

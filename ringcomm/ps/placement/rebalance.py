@@ -12,7 +12,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_json, json_of
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.placement.view import Move, Partition, View, plan_moves
+from ringcomm.ps.placement.partition_places_and_moves import Move, Partition, View, plan_moves
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Kind, Step
 from ringcomm.ps.session import Session, session

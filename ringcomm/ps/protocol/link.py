@@ -37,7 +37,7 @@ from ringcomm.transport.tags import P2P
 from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX, ShortMessages
 
 if TYPE_CHECKING:
-    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.placement.partition_places_and_moves import Partition
     from ringcomm.ps.protocol.node_pipes import Pipes
     from ringcomm.ps.server.dense.partition import DensePartition
 

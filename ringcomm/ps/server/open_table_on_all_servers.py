@@ -19,14 +19,19 @@ import numpy as np
 
 from ringcomm.errors import RingcommError
 from ringcomm.ps.optim import from_json
-from ringcomm.ps.placement import view
 from ringcomm.ps.placement.active_and_spare_servers import Places
+from ringcomm.ps.placement.partition_places_and_moves import (
+    cuts,
+    place_dense,
+    place_hashed,
+    some_of,
+)
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.row_policies import Evict
 from ringcomm.ps.server.available_memory import available_nbytes
 from ringcomm.ps.server.core.actions import Close, Moved
-from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.table_owners_and_units import Table
 from ringcomm.ps.server.core.unit import Applied, AppliedHere, Unit
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.parts_of_a_table import Contents
@@ -36,7 +41,7 @@ from ringcomm.ps.table_spec import Spec
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.placement.view import Move
+    from ringcomm.ps.placement.partition_places_and_moves import Move
     from ringcomm.ps.protocol.link import Delivery
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.core.actions import Action
@@ -129,12 +134,12 @@ class Catalog:
         if spec.kind == "hash":
             evict = spec.policies["evict"]
             n = len(servers) if evict is None else Evict(**evict).n_servers(len(servers))
-            chosen = view.some_of(spec.name, servers, n)
-            return view.place_hashed(spec.name, chosen, spec.partitions)
-        bounds = view.cuts(spec.count, spec.block)
+            chosen = some_of(spec.name, servers, n)
+            return place_hashed(spec.name, chosen, spec.partitions)
+        bounds = cuts(spec.count, spec.block)
         itemsize = np.dtype(spec.dtype).itemsize
         sizes = [(b - a) * itemsize for a, b in itertools.pairwise(bounds)]
-        return view.place_dense(sizes, self._loads, servers)
+        return place_dense(sizes, self._loads, servers)
 
     def displaced(self, hosts: Mapping[int, int]) -> list[Move]:
         """Return moves of what is on servers without a place; see Places.moves()."""
@@ -299,7 +304,7 @@ class Catalog:
         if spec.kind == "hash":
             contents.shard = Shard(spec, owners, self._index, self._time_of_rows)
         elif not awaits_parts:
-            bounds = view.cuts(spec.count, spec.block)
+            bounds = cuts(spec.count, spec.block)
             self._require_room(spec, owners, bounds)
             for part, owner in enumerate(owners):
                 if owner == self._index:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
-from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Header, Join, Kind, Step, is_one_way
 from ringcomm.ps.server.busy_time import OwnTime
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.own_or_copied_clock import Clock, OwnClock
 from ringcomm.ps.server.perform_actions import Performer
 from ringcomm.ps.server.user_functions import Function
-from ringcomm.ps.snapshot_numbers_and_request_names import HOLD, PAUSE, RELEASE, STOP
+from ringcomm.ps.snapshot_numbers_and_phases import HOLD, PAUSE, RELEASE, STOP
 from ringcomm.status.page_enums import BUSY
 
 if TYPE_CHECKING:

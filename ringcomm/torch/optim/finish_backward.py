@@ -18,7 +18,7 @@ from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.interleave_collectives import CollectiveTask
 from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets
-from ringcomm.torch.optim.buckets_of_an_optimizer import BucketPlan
+from ringcomm.torch.optim.buckets_in_order_of_readiness import BucketPlan
 from ringcomm.torch.optim.gradient_presence import (
     COMPLAINS,
     DENSE,

@@ -31,7 +31,7 @@ from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
 )
 from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
 from ringcomm.torch.optim.buckets import Scaling
-from ringcomm.torch.optim.buckets_of_an_optimizer import BucketPlan
+from ringcomm.torch.optim.buckets_in_order_of_readiness import BucketPlan
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions, require_passes
 from ringcomm.torch.optim.equalize_weights import FirstWeights
 from ringcomm.torch.optim.finish_backward import Exchange, FailedPass

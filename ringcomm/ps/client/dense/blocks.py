@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringcomm.ps.placement.view import cuts
+from ringcomm.ps.placement.partition_places_and_moves import cuts
 from ringcomm.ps.protocol.frame_meta import RELEASE
 from ringcomm.ps.protocol.frames import INLINE_MAX
 

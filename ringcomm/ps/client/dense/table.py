@@ -35,7 +35,7 @@ from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
 from ringcomm.ps.client.table_base import TableBase, open_once
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.optim import Assign, Updater
-from ringcomm.ps.placement.view import cuts
+from ringcomm.ps.placement.partition_places_and_moves import cuts
 from ringcomm.ps.protocol.frame_meta import ABSENT, ASSIGN, HOLD, INITIAL, RELEASE, SKIP
 from ringcomm.ps.session import Session, is_chief, session
 from ringcomm.ps.table_spec import Part, Spec

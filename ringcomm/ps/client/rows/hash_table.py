@@ -28,7 +28,7 @@ from ringcomm.ps.client.table_base import TableBase, open_once
 from ringcomm.ps.compression import is_finite, spec_of
 from ringcomm.ps.initializers import Initializer, zeros
 from ringcomm.ps.optim import Updater
-from ringcomm.ps.placement import view
+from ringcomm.ps.placement import partition_places_and_moves
 from ringcomm.ps.protocol.compress_rows import RowPacker, not_finite
 from ringcomm.ps.protocol.frame_meta import MISSING
 from ringcomm.ps.row_policies import Admit, Evict
@@ -104,7 +104,7 @@ def hashtable(
         mode=mode_of(mode),
         block=0,
         initial=init.to_json(),
-        partitions=view.HASH_PARTITIONS,
+        partitions=partition_places_and_moves.HASH_PARTITIONS,
         policies={
             "admit": None if admit is None else admit.to_json(),
             "evict": None if evict is None else asdict(evict),

@@ -41,7 +41,7 @@ from ringcomm.ps.server.core.drop_closed_tables import ClosedTables
 from ringcomm.ps.server.core.migration_facade import Migration
 from ringcomm.ps.server.core.recovery_meetings import Recovery
 from ringcomm.ps.server.core.snapshot_moments import Moments
-from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.table_owners_and_units import Table
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.server.core.worker_clocks_and_first_of_rounds import Progress
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Discard, Reply
-from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.table_owners_and_units import Table
 
 
 class ClosedTables:

@@ -36,7 +36,7 @@ from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Close, Key, Notify, Open, Reply, Request
 from ringcomm.ps.server.core.migration_leader import Leader
 from ringcomm.ps.server.core.migration_participant import Participant
-from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.table_owners_and_units import Table
 from ringcomm.ps.server.core.unit import Unit
 
 

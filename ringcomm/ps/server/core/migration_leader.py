@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringcomm.ps.placement.view import Move
+from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.server.core.actions import Action, Grant, Key, Notify, Reply, Send
-from ringcomm.ps.server.core.table import Table
-from ringcomm.ps.snapshot_numbers_and_request_names import owner_of
+from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.snapshot_numbers_and_phases import owner_of
 
 AT_ONCE = 64  # partitions of a hash table in one migration: it stands still until they are there
 
@@ -50,7 +50,7 @@ class _Migration:
 
 @dataclass
 class _Pause:
-    """A time in which nothing moves; number: see ringcomm.ps.snapshot_numbers_and_request_names."""
+    """A time in which nothing moves; number: see ringcomm.ps.snapshot_numbers_and_phases."""
 
     number: int
     request: Any

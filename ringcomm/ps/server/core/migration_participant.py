@@ -23,7 +23,7 @@ from ringcomm.ps.server.core.actions import (
     Settled,
 )
 from ringcomm.ps.server.core.rounds import Rounds
-from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.table_owners_and_units import Table
 from ringcomm.ps.server.core.unit import Unit
 
 _MOVE = 0  # in whose name rounds stop; moments have higher numbers

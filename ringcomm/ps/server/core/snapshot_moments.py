@@ -1,6 +1,6 @@
 """Decides when each unit is as a snapshot wants it: after so many rounds. Pure.
 
-See ringcomm.ps.snapshot_numbers_and_request_names. A moment ends when the rank leaves that owns it.
+See ringcomm.ps.snapshot_numbers_and_phases. A moment ends when the rank leaves that owns it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from ringcomm.ps.server.core.actions import Action, Drop, Key, Reply, Take
 from ringcomm.ps.server.core.unit import Unit
-from ringcomm.ps.snapshot_numbers_and_request_names import owner_of
+from ringcomm.ps.snapshot_numbers_and_phases import owner_of
 
 
 @dataclass

@@ -19,7 +19,7 @@ from ringcomm.ps.protocol.frames import CLOSING
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Reply, Request
 from ringcomm.ps.server.core.rounds import Clocks, Entries
-from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.table_owners_and_units import Table
 
 
 class Progress:

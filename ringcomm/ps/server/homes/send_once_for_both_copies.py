@@ -12,7 +12,7 @@ from ringcomm.ps.server.homes.replication import Answers, Letters
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.placement.partition_places_and_moves import Partition
     from ringcomm.ps.protocol.link import Link
     from ringcomm.ps.protocol.memory_for_bodies import MemoryForBodies
     from ringcomm.ps.roles import Layout

@@ -25,13 +25,13 @@ from ringcomm.torch.distributed.compat import (
     renumber_default_group,
 )
 from ringcomm.torch.distributed.group.backends_by_device import Devices, carries
-from ringcomm.torch.distributed.group.calls_from_cpp import add_backend_for_cpp
 from ringcomm.torch.distributed.group.compare_new_group_lists import compare
 from ringcomm.torch.distributed.group.name_operations_in_callbacks import (
     Path,
     is_in_callback,
     path_here,
 )
+from ringcomm.torch.distributed.group.pass_on_calls_from_cpp import add_backend_for_cpp
 from ringcomm.torch.distributed.group.read_arguments import CallOptions, call_options
 from ringcomm.torch.distributed.group.reconfigure import go_on_with, own_handle
 from ringcomm.torch.distributed.group.work import CombinedWork, Work

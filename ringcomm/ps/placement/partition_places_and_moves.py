@@ -1,4 +1,4 @@
-"""The view: which server owns which partition; first placement, and plans of moves. Pure."""
+"""Which server owns which partition: the view, first places, and plans of moves. Pure."""
 
 from __future__ import annotations
 
