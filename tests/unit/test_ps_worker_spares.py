@@ -342,14 +342,14 @@ def test_a_server_without_copies_dies_before_or_after_a_newcomer_joins(has_joine
 
 
 def test_servers_end_with_a_rank_that_stood_by_if_nobody_lives_to_recover():
-    """Only one of the servers has told it that there is no place for it; see DEADLINE_S."""
+    """The leader alone tells it that nobody recovers; without more the others would wait for it."""
 
     def body(rank):
         tables("sync")
         kill_server(1)
         current = session()
         assert current.client.drive_until(lambda: current.client.outstanding.loss, "test", None)
-        time.sleep(0.1)  # the rank that stands by waits for a recovery now, as a rule
+        time.sleep(0.1)  # nothing tells a worker that the other rank waits for a recovery now
         raise Boom
 
     results = run_all(1, body, 3, settings=ELASTIC, worker_spares=1)
