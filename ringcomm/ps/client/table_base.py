@@ -29,7 +29,7 @@ class Pushes(Protocol):
 
     @property
     def n_rounds(self) -> int:
-        """Rounds that this worker has contributed to, or that went by without it."""
+        """See TableBase."""
 
 
 class TableBase(ABC):
@@ -115,7 +115,7 @@ class TableBase(ABC):
 
     @property
     def n_rounds(self) -> int:
-        """See Pushes; of this table."""
+        """Rounds that this worker has contributed to, or that went by without it."""
         return self._pushes.n_rounds
 
     @property

@@ -84,7 +84,7 @@ class Pausing(IntEnum):
     """The option of a frame of Kind.SNAPSHOT. See ringcomm.ps.client.pause_moves_and_snapshot."""
 
     BEGINS = 0  # not once a server is lost, until ps.recover()
-    ENDS = 1
+    ENDS = 1  # a moment, or the work of this rank
 
 
 class Join(IntEnum):

@@ -66,7 +66,7 @@ class DensePushes:
 
     @property
     def n_rounds(self) -> int:
-        """See table_base.Pushes."""
+        """See TableBase."""
         return max(map(self._blocks.clock_of_pull, range(self._spec.partitions)), default=0)
 
     def push(self, push: Contribution, updater: Updater) -> Future[Pushed]:

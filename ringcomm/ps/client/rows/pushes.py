@@ -105,7 +105,7 @@ class RowPushes:
     """Sends the pushes of this process to one table, and counts its rounds.
 
     Attributes:
-        n_rounds: see table_base.Pushes.
+        n_rounds: see TableBase.
     """
 
     def __init__(self, session: Session, spec: Spec, number: int, calls: RowCalls) -> None:
