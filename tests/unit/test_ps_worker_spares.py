@@ -208,17 +208,23 @@ def test_once_a_worker_has_left_no_place_is_taken():
 
 @pytest.mark.parametrize("moment", ["await_place", "take", "_tell"])
 def test_a_spare_that_dies_is_followed_by_another(monkeypatch, moment):
-    real = getattr(_Spare, moment)
+    real, has_begun = getattr(_Spare, moment), threading.Semaphore(0)
 
     def die_if_first(spare, *args, **kwargs):
         if spare._current.engine.job_rank == 2:
+            # Whoever still makes a group in ps.init() would fail, too.
+            assert all(has_begun.acquire(timeout=DEADLINE_S) for _ in range(others))
             raise Boom
+        has_begun.release()
         return real(spare, *args, **kwargs)
 
     monkeypatch.setattr(_Spare, moment, die_if_first)
+    others = 3 if moment == "await_place" else 2  # rank 3 comes to the later moments after rank 2
 
     def body(rank):
         table, rows = tables("sync")
+        if rank < 2:
+            has_begun.release()
         while ps.step_number() < STEPS:
             if rank == 1 and ps.step_number() == 3:
                 raise Boom
