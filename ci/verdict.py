@@ -269,7 +269,14 @@ def facts() -> str:
     cores = len(os.sched_getaffinity(0))
     start, seconds = os.environ["LOAD_AT_START"], os.environ["SECONDS_IN_ALL"]
     load = f"load {start} at the start, {os.getloadavg()[0]:.2f} at the end"
-    return f"commit {commit}{changed}, {cores} cores, {load}, {seconds} s in all"
+    used = f"{cpu_seconds(os.environ['TIMES_OF_CORES']):.0f} s of a core"
+    return f"commit {commit}{changed}, {cores} cores, {load}, {seconds} s in all, {used}"
+
+
+def cpu_seconds(times: str) -> float:
+    """Return the sum of what the shell's `times` printed: 1m2.345s for a minute and 2.345 s."""
+    parts = (part.removesuffix("s").split("m") for part in times.split())
+    return sum(60 * int(minutes) + float(seconds) for minutes, seconds in parts)
 
 
 def main() -> int:

@@ -475,6 +475,7 @@ def test_a_child_process_cannot_wait_for_its_parent_s_handle():
     assert run_ranks(2, body) == [2.0, 2.0]
 
 
+@pytest.mark.long
 def test_a_cycle_of_blocking_calls_ends_by_the_deadline_with_both_named():
     def body(rank):
         first = rc.Group([0, 1])

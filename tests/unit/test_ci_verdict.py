@@ -1,7 +1,16 @@
 """ci/verdict.py: what is tried again, what is flaky, what fails, and how it is said."""
 
 import pytest
-from verdict import MAX_LINES, MAX_TRIED_AGAIN, Failure, Step, judge, report, to_try_again
+from verdict import (
+    MAX_LINES,
+    MAX_TRIED_AGAIN,
+    Failure,
+    Step,
+    cpu_seconds,
+    judge,
+    report,
+    to_try_again,
+)
 
 TESTS = ("run_pytest", "/venv", "/root/tests/unit", "--ignore", "/root/tests/unit/test_long.py")
 
@@ -137,3 +146,7 @@ def test_an_assertion_far_above_the_end_is_shown_first():
     lines = report(steps, judge(steps), "facts", "file")
     assert lines[:2] == ["FAILED test_x (unit)", "    E   assert 1 == 2"]
     assert lines[2:17] == [f"    captured {number}" for number in range(25, 40)]
+
+
+def test_times_of_the_shell_are_summed():
+    assert cpu_seconds("0m0.500s 0m0.250s\n10m3.000s 1m0.250s\n") == 664.0

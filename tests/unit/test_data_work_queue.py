@@ -137,6 +137,7 @@ class Boom(Exception):
     """Ends a rank as a kill would, with ranks as threads."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_lease_of_a_worker_that_died_comes_back(victim):
     def body(rank):

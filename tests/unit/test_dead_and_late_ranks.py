@@ -230,6 +230,7 @@ def test_the_engine_says_that_it_is_unusable():
     assert outcomes(3, body)[::2] == ["went on", "went on"]
 
 
+@pytest.mark.long
 def test_a_rank_that_computes_answers_that_it_is_in_no_operation():
     def body(rank):
         engine().progress.work_in_background()
@@ -547,6 +548,7 @@ def test_a_death_that_the_wire_notices_first_is_told_as_one():
     assert outcomes(2, body, hub=hub)[0] == 1
 
 
+@pytest.mark.long
 def test_the_deadline_is_for_a_wait_in_which_nothing_moves():
     """Three waits of 0.45 s: a rank that counted on would give up after 0.5 s, and 0.5 s to ask."""
 

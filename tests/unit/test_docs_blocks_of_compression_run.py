@@ -19,6 +19,7 @@ def test_block_runs(block):
     exec(compile(block, str(PAGE), "exec"), {})
 
 
+@pytest.mark.long
 def test_the_block_with_servers_runs():
     code = compile(BLOCKS[3].replace("ps.init(servers=1)", ""), str(PAGE), "exec")
     assert run_workers(2, lambda _: exec(code, {})) == [None, None]

@@ -245,6 +245,7 @@ def test_groups_in_use_are_as_many_as_there_are_contexts(monkeypatch):
     assert run_ranks(2, body) == [2.0, 2.0]
 
 
+@pytest.mark.long
 def test_a_context_is_used_again_and_nothing_of_its_last_group_is_left(monkeypatch):
     """Few contexts, so each is used again all the time; operations outlast the references."""
     monkeypatch.setattr(LoopbackTransport, "tags", TagLayout((1 << 22) - 1, 16, 1 << 16))

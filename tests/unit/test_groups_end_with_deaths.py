@@ -231,6 +231,7 @@ def test_what_is_under_way_in_other_groups_goes_on(wire, is_registered):
     assert results[0] == results[2] == [2.0] * 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_late", [False, True], ids=["followed", "nobody follows it"])
 def test_nobody_touches_what_a_rank_had_in_a_group_that_ended(is_late):
     """It learns of the death before a coroutine follows the step, or after; another one later."""

@@ -45,6 +45,7 @@ def test_neither_init_nor_a_collective_of_numpy_arrays_tries_to_import_cupy_or_t
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.long
 def test_import_takes_less_than_60_ms_more_than_numpy():
     code = (
         "import time, numpy, subprocess, logging, pickle, threading\n"

@@ -200,6 +200,7 @@ def test_who_leaves_without_joining_ends_the_wait():
     assert results[0] is True
 
 
+@pytest.mark.long
 def test_a_wait_for_those_who_never_join_has_a_deadline():
     done = threading.Event()
 

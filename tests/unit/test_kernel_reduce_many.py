@@ -333,6 +333,7 @@ def portable(tmp_path_factory):
     return ctypes.CDLL(str(library)).reduce_float16
 
 
+@pytest.mark.long
 @pytest.mark.costly
 @pytest.mark.parametrize("op", [SUM, PRODUCT, MIN, MAX])
 @pytest.mark.parametrize("n_src", [1, 2, 3, 4, 9])

@@ -251,6 +251,7 @@ def test_what_a_dataset_raises_is_raised_at_its_batch(prefetch, error):
     assert "in Loader, at samples 8, 9, 10, 11" in raised.__notes__[-1]
 
 
+@pytest.mark.long
 def test_a_dataset_that_hangs_is_told_of(monkeypatch):
     monkeypatch.setenv("RINGCOMM_TIMEOUT_S", "0.2")
     goes_on = threading.Event()

@@ -27,6 +27,7 @@ from ringcomm.transport.membership.state_machine import Membership, Phase, handl
 from ringcomm.transport.membership.view import Changes, View
 
 
+@pytest.mark.long
 @settings(max_examples=at_length(3_000, 80), deadline=None)
 @given(st.integers(2, 6), st.integers(0, 3), st.data())
 def test_after_any_changes_the_members_that_live_are_in_one_view_and_finish_together(
@@ -50,6 +51,7 @@ def test_after_any_changes_the_members_that_live_are_in_one_view_and_finish_toge
         assert view.size <= n_members
 
 
+@pytest.mark.long
 @settings(max_examples=at_length(3_000, 80), deadline=None)
 @given(st.integers(2, 6), st.data())
 def test_ranks_that_leave_or_give_up_keep_nobody_waiting(size, data):

@@ -108,6 +108,7 @@ def test_in_place_argument_is_untouched_by_a_mismatch():
     assert all((x == 5).all() for x in run_ranks(2, body))
 
 
+@pytest.mark.long
 def test_other_names_are_other_operations_and_both_are_named_at_the_deadline():
     """They may be started in any order, so nobody can know before that it is no mere delay."""
 

@@ -79,6 +79,7 @@ def test_join_beside_colocated_servers_is_refused_where_rounds_need_all():
     run_workers(2, body, colocated=True)
 
 
+@pytest.mark.long
 def test_sparse_adam_is_refused_with_the_way():
     def body(rank):
         model = nn.Embedding(5, 2, sparse=True)

@@ -71,6 +71,7 @@ def test_a_closed_table_is_an_error_by_name():
     run_workers(1, body)
 
 
+@pytest.mark.long
 def test_it_waits_for_all_who_have_opened_it_and_names_them():
     def body(rank):
         t = ps.table("w", 3)

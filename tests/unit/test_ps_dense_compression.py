@@ -398,6 +398,7 @@ def test_bits_are_the_same_for_any_number_of_servers_order_and_wire(c, monkeypat
     assert len(values) == 1  # and all workers have the same
 
 
+@pytest.mark.long
 def test_rounds_that_wait_go_along_when_their_partition_moves():
     steps, has_moved = whole(1, 2), threading.Event()
 

@@ -80,6 +80,7 @@ def test_a_release_that_comes_before_the_mean_waits_for_it(n_servers, factor, ex
         assert (values == expected).all()
 
 
+@pytest.mark.long
 def test_a_release_that_waits_goes_along_when_its_block_moves():
     is_moved = threading.Event()
 

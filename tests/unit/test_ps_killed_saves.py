@@ -1,6 +1,7 @@
 """A save that is killed at any moment leaves the checkpoint that it writes, or the one before."""
 
 import numpy as np
+import pytest
 from file_operations import Disk, watched
 from ps_ranks_as_threads import run_workers
 
@@ -57,6 +58,7 @@ def require_last_or_the_one_before(root, n_saved):
     assert np.all(found["rows"]["values"] == step)
 
 
+@pytest.mark.long
 def test_after_each_operation_on_files_the_newest_checkpoint_is_whole(tmp_path, monkeypatch):
     states = states_of(tmp_path / "saves", monkeypatch)
     for number, (n_saved, state) in enumerate(states):
@@ -68,6 +70,7 @@ def test_after_each_operation_on_files_the_newest_checkpoint_is_whole(tmp_path, 
     assert len(states) > 15 * N_SAVES
 
 
+@pytest.mark.long
 def test_the_next_save_removes_what_a_killed_one_has_left(tmp_path, monkeypatch):
     states = states_of(tmp_path / "saves", monkeypatch)
     root = tmp_path / "left"

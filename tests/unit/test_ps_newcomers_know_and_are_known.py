@@ -211,6 +211,7 @@ def test_a_partition_that_comes_to_a_server_awaits_a_newcomer_in_its_own_rounds(
     assert unit.rounds.at == (5, False)
 
 
+@pytest.mark.long
 def test_a_part_that_a_dead_worker_had_is_given_to_another():
     """It had no time to break off its loop, which would give the part back."""
     kept = []

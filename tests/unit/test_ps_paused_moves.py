@@ -96,6 +96,7 @@ def opened():
     return ps.table("w", 8, updater=ps.optim.SGD(1.0), block_nbytes=16)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("wire")
 def test_a_snapshot_that_lasts_keeps_nobody_from_saving_and_leaving_though_moves_wait(
     tmp_path, monkeypatch

@@ -216,6 +216,7 @@ def test_rows_that_have_moved_are_fetched_where_they_are():
     assert run_workers(1, body, 3) == [True]
 
 
+@pytest.mark.long
 @pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("mode", ["async", "sync"])

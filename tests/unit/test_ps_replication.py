@@ -504,6 +504,7 @@ def test_a_second_server_may_die_once_lost_copies_are_made_again(mode, victims, 
         assert sparse[59].min() > total / 2
 
 
+@pytest.mark.long
 def test_updates_have_the_same_bits_after_two_deaths(monkeypatch):
     monkeypatch.setattr(transfer_whole_copy, "FRAME_NBYTES", 1)
     monkeypatch.setattr(transfer_whole_copy, "WINDOW_NBYTES", 1)
@@ -535,6 +536,7 @@ def test_updates_have_the_same_bits_after_two_deaths(monkeypatch):
                 assert values.tobytes() == wanted.tobytes()
 
 
+@pytest.mark.long
 def test_a_work_queue_dies_with_its_server_and_can_be_made_again():
     def body(rank):
         table, _ = tables()

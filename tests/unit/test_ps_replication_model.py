@@ -188,6 +188,7 @@ def test_partitions_move_whoever_dies(mode, numbers, n_servers, **sizes):
     net.require_all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @ANY_ORDER
 @given(

@@ -308,6 +308,7 @@ def test_whatever_happens_to_rows_a_snapshot_has_them_as_they_were(tmp_path):
     assert run_workers(1, body, 2) == [True]
 
 
+@pytest.mark.long
 def test_a_restore_leaves_the_snapshot_of_another_rank_as_it_is(tmp_path):
     holds, is_restored = threading.Event(), threading.Event()
 

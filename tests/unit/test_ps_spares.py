@@ -139,6 +139,7 @@ def test_a_worker_that_rested_or_left_is_gone_for_a_spare_too(tmp_path):
 
 
 # --- with copies --------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mode", at_length(MODES, ["sync", MODES[2]]), ids=str)  # 3 s each
 def test_a_spare_takes_the_place_of_a_server_with_copies_while_all_go_on(mode, victim):
@@ -168,6 +169,7 @@ def test_a_spare_takes_the_place_of_a_server_with_copies_while_all_go_on(mode, v
     assert run(body, 2, 1, replication=2) == [0, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", at_length(MODES, ["async", MODES[3]]), ids=str)  # 3 s each
 def test_servers_are_removed_and_added_while_workers_push(mode):
     def body(rank):
@@ -252,6 +254,7 @@ def test_what_cannot_be_added_or_removed_is_refused_and_changes_nothing():
     assert run(body, 2, 0, n_workers=1, replication=2) == [0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [2, 0])
 def test_nothing_stays_in_the_process_of_a_server_that_is_removed(victim):
     """The home of a server that died may run there, too, and goes on elsewhere."""

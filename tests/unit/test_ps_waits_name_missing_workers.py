@@ -60,6 +60,7 @@ def in_a_push(is_over):
                 continue
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("missing", "doing"),
     [
@@ -168,6 +169,7 @@ def test_a_worker_that_has_left_is_not_missing_but_rounds_go_on_without_it():
     assert run_workers(2, body) == [True, True]
 
 
+@pytest.mark.long
 def test_a_warning_says_it_long_before_the_deadline(caplog):
     caplog.set_level(logging.WARNING, "ringcomm")
 

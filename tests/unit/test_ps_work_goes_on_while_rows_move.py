@@ -128,6 +128,7 @@ def next_move_of(kv, current):
     return next_move
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("updater", at_length(UPDATERS, UPDATERS[1:2]))
 def test_rounds_go_on_with_the_same_bits_while_rows_move(updater):
@@ -160,6 +161,7 @@ def test_rounds_go_on_with_the_same_bits_while_rows_move(updater):
     assert min(n for *_, n in moved) > 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("s", at_length([0, 2], [2]))
 def test_a_bounded_read_has_every_push_that_it_must_while_rows_move(s):
     n_steps, n_workers = 40, 3
@@ -187,6 +189,7 @@ def test_a_bounded_read_has_every_push_that_it_must_while_rows_move(s):
     assert run_workers(n_workers, body, 2) == [expected] * n_workers
 
 
+@pytest.mark.long
 def test_a_row_is_counted_once_while_it_moves():
     n_counts = at_length(500, 100)
     is_over = threading.Event()
@@ -227,6 +230,7 @@ def test_rows_take_along_all_that_is_known_of_them():
     assert run_workers(1, body, 2) == [(500, 100, [0, 500])]
 
 
+@pytest.mark.long
 def test_a_contribution_that_waits_for_its_round_is_split_anew():
     pushed, moved = threading.Event(), threading.Event()
 

@@ -295,6 +295,7 @@ def test_a_server_with_copies_dies_while_a_newcomer_joins(victim):
     assert results == [(0, STEPS, STEPS), (2, STEPS, STEPS)]
 
 
+@pytest.mark.long
 def test_the_copy_of_a_server_knows_the_newcomers():
     """A server dies after somebody has joined; copies that are made then know it, too."""
 

@@ -209,6 +209,7 @@ def test_operations_in_flight_at_once_have_a_workspace_each():
     assert all((x == 2 * tag).all() for tag, both in enumerate(xs) for x in both)
 
 
+@pytest.mark.long
 def test_idle_workspaces_take_little_memory():
     transports = pair()
     for mib in (50, 60, 140):

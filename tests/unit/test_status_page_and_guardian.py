@@ -96,6 +96,7 @@ def test_what_is_no_page_of_this_version_is_refused(content, tmp_path):
         StatusPage.look(os.getpid(), file.fileno())
 
 
+@pytest.mark.long
 def test_the_heart_beats_while_python_holds_the_lock_and_stops_with_the_process(start_rank):
     rank = start_rank(0, "sum(range(10**11))")
 
@@ -438,6 +439,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(start_rank, capfd):
     guardian.wait()
 
 
+@pytest.mark.long
 def test_under_fault_tolerance_nobody_else_is_ended(start_rank, capfd):
     survivor = 'page.begin_op("allreduce[w]", 1, 8); time.sleep(1); '
     survivor += (
