@@ -4,7 +4,12 @@
 #include <cstring>
 #include <utility>
 
-#include "half.hpp"  // of csrc/kernels, for the conversions that stand there in PTX
+// Of csrc/kernels, for the conversions that kernels.cu has in PTX.
+#define widen_float16 widen_float16_of_cpu
+#define narrow_float16 narrow_float16_of_cpu
+#include "half.hpp"
+#undef widen_float16
+#undef narrow_float16
 
 // <math.h>, which has them, takes the compiler as long as all else that is compiled here.
 extern "C" float fmaf(float, float, float) noexcept;
@@ -52,6 +57,19 @@ inline void __stcs(uint4* to, uint4 x) {
   require_aligned(to);
   std::memcpy(static_cast<void*>(to), &x, sizeof x);
 }
+
+namespace ringcomm {
+
+// As a GPU's instructions: a NaN loses its sign and its payload.
+inline float widen_float16(std::uint16_t half) {
+  const bool is_nan = (half & 0x7fffu) > 0x7c00u;
+  return is_nan ? __uint_as_float(0x7fffffffu) : widen_float16_of_cpu(half);
+}
+inline std::uint16_t narrow_float16(float value) {
+  return value != value ? 0x7fffu : static_cast<std::uint16_t>(narrow_float16_of_cpu(value));
+}
+
+}  // namespace ringcomm
 
 namespace emulated {
 

@@ -76,6 +76,7 @@ constexpr bool kIsSame<A, A> = true;
 // --- conversions ---------------------------------------------------------------------------------
 
 #ifndef RC_EMULATED
+// Of a NaN, both instructions lose sign and payload: they return 0x7fffffff and 0x7fff.
 RC_INLINE float widen_float16(u16 half) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
@@ -540,6 +541,7 @@ RC_INLINE bfloat16_t scaled(bfloat16_t x, float by) {
   return To<bfloat16_t>::from(product(widen(x), by));
 }
 RC_INLINE float16_t scaled(float16_t x, float by) {
+  if ((x.bits & 0x7fffu) > 0x7c00u) return {static_cast<u16>(x.bits | 0x0200u)};  // quiet
   const float y = product(widen(x), by);
   if (y == y) return To<float16_t>::from(y);
   const u32 bits = __float_as_uint(y);
