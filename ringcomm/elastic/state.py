@@ -13,7 +13,11 @@ import numpy as np
 from ringcomm.elastic.checksum import checksum_of
 from ringcomm.elastic.commit_file import KeptFile
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.begin_next_view import require_all_live, stop_for_another_size
+from ringcomm.engine.api.begin_next_view import (
+    await_streams,
+    require_all_live,
+    stop_for_another_size,
+)
 from ringcomm.engine.api.init_rank_size import rank
 from ringcomm.engine.core.current_engine import has_engine
 from ringcomm.errors import MismatchError, RingcommError
@@ -98,7 +102,8 @@ class State(ABC):
     def commit(self) -> None:
         """Copy the values; a later restore() returns to them. All ranks commit equally often.
 
-        It costs one copy of all values. It is local, unless ranks have parts of the state, as with
+        It costs one copy of all values, and waits for this rank's collectives on GPUs: results of
+        one that fails are not kept. It is local, unless ranks have parts of the state, as with
         a DistributedOptimizer(shard_state=1): it then sends copies of them, and is collective.
 
         Raises errors, after the copy, as check_host_updates() does.
@@ -194,6 +199,7 @@ class State(ABC):
         self._n_commits, self._is_saved = _NONE, False
 
     def _keep(self) -> None:
+        await_streams()
         self.replicate(self._n_commits + 1)
         n, self._n_commits = self._n_commits, _TORN
         self.save()

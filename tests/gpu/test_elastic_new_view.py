@@ -31,6 +31,74 @@ def forbid(team):
             setattr(team.transport, name, refuse)
 
 
+@pytest.fixture
+def gpus():
+    """GPUs by rank, which are closed at the end."""
+    made = {}
+    yield made
+    for gpu in made.values():
+        gpu.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_what_waits_for_a_lost_rank_on_a_stream_is_not_committed(transport, gpus, tmp_path):
+    all_wait = threading.Barrier(3)
+
+    def body(rank):
+        gpu = gpus[rank] = begin(rank, tmp_path, **choose(transport))
+        state = rc.elastic.ArrayState(step=0)
+        x = sim.array(np.full(1000, rank + 1.0))
+        rc.allreduce_(x)
+        state.commit()
+        if rank == 1:
+            gpu.freeze()
+        rc.allreduce_(x)  # the hosts have met, the streams have not
+        all_wait.wait(120)
+        if rank == 1:
+            raise ValueError("boom")
+        for _ in range(2):  # the second time, nothing is under way any more
+            with pytest.raises(rc.PeerFailedError):
+                state.commit()
+        assert state.has_commit
+        return state.n_commits
+
+    first, lost, third = outcomes(3, body)
+    assert isinstance(lost, ValueError)
+    assert (first, third) == (1, 1)
+
+
+def test_a_rank_whose_stream_was_let_go_by_another_commits_nothing(gpus, tmp_path):
+    """Rank 0 knows of an error, and ends the waits for rank 1; rank 2 does not know of it yet."""
+    all_wait, has_gone_on = threading.Barrier(3), threading.Event()
+
+    def body(rank):
+        gpu = gpus[rank] = begin(rank, tmp_path, **choose("ipc"))
+        state = rc.elastic.ArrayState(step=0)
+        x = sim.array(np.full(1000, rank + 1.0))
+        rc.allreduce_(x)
+        state.commit()
+        if rank == 1:
+            gpu.freeze()
+        rc.allreduce_(x)
+        all_wait.wait(120)
+        if rank == 0:
+            (team,) = Gpus.of(engine())._teams.values()
+            team.transport.release()
+        if rank == 2:
+            gpu.synchronize()
+            has_gone_on.set()
+        has_gone_on.wait(120)
+        if rank == 1:
+            raise ValueError("boom")
+        with pytest.raises(rc.PeerFailedError):
+            state.commit()
+        return state.n_commits
+
+    first, lost, third = outcomes(3, body)
+    assert isinstance(lost, ValueError)
+    assert (first, third) == (1, 1)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_after_a_loss_sums_are_right_and_nothing_of_the_old_view_is_used(transport, tmp_path):
     """The streams of those that are left wait for the lost rank when it dies."""

@@ -91,6 +91,17 @@ def test_what_is_done_already_is_not_watched():
     tasks[0][2].close()  # its coroutine
 
 
+def test_what_is_reached_after_a_release_is_not_done():
+    tasks = []
+    extensions = SimpleNamespace(follow_up=lambda *of, **_: tasks.append(of))
+    engine = SimpleNamespace(extensions=extensions)
+    stream = WatchedStream(engine, (0,), 0, tuple, lambda *_: None, is_released=lambda: True)
+    reached = SimpleNamespace(is_reached=True)
+    stream.add("let go", reached, None)
+    assert (len(tasks), stream.earliest()) == (1, reached)
+    tasks[0][2].close()  # its coroutine
+
+
 def test_a_rank_may_begin_an_operation_before_it_has_a_transport(tmp_path, monkeypatch):
     """In the round of the second operation, rank 0 has an outline, and rank 1 has none yet."""
     told, tell, set_up = [], LaunchOrder.place_and_bytes, team_module.set_up_transport

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import IS_MPICH, PROMPTLY_S, at_length, run_script
+from harness import IS_MPICH, PROMPTLY_S, above_mpi, at_length, run_script
 
 TESTS = Path(__file__).parents[1]
 
@@ -106,3 +106,50 @@ def test_a_rank_that_dies_or_stops_frees_the_streams_of_the_others(transport, ho
         assert f"rank {rank} was freed" in job.output, job.output
         assert f"rank {rank} heard {kind}" in job.output, job.output
     assert "rank 2" in job.output
+
+
+GOES_ON = f"""
+import sys
+sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent / "ci")!r}]
+import os, signal, threading
+import simulated_gpu as sim
+import simulated_torch
+from gpu_ranks import begin, choose
+import ringcomm as rc
+import ringcomm.torch as hvd
+from gpu_suite import elastic
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.gpu.executor.engine_gpus import Gpus
+
+mode, folder = sys.argv[1:]
+hvd.init()
+gpu = begin(rc.rank(), folder, **choose("ipc"))
+simulated_torch.count_as_gpu(gpu)
+make_step = elastic.make_step
+
+
+@rc.elastic.on_new_view
+def use_gpu():
+    Gpus.use(engine(), sim.drivers())
+
+
+def frozen_step(weights, optimizer, step):
+    if (rc.elastic.view().members[rc.rank()], step) == (elastic.VICTIM, elastic.DIES_AT):
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        gpu.freeze()
+    make_step(weights, optimizer, step)
+
+
+elastic.make_step = frozen_step
+elastic.train_and_check(mode, "cpu", fails_at=elastic.DIES_AT)
+"""
+
+
+@above_mpi
+@pytest.mark.parametrize("mode", at_length(["run", "continue"], ["run"]))
+def test_a_step_that_fails_on_the_streams_is_made_again_or_left_out(mode, tmp_path):
+    """A rank dies while the streams of the others wait for it: they go on with wrong sums."""
+    options = ("--with-ft", "ulfm", "--runtime-options", "error-nonzero-status=0")
+    env = {"RINGCOMM_ELASTIC": "1"}
+    job = run_script(3, GOES_ON, mode, tmp_path, cwd=tmp_path, options=options, env=env)
+    assert "figure: 30 steps; from step 12 on with 2 ranks" in job.output, job.output

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ringcomm.config import Settings
 from ringcomm.engine.api.await_others_at_end import await_others_at_end
 from ringcomm.engine.api.world import World, begin_view, current, engine_for
+from ringcomm.engine.core.current_engine import engine, has_engine
 from ringcomm.engine.core.meet_and_leave import end_view
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
 from ringcomm.transport.membership.events_and_actions import (
@@ -198,6 +199,19 @@ def require_all_live() -> None:
         reason=reason,
         view=view.number,
     )
+
+
+def await_streams() -> None:
+    """Return once what operations have left on streams of GPUs is done. Local.
+
+    A collective on a GPU returns before its result is there. If a rank dies meanwhile, streams go
+    on, and what they then hold must not be kept as the result of a step.
+
+    Raises:
+        PeerFailedError, CommTimeoutError: an operation failed there; its result is worthless.
+    """
+    if has_engine():
+        engine().completion.await_streams()
 
 
 def announce_leave(world: World) -> None:

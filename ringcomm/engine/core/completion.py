@@ -38,6 +38,7 @@ class Completion:
         self._state = state
         self._pending = pending
         self.progress = Progress(watch, settings, self._on_over, self.break_engine)
+        self._lost_on_streams: BaseException | None = None
         self._last_dropped = ""
         self._has_raised = False
         self._has_warned_of_names = False
@@ -57,6 +58,17 @@ class Completion:
         if task.error is not None:
             raise task.error
         return task.result.take() if isinstance(task.result, Deferred) else task.result
+
+    def await_streams(self) -> None:
+        """Return once what operations have left on streams of GPUs is done.
+
+        Raises the error of an operation that failed there: its result is worthless.
+        """
+        for work in self._pending.operations():
+            if work.task.is_follow_up:
+                self.result_of(work.task)
+        if self._lost_on_streams is not None:
+            raise copy.copy(self._lost_on_streams)
 
     def wait_unless(self, is_vain: Callable[[Task], bool], task: Task | CompletedTask) -> bool:
         """Wait until a task is over; return False if is_vain(task), by the other ranks' answers.
@@ -146,6 +158,8 @@ class Completion:
                 self._pending.remove(task.key, has_failed=is_fatal)
             self._watch.peers.forget(task.key)
         finally:
+            if task.is_follow_up and error is not None:
+                self._lost_on_streams = error
             task.error = error
             task.is_over = True
             task.call_back()

@@ -104,7 +104,7 @@ class Extensions:
         """
         task = Task(label, ticket, members)
         task.late_elsewhere, task.give_up = late, give_up
-        task.is_asked = task.is_patient = True
+        task.is_asked = task.is_patient = task.is_follow_up = True
         task.start(coroutine)
         with self._pending.lock:
             self._pending.add(PendingOperation(task, None, ticket, 0))

@@ -53,6 +53,7 @@ class Task:
         # Gives up what began before the coroutines, and may be over.
         self.give_up: Callable[[], None] = _nothing
         self.is_patient = False  # its end may be noticed a millisecond late
+        self.is_follow_up = False  # it watches what operations have left behind on a stream
         self._callbacks: deque[Callable[[], None]] = deque()
         self._coroutines: list[tuple[TaskCoroutine, list[Request]]] = []
         self._first: TaskCoroutine | None = None

@@ -84,7 +84,12 @@ class GpuTeam:
         self._rank = group.index
         self._base = base_of(group_id, "on the GPU")
         self._under_way = WatchedStream(
-            self._engine, group.ranks, self._base, self._late, self._end_waits
+            self._engine,
+            group.ranks,
+            self._base,
+            self._late,
+            self._end_waits,
+            is_released=self._is_released,
         )
         rank = self._engine.job_rank  # of what waits for no other rank
         own = base_of(NO_GROUP, f"rank {rank} on the GPU, {group_id}")
@@ -302,6 +307,9 @@ class GpuTeam:
 
     def _late(self) -> tuple[int, ...]:
         return tuple(self._members[rank] for rank in self._own_transport.late)
+
+    def _is_released(self) -> bool:
+        return self._own_transport.is_released
 
     def announce(self, why: str) -> None:
         """Warn, on the first rank and once per reason, that an operation uses host memory."""

@@ -28,6 +28,19 @@ class _Operation:
     keeps: object  # lives until then
 
 
+class _Never:
+    """Request that is never over: its task ends by the error of which another rank knows."""
+
+    source = -1
+
+    def test(self) -> bool:
+        """Return False."""
+        return False
+
+    def cancel(self) -> None:
+        """Do nothing."""
+
+
 class WatchedStream:
     """The operations of a team that are under way on a stream.
 
@@ -41,6 +54,8 @@ class WatchedStream:
         late: function that returns the ranks of the job for which the stream waits.
         end_waits: function of (is_over, keeps) that ends the stream's waits until is_over(), and
             keeps an object until then.
+        is_released: function that returns True once any rank has ended waits of streams: what is
+            not known to be done by then has failed, and is watched until the error is known here.
 
     Attributes:
         n_added: the number of operations that have been put on the stream.
@@ -53,10 +68,12 @@ class WatchedStream:
         base: int,
         late: Callable[[], tuple[int, ...]],
         end_waits: Callable[[Callable[[], bool], object], None],
+        *,
+        is_released: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
         self._members, self._base = members, base
-        self._late, self._end_waits = late, end_waits
+        self._late, self._end_waits, self._is_released = late, end_waits, is_released
         self._lock = threading.Lock()
         self._under_way: deque[_Operation] = deque()
         self._watching: object = None  # identifies the task that watches; None: there is none
@@ -67,7 +84,7 @@ class WatchedStream:
         watching = object()
         with self._lock:
             self.n_added += 1
-            if mark.is_reached:  # a task, and the thread that it wakes, cost more than a launch
+            if self._is_done(mark):  # a task, and the thread it wakes, cost more than a launch
                 return
             self._under_way.append(_Operation(label, self.n_added, mark, keeps))
             if self._watching is not None:
@@ -89,11 +106,15 @@ class WatchedStream:
             return None
         done = []
         with self._lock:
-            while self._under_way and self._under_way[0].mark.is_reached:
+            while self._under_way and self._is_done(self._under_way[0].mark):
                 done.append(self._under_way.popleft())
             found = self._under_way[0].mark if len(self._under_way) >= n_least else None
         del done  # without the lock: arrays that are dropped may call anything
         return found
+
+    def _is_done(self, mark: Mark) -> bool:
+        # In this order: a stream may reach the mark because its waits have been ended.
+        return mark.is_reached and not self._is_released()
 
     async def _watch(self, key: int) -> None:
         pending, peers = self._engine.pending, self._engine.watch.peers
@@ -109,6 +130,8 @@ class WatchedStream:
             mark = first.mark
             del first  # and what it keeps
             await Wait((Reached(mark),))
+            if self._is_released():
+                await Wait((_Never(),))
 
     def _give_up(self, watching: object) -> None:
         """End the waits if a task ends while it watches; it may never have begun."""

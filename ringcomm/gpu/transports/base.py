@@ -51,6 +51,10 @@ class GpuTransport(Protocol):
         """End all waits of the stream for other ranks. Any thread may call this, repeatedly."""
 
     @property
+    def is_released(self) -> bool:
+        """True once a rank has ended waits: what streams have done since may be worthless."""
+
+    @property
     def late(self) -> tuple[int, ...]:
         """Ranks of the team for which this rank's stream waits; empty if that is not known."""
 

@@ -148,6 +148,11 @@ class NcclTransport:
         enqueue()
         yield from ()
 
+    @property
+    def is_released(self) -> bool:
+        """See GpuTransport; the abort of another rank completes nothing here."""
+        return self._is_aborted
+
     def release(self) -> None:
         """Abort the communicator in a thread, because the abort may take long."""
         with self._lock:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ringcomm.elastic.current_view_and_listeners import tell_listeners, view
 from ringcomm.elastic.run import is_running, warn_unless_elastic
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.begin_next_view import heal
+from ringcomm.engine.api.begin_next_view import await_streams, heal
 from ringcomm.engine.api.init_rank_size import rank, size
 from ringcomm.engine.api.world import current
 from ringcomm.errors import PeerFailedError, ServerLostError
@@ -149,6 +149,12 @@ class TolerantReducer(GradientReducer):
         self.clear_gradients()
         self._begin_step(is_zeroed=True)
 
+    def await_streams(self) -> None:
+        """Return once the mean of this step is there on a GPU, too; else note the failure."""
+        if not self.is_idle:
+            with self._noting():
+                await_streams()
+
     def go_on_without_updates(self, n_ahead: int) -> None:
         """Go on in a new view; the next n_ahead steps make no update."""
         self.error, self.n_ahead = None, n_ahead
@@ -227,6 +233,7 @@ class ContinuingOptimizer(AveragingOptimizer):
                 'DistributedOptimizer: on_failure="continue" does not go with step(closure), whose '
                 "update cannot be left out: call backward() and step(), or use elastic.run"
             )
+        self._reducer.await_streams()
         if self._reducer.error is not None:
             _go_on_after(self._reducer.error)
         return None if self._reducer.n_ahead else super()._update()
