@@ -74,6 +74,19 @@ def speed(size: int, limit_s: float) -> Stage:
     return Stage(f"speed N={size}", command, limit_s, environment)
 
 
+def under_mps(stage: Stage) -> Stage:
+    """Return a stage whose ranks use the GPU at the same time, instead of in time slices."""
+    command = [sys.executable, "-P", "-m", "gpu_suite.under_mps", *stage.command]
+    return replace(stage, name=f"{stage.name}, MPS", command=command)
+
+
+def elastic(mode: str) -> Stage:
+    options = ("--with-ft", "ulfm", "--runtime-options", "error-nonzero-status=0")
+    launcher, *rest = ranks(4, "-m", "gpu_suite.elastic", mode)
+    environment = {"RINGCOMM_ELASTIC": "1", "RINGCOMM_TIMEOUT_S": "40"}
+    return Stage(f"elastic {mode} N=4", [launcher, *options, *rest], 60, environment)
+
+
 # With these, NCCL 2.30 or newer lets several ranks share a GPU.
 SHARED_NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 KERNELS = (
@@ -128,12 +141,17 @@ def calls() -> dict[int, Plan]:
                 Stage("training N=4", ranks(4, "-m", "gpu_suite.training"), 75),
                 Stage("example N=2", ranks(2, str(ROOT / "examples" / "gpu_train.py")), 60),
                 Stage("c10d N=2", ranks(2, "-m", "gpu_suite.process_group"), 60),
+                Stage("servers N=3", ranks(3, "-m", "gpu_suite.parameter_server"), 60),
             ],
+            [elastic("run"), elastic("continue")],
         ],
         4: [
             [speed(2, 60)],
             [speed(8, 90)],
+            [under_mps(speed(2, 60))],
+            [under_mps(speed(8, 90))],
             [speed(4, 70)],
+            [under_mps(speed(4, 70))],
             [Stage("pack", python("-m", "gpu_suite.pack_speed"), 40)],
         ],
     }
@@ -306,7 +324,18 @@ def environment_of(work: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
     }
-    return kept | own
+    return kept | own | one_nccl(kept)
+
+
+def one_nccl(environment: Mapping[str, str]) -> dict[str, str]:
+    """Let cupy load the NCCL that torch loads, the one beside it, before one of the system.
+
+    The environment of the stages hides from cupy what is installed beside torch.
+    """
+    beside = "nvidia/nccl/lib"
+    folders = [Path(path, beside) for path in sys.path if Path(path, beside).is_dir()]
+    searched = [*map(str, folders), environment.get("LD_LIBRARY_PATH", "")]
+    return {"LD_LIBRARY_PATH": ":".join(filter(None, searched))} if folders else {}
 
 
 def table(rows: Sequence[Row], gap: str = "") -> str:

@@ -8,6 +8,7 @@ result and overwrites the array.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,7 +64,7 @@ def main() -> None:
         longest = max(longest, call_s)
         if rc.rank() == 0:
             detail(f"{what:<42} {call_s * 1e3:6.2f} ms")
-    n_passed_on = pass_memory_on(streams)
+    n_passed_on = pass_memory_on()
     if rc.rank() == 0:
         detail(f"memory of a stream that another one got: {n_passed_on} of {2 * TURNS} times")
         figure(f"longest call {longest * 1e3:.2f} ms, on a stream that was busy {BUSY_S:g} s")
@@ -96,30 +97,37 @@ def check(library: Arrays, form: Form, streams: Streams) -> tuple[float, bool]:
     return call_s, has_waited
 
 
-def pass_memory_on(streams: Streams) -> int:
-    """Return how often a stream got memory of the other; fail if that one wrote to it later."""
+def pass_memory_on() -> int:
+    """Return how often a stream got memory of another; fail if that one wrote to it later."""
     n_passed_on = 0
-    owners: dict[int, int] = {}  # by address: which stream had that memory last
+    owners: dict[int, int] = {}  # by address: the stream that had that memory last
+    used = []  # so that no stream gets the address of a former one
 
-    def take(which: int) -> cupy.ndarray:
+    def take() -> cupy.ndarray:
         nonlocal n_passed_on
         x = rc.zeros(COUNT, "float32", device="cuda")
-        n_passed_on += owners.get(x.data.ptr, which) != which
-        owners[x.data.ptr] = which
+        stream = cupy.cuda.get_current_stream().ptr
+        n_passed_on += owners.get(x.data.ptr, stream) != stream
+        owners[x.data.ptr] = stream
         return x
 
-    for turn in range(TURNS):
-        which = turn % 2
-        with current(streams[which]):
-            x = take(which)
+    for _ in range(TURNS):
+        busy, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        used += [busy, other]
+        with current(busy):
+            x = take()
             sleep(BUSY_S / TURNS)
             x.fill(1.0)
             del x
-        with current(streams[1 - which]):
-            y = take(1 - which)
+        with current(other):
+            y = take()
         torch.cuda.synchronize()
         assert not cupy.asnumpy(y).any(), "memory is used by two streams at once"
         del y
+        for thread in threading.enumerate():
+            if thread.name == "ringcomm-gpu-memory":  # notes that a stream is through
+                thread.join()
+    assert n_passed_on, "no stream got memory of another, so nothing was shown"
     return n_passed_on
 
 

@@ -273,7 +273,7 @@ def _nccl_problem(stack: Stack) -> Problem | None:
     nccl = stack.nccl
     if len(nccl.paths) > 1:
         found = f"{len(nccl.paths)} NCCL libraries are in one process, {' and '.join(nccl.paths)}"
-        return Problem(found, "keep one; LD_LIBRARY_PATH and LD_PRELOAD may bring another")
+        return Problem(found, "keep one, or put the folder of torch's into LD_LIBRARY_PATH")
     if not stack.cupy.version:
         return None
     if not nccl.version:

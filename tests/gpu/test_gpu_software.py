@@ -166,7 +166,7 @@ NO_NCCL = [
     (
         nccl(paths=("/v/libnccl.so.2", "/usr/lib/libnccl.so.2.27.5")),
         "2 NCCL libraries are in one process, /v/libnccl.so.2 and /usr/lib/libnccl.so.2.27.5: "
-        "keep one; LD_LIBRARY_PATH and LD_PRELOAD may bring another",
+        "keep one, or put the folder of torch's into LD_LIBRARY_PATH",
     ),
 ]
 TWO_WHEELS = [
