@@ -6,6 +6,7 @@ import threading
 
 import gpu_emulation
 import pytest
+from harness import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,14 @@ def _shared_kernels(tmp_path_factory):
 def _no_engines_left():
     """An engine that was not closed ends, with its thread that calls CUDA, as garbage."""
     yield
-    for thread in threading.enumerate():
-        if thread.name == "ringcomm-gpu-release":
-            thread.join(10)  # it ends once the simulated GPU is closed
+    wait_until(_has_collected, "threads that call CUDA are left")
+
+
+def _has_collected():
+    """Return True if no such thread is left; those that release streams end with their GPUs.
+
+    Other threads that are about to end may still hold an engine, so one look is not enough.
+    """
     gc.collect()
+    names = ("ringcomm-gpu-release", "ringcomm-gpu-launch")
+    return not any(thread.name in names for thread in threading.enumerate())
