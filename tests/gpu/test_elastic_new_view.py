@@ -40,19 +40,25 @@ def gpus():
         gpu.close()
 
 
+def committed(rank, gpus, folder, transport):
+    """Return a state with one commit, while a sum waits for rank 1 on the streams of the others."""
+    gpu = gpus[rank] = begin(rank, folder, **choose(transport))
+    state = rc.elastic.ArrayState(step=0)
+    x = sim.array(np.full(1000, rank + 1.0))
+    rc.allreduce_(x)
+    state.commit()
+    if rank == 1:
+        gpu.freeze()
+    rc.allreduce_(x)  # the hosts have met, the streams have not
+    return state
+
+
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_what_waits_for_a_lost_rank_on_a_stream_is_not_committed(transport, gpus, tmp_path):
     all_wait = threading.Barrier(3)
 
     def body(rank):
-        gpu = gpus[rank] = begin(rank, tmp_path, **choose(transport))
-        state = rc.elastic.ArrayState(step=0)
-        x = sim.array(np.full(1000, rank + 1.0))
-        rc.allreduce_(x)
-        state.commit()
-        if rank == 1:
-            gpu.freeze()
-        rc.allreduce_(x)  # the hosts have met, the streams have not
+        state = committed(rank, gpus, tmp_path, transport)
         all_wait.wait(120)
         if rank == 1:
             raise ValueError("boom")
@@ -72,20 +78,13 @@ def test_a_rank_whose_stream_was_let_go_by_another_commits_nothing(gpus, tmp_pat
     all_wait, has_gone_on = threading.Barrier(3), threading.Event()
 
     def body(rank):
-        gpu = gpus[rank] = begin(rank, tmp_path, **choose("ipc"))
-        state = rc.elastic.ArrayState(step=0)
-        x = sim.array(np.full(1000, rank + 1.0))
-        rc.allreduce_(x)
-        state.commit()
-        if rank == 1:
-            gpu.freeze()
-        rc.allreduce_(x)
+        state = committed(rank, gpus, tmp_path, "ipc")
         all_wait.wait(120)
         if rank == 0:
             (team,) = Gpus.of(engine())._teams.values()
             team.transport.release()
         if rank == 2:
-            gpu.synchronize()
+            gpus[2].synchronize()
             has_gone_on.set()
         has_gone_on.wait(120)
         if rank == 1:

@@ -36,7 +36,7 @@ from ringcomm.gpu.transports.works import Reduce, Update, Work
 LINE = 128  # bytes between two flags: no two share a cache line
 _SIGNATURE = 0x52430000  # plus the number of a rank
 _READ, _DONE = 1, 2  # words of this rank's line that only try_out() uses
-_RELEASED = 3  # the word there that release() sets
+_RELEASED = 3  # the word of the first rank's line that any release() sets to 1
 _TRY_S = 20
 _LOOK_EVERY_S = 2e-5
 _MOST_KEPT = 512  # reductions of which something is kept
@@ -81,7 +81,7 @@ class IpcTransport:
         self._regions = device.regions
         lines = flags.view(np.uint32)[: size * LINE // 4].reshape(size, -1)
         self._flags, self._line = lines[:, 0], lines[rank]
-        self._releases = lines[:, _RELEASED]
+        self._released = lines[0, _RELEASED : _RELEASED + 1]
         self._signed: Span | None = None
         self._flag_memory, self._host = flags, host
         start = host.register(flags)
@@ -150,13 +150,13 @@ class IpcTransport:
 
         The streams of the others may go on, too, before they know of the error: see is_released.
         """
-        self._line[_RELEASED] = 1  # before any flag
+        self._released[0] = 1  # before any flag
         self._flags[np.arange(len(self._flags)) != self._rank] = (self._phase + _FAR) % (1 << 32)
 
     @property
     def is_released(self) -> bool:
         """See GpuTransport."""
-        return bool(self._releases.any())
+        return bool(self._released[0])
 
     @property
     def late(self) -> tuple[int, ...]:
