@@ -79,6 +79,21 @@ def run_ranks(size, body, **kwargs):
     return results
 
 
+def errors_of_ranks(size, body, **kwargs):
+    """Return the exception that body(rank) raises on each rank; None where it raises none.
+
+    Nobody is dead for it: a rank that still compares calls would hear of the death instead.
+    """
+
+    def main(rank):
+        try:
+            body(rank)
+        except Exception as error:
+            return error
+
+    return outcomes(size, main, **kwargs)
+
+
 def wait_until(is_so, what, timeout_s=DEADLINE_S):
     """Return once is_so(); fail with `what` after timeout_s.
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import outcomes
+from harness import errors_of_ranks, outcomes
 from training_models import data, fit, models, share, wrap
 
 import ringcomm as rc
@@ -66,7 +66,7 @@ def test_ranks_whose_compressors_have_other_settings_all_hear_of_it():
         model = models(1)[0]
         fit(model, wrap(model, compression=Scaled(2.0 + rank)), share(data(1, 2), rank, 2))
 
-    for error in outcomes(2, body):
+    for error in errors_of_ranks(2, body):
         assert isinstance(error, rc.MismatchError)
         assert "Scaled(factor=2.0)" in str(error)
         assert "Scaled(factor=3.0)" in str(error)

@@ -1,5 +1,7 @@
 """A server dies: torch models, their optimizers, buffers and embeddings go on from a checkpoint."""
 
+import threading
+
 import pytest
 import torch
 from harness import DEADLINE_S, at_length, wait_until
@@ -115,6 +117,8 @@ def test_training_goes_on_as_if_no_server_had_died(name, tmp_path):
 
 
 def test_where_workers_make_the_updates_it_says_that_it_cannot(tmp_path):
+    all_know = threading.Barrier(2)
+
     def body(rank):
         model = nn.Linear(3, 2)
         plain = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -126,6 +130,7 @@ def test_where_workers_make_the_updates_it_says_that_it_cannot(tmp_path):
             train_on(model, optimizer)
         with pytest.raises(rc.RingcommError, match="apply='worker'"):
             ps.recover(tmp_path)
+        all_know.wait(60)  # an operation that is under way needs both workers
         return "lived"
 
     assert ended(run_all(2, body, 2, settings=ELASTIC), 1)[:2] == ["lived"] * 2

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from harness import outcomes, run_ranks
+from harness import errors_of_ranks, run_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import assert_close, assert_equals_one_process, copies, seeded, wrap
@@ -290,8 +290,8 @@ def test_a_process_set_shares_statistics_among_its_ranks_alone(is_set):
 @pytest.mark.parametrize("rows", [(1, 0), (0, 0)])
 def test_fewer_than_two_values_are_refused_on_every_rank(rows):
     layers = [hvd.SyncBatchNorm(3) for _ in rows]
-    results = outcomes(2, lambda rank: layers[rank](torch.ones(rows[rank], 3)))
-    for error in results:
+    errors = errors_of_ranks(2, lambda rank: layers[rank](torch.ones(rows[rank], 3)))
+    for error in errors:
         assert isinstance(error, ValueError)
         assert f"2 ranks together have {sum(rows)}" in str(error)
 
