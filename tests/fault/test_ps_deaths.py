@@ -54,6 +54,7 @@ def test_all_go_back_to_a_checkpoint_if_servers_are_killed(name):
     assert "all tables are as in the checkpoint of step" in outcome.output, outcome.output
 
 
+@pytest.mark.at_length  # the other tests show it with fewer ranks
 def test_4_servers_and_8_workers_go_on_without_one_of_each():
     """The first worker is the chief; a rank more evaluates."""
     kills = {"kills": ["1@180:push-after"], "worker": "5@2"}

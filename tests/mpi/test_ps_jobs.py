@@ -90,8 +90,8 @@ print(f"worker {rc.rank()} of {rc.size()} has {len(rows)} arrays", flush=True)
 """
 
 
-# Who serves is decided above MPI.
-@pytest.mark.parametrize(("n", "options", "workers"), PROGRAMS[:1] if IS_MPICH else PROGRAMS)
+@above_mpi
+@pytest.mark.parametrize(("n", "options", "workers"), PROGRAMS)
 def test_one_program_trains_and_pulls_rows_of_many_tables_at_once(n, options, workers, tmp_path):
     job = run_script(n, TRAIN + PULLS, options, cwd=tmp_path)
     assert job.code == 0, job.output
@@ -166,6 +166,7 @@ print(f"left after {time.monotonic() - start:.1f} s", flush=True)
 """
 
 
+@above_mpi
 def test_nobody_waits_for_servers_that_have_nothing_more_to_do(tmp_path):
     job = run_script(4, LEAVES, cwd=tmp_path)
     assert job.code == 0, job.output
