@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringcomm.errors import ConfigError
 from ringcomm.launched.children_are_no_ranks import RANK_PROCESS, RUN_FOLDER
@@ -17,6 +17,8 @@ from ringcomm.launched.launcher import is_on, launched_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+T = TypeVar("T")
 
 _log = logging.getLogger("ringcomm")
 _PREFIX = "RINGCOMM_"
@@ -274,6 +276,22 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             f"{', '.join(GPU_TRANSPORTS)}."
         )
     return found
+
+
+def argument_or(found: T, argument: str, given: int | None, *, warns: bool) -> int | T:
+    """Return `given`, an argument of ps.init(), or if it is None `found`, of its variable.
+
+    warns: log a warning if both say something, and differ.
+    """
+    if given is None:
+        return found
+    if warns and found and found != given:
+        _log.warning(
+            "ps.init(%s=%d) counts, and %sPS_%s=%s, which `ringcomm run --%s` sets, does not. "
+            "Leave the argument out, so that the command decides",
+            argument, given, _PREFIX, argument.upper(), found, argument.replace("_", "-"),
+        )  # fmt: skip
+    return given
 
 
 @functools.cache  # once

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pkgutil
+import sys
 from collections.abc import Sequence
 from typing import Final
 
 import ringcomm
 
+_READER_GONE: Final = 141  # as shells show SIGPIPE
 # name -> ("module:function", help). The function takes the arguments and returns the exit code.
 _COMMANDS: Final = {
     "run": (
@@ -54,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     target, _ = _COMMANDS[args.command]
-    code: int = pkgutil.resolve_name(target)(args.arguments)
+    try:
+        code: int = pkgutil.resolve_name(target)(args.arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # its reader has gone, as in `ringcomm top --once | head -5`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return _READER_GONE
     return code
 
 

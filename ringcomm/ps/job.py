@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from ringcomm.config import read_settings
+from ringcomm.config import argument_or, read_settings
 from ringcomm.data.work_queue import keep_queues
 from ringcomm.elastic.run import is_running
 from ringcomm.engine.api import init_rank_size
@@ -114,12 +114,12 @@ def init(
         )  # fmt: skip
         return
     _refuse_other_views(engine)
-    found = read_settings()
-    if servers is None and role != "server":
-        servers = found.ps_servers or None
-    evaluators = found.ps_evaluators if evaluators is None else evaluators
-    spares = found.ps_spares if spares is None else spares
-    worker_spares = found.ps_worker_spares if worker_spares is None else worker_spares
+    found, warns = read_settings(), engine.job_rank == 0
+    of_job = None if role == "server" else found.ps_servers or None
+    servers = argument_or(of_job, "servers", servers, warns=warns)
+    evaluators = argument_or(found.ps_evaluators, "evaluators", evaluators, warns=warns)
+    spares = argument_or(found.ps_spares, "spares", spares, warns=warns)
+    worker_spares = argument_or(found.ps_worker_spares, "worker_spares", worker_spares, warns=warns)
     functions, is_evaluating = registered(), is_marked()
     options = InitOptions(
         role, servers, evaluators, spares, colocated, replication, placement, is_evaluating,

@@ -1,5 +1,6 @@
 """`ringcomm ctl`: all ranks of a live job take a command after the same step."""
 
+import json
 import os
 import re
 import signal
@@ -23,10 +24,13 @@ from harness import (
 from ringcomm.status.stacks import main_stack, stacks_of, users_frame
 
 
-def ctl(folder, *words):
-    """Give a command to the job in a folder; return the exit code and what is printed."""
+def ctl(folder, *words, run=None):
+    """Give a command to the job in a folder; return the exit code and what is printed.
+
+    run: the folder of its run, to name it by; None: by its name.
+    """
     wait_until(lambda: ranks_in(folder), "there is no job")
-    job = next(iter(ranks_in(folder).values())).job
+    job = run or next(iter(ranks_in(folder).values())).job
     done = run_command([BIN / "ringcomm", "ctl", job, *words], env=job_environment())
     return done.returncode, done.stdout + done.stderr
 
@@ -93,8 +97,14 @@ def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp
     refused = [["set", "x=3"], ["set", "lr=a"], ["set", "batch=2"], ["pause"], ["timeline", "stop"]]
     assert [ctl(tmp_path, *words)[0] for words in refused] == [1] * len(refused)
     assert ctl(tmp_path, "timeline", "start")[0] == 0
-    assert ctl(tmp_path, "frob")[0] == 2
-    assert ctl(tmp_path, "resume") == (0, f"resume: goes on after step {step}\n")
+    code, said = ctl(tmp_path, "frob")
+    assert (code, "stacks" in said) == (2, True), said
+    shown = run_command(
+        [BIN / "ringcomm", "top", "--json", tmp_path / "run"], env=job_environment()
+    )
+    assert [each["rank"] for each in json.loads(shown.stdout)] == [0, 1, 2]
+    by_folder = ctl(tmp_path, "resume", run=tmp_path / "run")
+    assert by_folder == (0, f"resume: goes on after step {step}\n")
     traces = [tmp_path / "run" / f"timeline.{rank}.json" for rank in range(3)]
     wait_until(lambda: all("allreduce[w]" in each.read_text() for each in traces), "no timeline")
     code, said = ctl(tmp_path, "timeline", "stop")

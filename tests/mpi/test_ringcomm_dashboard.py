@@ -320,6 +320,16 @@ def test_only_this_host_is_listened_to(dashboard, tmp_path):
     assert listeners == [f"0100007F{port}"]
 
 
+def test_a_name_of_nothing_that_is_there_is_told(tmp_path):
+    pytest.importorskip("starlette", reason="the core is tested without it, too")
+    command = [BIN / "ringcomm", "dashboard", "no such job"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=job_environment(), **pipes) as process:
+        said = process.stderr.readline()
+        process.kill()
+    assert "'no such job' is no folder of a run, and no live job of this user" in said
+
+
 CHROMIUM = shutil.which("chromium")
 READY = "document.body.dataset.ready === '1' && document.querySelectorAll('.uplot').length === 1"
 

@@ -175,6 +175,18 @@ def test_dry_run_prints_a_command_and_makes_nothing(tmp_path):
     assert not job.folder.exists()
 
 
+def test_a_command_whose_reader_has_gone_ends_without_a_traceback(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [BIN / "ringcomm", "run", "--dry-run", "-np", "2", "train.py"]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env=job_environment(), check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, "Error" in done.stderr) == (141, False), done.stderr
+
+
 def test_a_refusal_has_code_2_and_one_line(tmp_path):
     job = Started(tmp_path, "-np", 2, "-H", "h1:1", "train.py").finish()
     assert job.code == 2

@@ -254,6 +254,11 @@ SITUATIONS = {
         f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 8",
         {"RINGCOMM_RESERVES": "4", "RINGCOMM_ELASTIC_LOSSES": "10"},
     ),
+    "so many losses as the user has exported": (
+        "-np 4 --elastic 2:4 train.py", {"environ": {"RINGCOMM_ELASTIC_LOSSES": "30"}},
+        f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 4",
+        {"RINGCOMM_ELASTIC_LOSSES": None},  # as in the environment
+    ),
     "no more workers than the highest number": (
         "-H here:8 --elastic 2:6 train.py", {},
         f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 6",

@@ -52,6 +52,17 @@ def test_no_server_is_refused_and_not_taken_for_one():
     assert config.read_settings({"RINGCOMM_PS_SERVERS": "2"}).ps_servers == 2
 
 
+@pytest.mark.parametrize(("given", "chosen", "warnings"), [(None, 2, 0), (2, 2, 0), (1, 1, 1)])
+def test_an_argument_of_ps_init_wins_and_where_the_command_says_otherwise_it_is_told(
+    given, chosen, warnings, caplog
+):
+    assert config.argument_or(2, "worker_spares", given, warns=True) == chosen
+    assert config.argument_or(2, "worker_spares", given, warns=False) == chosen
+    assert len(caplog.records) == warnings
+    text = "ps.init(worker_spares=1) counts, and RINGCOMM_PS_WORKER_SPARES=2"
+    assert (text in caplog.text) == bool(warnings)
+
+
 def test_an_unknown_setting_names_the_known_ones():
     with pytest.raises(ConfigError, match=r"RINGCOMM_TIMOUT_S .*Did you mean RINGCOMM_TIMEOUT_S"):
         config.read_settings({"RINGCOMM_TIMOUT_S": "1"})

@@ -49,11 +49,14 @@ class Command:
         return f"{self.word} {what}".strip()
 
 
-def parse(words: Sequence[str]) -> Command:
-    """Return the command that these words are. Raises ValueError, which says what is wrong."""
+def parse(words: Sequence[str], *, others: Sequence[str] = ()) -> Command:
+    """Return the command that these words are. Raises ValueError, which says what is wrong.
+
+    others: words that the caller knows, too.
+    """
     word, *rest = list(words) or [""]
     if word not in COMMANDS:
-        raise ValueError(f"{word!r} is no command; there are {', '.join(COMMANDS)}")
+        raise ValueError(f"{word!r} is no command; there are {', '.join([*COMMANDS, *others])}")
     usage, _ = COMMANDS[word]
     if len(rest) != (1 if usage else 0):
         raise ValueError(f"usage: {word} {usage}".rstrip())

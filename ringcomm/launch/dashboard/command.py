@@ -36,7 +36,11 @@ def main(argv: Sequence[str]) -> int:
     def is_ending() -> bool:
         return server.should_exit
 
-    shown = app(gate, _source(args.what, args.runs), is_ending)
+    source = _source(args.what, args.runs)
+    if args.what and source.folder is None and not source.state()["ranks"]:
+        what = f"{args.what!r} is no folder of a run, and no live job of this user on this host"
+        print(f"ringcomm dashboard: {what} yet: it is shown once it is", file=sys.stderr)
+    shown = app(gate, source, is_ending)
     server = uvicorn.Server(
         uvicorn.Config(shown, log_level="warning", timeout_graceful_shutdown=_END_S)
     )

@@ -17,7 +17,7 @@ from ringcomm._core import monotonic_ns
 from ringcomm.engine.control.commands import Command
 from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
 from ringcomm.launch.watch.find_ranks import Ranks
-from ringcomm.launch.watch.other_hosts import RunFolders
+from ringcomm.launch.watch.other_hosts import RunFolders, of_run
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
 from ringcomm.launch.watch.send_command import Outcome, ask, choose_job
 from ringcomm.launch.watch.what_is_slow import Verdicts
@@ -113,9 +113,7 @@ class Source:
         samples = self._folders.with_other_hosts(self._ranks.sample(monotonic_ns()))
         if self.folder is None:
             return [each for each in samples if each.job.startswith(self._job)]
-        started = set(self.folder.ranks().values())
-        jobs = {s.job for s in samples if (s.page["pid"], s.page["host"]) in started}
-        return [each for each in samples if each.job in jobs]
+        return of_run(samples, self.folder.path)
 
     def _late(self, samples: list[RankSample]) -> str:
         """Return who is slow in the jobs, in words; "" for nobody."""

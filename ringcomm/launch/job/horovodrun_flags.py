@@ -62,6 +62,6 @@ REFUSED: Final = {
     "--host-discovery-script": (1, "--elastic MIN:MAX with -H: hosts do not come and go"),
     "--slots-per-host": (1, "-H h1:4,h2:4, or a --hostfile with `h1 slots=4`"),
     "--elastic-timeout": (1, "--elastic MIN:MAX; waits end by --env RINGCOMM_TIMEOUT_S=N"),
-    "--reset-limit": (1, "--elastic MIN:MAX; there is no limit"),
+    "--reset-limit": (1, "--elastic MIN:MAX --env RINGCOMM_ELASTIC_LOSSES=N"),
     "--blacklist-cooldown-range": (2, "--elastic MIN:MAX; there is no list of bad hosts"),
 }

@@ -185,7 +185,8 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
         made["RINGCOMM_ELASTIC"] = "1"
         made["RINGCOMM_ELASTIC_MIN"] = str(low)
         losses = max(where.size - low + _BELOW_MIN, _LEAST_LOSSES)
-        made["RINGCOMM_ELASTIC_LOSSES"] = str(losses)
+        if "RINGCOMM_ELASTIC_LOSSES" not in here.environ:
+            made["RINGCOMM_ELASTIC_LOSSES"] = str(losses)
         if reserves := where.roles.get("reserve", 0):
             made["RINGCOMM_RESERVES"] = str(reserves)
     if request.timeline is not None:

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Carry out a command; return 0 if the job has taken it, 1 if not, 2 if it is no command."""
     args = _parser().parse_args(argv)
     try:
-        command = None if args.command == [_STACKS] else parse(args.command)
+        command = None if args.command == [_STACKS] else parse(args.command, others=(_STACKS,))
     except ValueError as error:
         return _refuse(str(error), 2)
     try:
@@ -48,7 +48,11 @@ def _parser() -> argparse.ArgumentParser:
         "training step.",
         epilog="\n".join(["commands:", *(f"  {usage:<{width}}  {text}" for usage, text in rows)]),
     )
-    parser.add_argument("job", metavar="JOB", help='beginning of its name; "" for the only one')
+    parser.add_argument(
+        "job",
+        metavar="JOB|RUN",
+        help='beginning of its name, or the folder of its run; "" for the only one',
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     parser.add_argument(
         "--timeout",

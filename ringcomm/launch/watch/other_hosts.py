@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringcomm._core import monotonic_ns
+from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.rank_rows import Process, RankSample
 from ringcomm.launch.watch.slow_link import Traffic
@@ -82,6 +83,13 @@ class RunFolders:
         """Return (from host, to host) -> what was sent in a job, as of with_other_hosts()."""
         mine = [each for each in self._reports if any(rank.job == job for rank in each.ranks)]
         return traffic_by_host(mine)
+
+
+def of_run(samples: Sequence[RankSample], folder: Path) -> list[RankSample]:
+    """Return the ranks of the run with this folder, on hosts that see it."""
+    started = set(RunFolder(folder).ranks().values())
+    jobs = {each.job for each in samples if (each.page["pid"], each.page["host"]) in started}
+    return [each for each in samples if each.job in jobs]
 
 
 def _ranks_of(report: Report) -> list[RankSample]:

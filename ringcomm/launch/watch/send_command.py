@@ -12,7 +12,9 @@ from typing import Final
 
 from ringcomm._core import StatusPage, monotonic_ns
 from ringcomm.engine.control.commands import Command
+from ringcomm.launch.job.run_folder import is_run_folder
 from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.other_hosts import of_run
 from ringcomm.launch.watch.rank_rows import RankSample
 from ringcomm.status.page_enums import Mail
 
@@ -104,8 +106,11 @@ def _await(page: StatusPage, asked: RankSample, deadline: float, limit_s: float)
     return Outcome(verdict == "ok", text)
 
 
-def look(job: str) -> tuple[Ranks, list[RankSample]]:
-    """Return the ranks of this host, and those of one job; see choose_job()."""
+def look(what: str) -> tuple[Ranks, list[RankSample]]:
+    """Return the ranks of this host, and those of the job or the run's folder; see choose_job()."""
     ranks = Ranks()
     ranks.search()
-    return ranks, choose_job(ranks.sample(monotonic_ns()), job)
+    samples = ranks.sample(monotonic_ns())
+    if what and is_run_folder(Path(what)):
+        samples, what = of_run(samples, Path(what)), ""
+    return ranks, choose_job(samples, what)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ringcomm._core import monotonic_ns
 from ringcomm.launch.job.run_folder import is_run_folder
 from ringcomm.launch.watch.find_ranks import Ranks
-from ringcomm.launch.watch.other_hosts import RunFolders
+from ringcomm.launch.watch.other_hosts import RunFolders, of_run
 from ringcomm.launch.watch.rank_rows import (
     COLUMNS,
     RankSample,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _EVENTS: Final = 5
 _SEARCH_S: Final = 2.0
 _LOOKS: Final = 3  # of --once, in the interval
+_INTERVAL_S: Final = 1.0
+_ONCE_S: Final = 2.4  # what_is_slow needs some intervals, which are not shorter than 0.7 s
 _Samples = dict[tuple[str, int], RankSample]
 
 
@@ -55,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
     if args.once:
         before = _by_rank(samples)
         for _ in range(_LOOKS):
-            time.sleep(args.interval / _LOOKS)
+            time.sleep((args.interval or _ONCE_S) / _LOOKS)
             samples = jobs.look()
         print(_plain(jobs, samples, before))
         return 0
-    return _watch(jobs, args.interval)
+    return _watch(jobs, args.interval or _INTERVAL_S)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         default="",
         metavar="JOB|RUN",
-        help="beginning of a job's name, or the folder of a run on several hosts; default: all "
-        "jobs that have a rank on this host",
+        help="beginning of a job's name, or the folder of a run; default: all jobs that have a "
+        "rank on this host",
     )
     parser.add_argument("--once", action="store_true", help="print one table as plain text")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead")
@@ -87,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--interval",
         type=float,
-        default=1.0,
         metavar="S",
-        help="seconds between looks (default: 1)",
+        help="seconds between looks (default: 1), or, with --once, from the first to the last one "
+        "(default: 2.4)",
     )
     return parser
 
@@ -102,11 +104,10 @@ class Jobs:
     """
 
     def __init__(self, what: str) -> None:
-        folder = Path(what).absolute() if what and is_run_folder(Path(what)) else None
-        self._name = "" if folder else what
-        self._is_run = folder is not None
+        self._folder = Path(what).absolute() if what and is_run_folder(Path(what)) else None
+        self._name = "" if self._folder else what
         self._ranks = Ranks()
-        self._folders = RunFolders(folder)
+        self._folders = RunFolders(self._folder)
         self._verdicts: defaultdict[str, Verdicts] = defaultdict(Verdicts)
         self._searched = float("-inf")
 
@@ -119,8 +120,9 @@ class Jobs:
         if time.monotonic() > self._searched + _SEARCH_S:
             self._ranks.search()
             self._searched = time.monotonic()
-        local = [] if self._is_run else self._ranks.sample(monotonic_ns())
-        samples = self._folders.with_other_hosts(local)
+        samples = self._folders.with_other_hosts(self._ranks.sample(monotonic_ns()))
+        if self._folder is not None:
+            samples = of_run(samples, self._folder)
         live = {s.job for s in samples if not s.is_over and s.job.startswith(self._name)}
         chosen = [each for each in samples if each.job in live]
         for job in live:
