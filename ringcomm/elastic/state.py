@@ -6,7 +6,7 @@ import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,6 +34,12 @@ class Positioned(Protocol):
     def set_elastic_position(self, position: Any) -> None:
         """Go on from a position among the ranks of today, which may be fewer; local."""
         ...
+
+
+class StateOf(NamedTuple):
+    """What the state_dict() of a value was at a commit."""
+
+    state: Any
 
 
 _TORN = -1  # a commit was interrupted half-way
@@ -305,9 +311,10 @@ class State(ABC):
 class ObjectState(State):
     """State of any objects that can be pickled, as attributes: ObjectState(epoch=0, lr=0.1).
 
-    commit() copies with copy.deepcopy(). Of a ShardedSampler or Loader of ringcomm.data, it keeps
-    the position: after a loss, the ranks that are left share the rest of the epoch, each sample
-    once.
+    commit() copies with copy.deepcopy(). Of a value with state_dict() and load_state_dict(), such
+    as a schedule of learning rates, it copies the state_dict(); restore() loads it into the value,
+    which keeps its optimizer. Of a ShardedSampler or Loader of ringcomm.data, it keeps the
+    position: after a loss, the ranks that are left share the rest of the epoch, each sample once.
     """
 
     COPIES: ClassVar[tuple[str, ...]] = ("_saved",)
@@ -331,6 +338,14 @@ class ObjectState(State):
             value = getattr(self, name)
             if isinstance(value, Positioned):
                 value.set_elastic_position(saved)
+            elif isinstance(saved, StateOf):
+                if not _has_state_dict(value):
+                    raise RingcommError(
+                        f"{type(self).__name__}: the job has committed the state_dict() of {name}, "
+                        f"and here it is {value!r}, which cannot load it. Make it before "
+                        "the state, on every rank"
+                    )
+                value.load_state_dict(copy.deepcopy(saved.state))
             else:
                 setattr(self, name, copy.deepcopy(saved))
 
@@ -346,7 +361,15 @@ class ObjectState(State):
 
 
 def _kept(value: Any) -> Any:
-    return value.elastic_position() if isinstance(value, Positioned) else copy.deepcopy(value)
+    if isinstance(value, Positioned):
+        return value.elastic_position()
+    return copy.deepcopy(StateOf(value.state_dict()) if _has_state_dict(value) else value)
+
+
+def _has_state_dict(value: Any) -> bool:
+    """Return True of a schedule, for instance, which refers to an optimizer: no copy would do."""
+    is_object = not isinstance(value, type)
+    return is_object and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 class ArrayState(ObjectState):

@@ -14,7 +14,16 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import BIN, HANG_S, IS_MPICH, is_running, job_environment, start_run, wait_until
+from harness import (
+    BIN,
+    HANG_S,
+    IS_MPICH,
+    is_running,
+    job_environment,
+    run_command,
+    start_run,
+    wait_until,
+)
 
 from ringcomm.launch.dashboard.access import Asked, Gate, judge
 from ringcomm.launch.job.run_folder import RunFolder
@@ -318,6 +327,13 @@ def test_only_this_host_is_listened_to(dashboard, tmp_path):
         if line.split()[1].endswith(port) and line.split()[3] == "0A"
     ]
     assert listeners == [f"0100007F{port}"]
+
+
+def test_a_port_that_there_is_not_is_refused():
+    pytest.importorskip("starlette", reason="the core is tested without it, too")
+    done = run_command([BIN / "ringcomm", "dashboard", "--port", "-1"], env=job_environment())
+    assert done.returncode == 1
+    assert re.fullmatch(r"ringcomm dashboard: port -1: .*0-65535.* Choose .*\n", done.stderr)
 
 
 def test_a_name_of_nothing_that_is_there_is_told(tmp_path):

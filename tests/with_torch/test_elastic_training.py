@@ -28,13 +28,16 @@ def make():
     model = network(32)
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
+def decay(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.5)
+
 def die_if(step, moment):
     if WHEN == (step, moment):
         os.kill(os.getpid(), signal.SIGKILL)
 
 model, adam = make()
 optimizer = hvd.DistributedOptimizer(adam, named_parameters=model.named_parameters())
-state = hvd.elastic.TorchState(model, optimizer, step=0, history=[])
+state = hvd.elastic.TorchState(model, optimizer, schedule=decay(optimizer), step=0, history=[])
 
 @hvd.elastic.run
 def train(state):
@@ -47,6 +50,7 @@ def train(state):
         loss.backward()
         die_if(state.step, "after backward")
         optimizer.step()
+        state.schedule.step()
         state.step += 1
         state.history = [*state.history, members]
         state.commit()
@@ -54,12 +58,14 @@ def train(state):
 train(state)
 assert (optimizer.n_steps, hvd.size()) == (STEPS, 2)
 twin, adam = make()
+schedule = decay(adam)
 for step, members in enumerate(state.history):
     adam.zero_grad()
     for member in members:
         x, y = data(step, member)
         (mse(twin(x), y) / len(members)).backward()
     adam.step()
+    schedule.step()
 sizes = [len(members) for members in state.history]
 assert sizes == sorted(sizes, reverse=True) and sizes[0] == 4 and sizes[-1] == 2, sizes
 for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
@@ -191,6 +197,85 @@ def test_a_torch_state_returns_to_its_commit():
         step_again = step()
         for mine, its in zip(step_again, expected, strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=0)
+
+
+SCHEDULES = {
+    "StepLR": lambda torch, optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+    "CosineAnnealingLR": lambda torch, optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, 9
+    ),
+    "OneCycleLR": lambda torch, optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.5, total_steps=12
+    ),
+    "SequentialLR": lambda torch, optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1, 2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ],
+        milestones=[4],
+    ),
+}
+
+
+@pytest.mark.parametrize("shard_state", [0, 1])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_back_with_its_optimizer_and_forth_to_a_new_rank(name, shard_state):
+    torch = pytest.importorskip("torch")
+    import ringcomm.torch as hvd
+
+    def body(rank):
+        model = torch.nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), shard_state=shard_state
+        )
+        schedule = SCHEDULES[name](torch, optimizer)
+        state = hvd.elastic.TorchState(model, optimizer, schedule=schedule, step=0)
+
+        def rates(n_steps):
+            found = []
+            for _ in range(n_steps):
+                optimizer.zero_grad()
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                state.schedule.step()
+                found.append(optimizer.param_groups[0]["lr"])
+            return found
+
+        rates(3)
+        state.commit()
+        expected = rates(4)
+        for _ in range(2):
+            state.restore()
+            assert state.schedule is schedule
+            assert rates(4) == expected
+        if rank == 1:  # this one is new
+            state.schedule = SCHEDULES[name](torch, optimizer)
+        state.receive(0, is_new=rank == 1)
+        state.restore()
+        assert rates(4) == expected
+        return expected
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert len(set(first)) > 1
+
+
+def test_a_scaler_keeps_its_scale_and_a_value_that_cannot_load_one_is_refused():
+    torch = pytest.importorskip("torch")
+    import ringcomm as rc
+    from ringcomm.torch.elastic import ObjectState
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = ObjectState(scaler=scaler, step=0)
+    state.commit()
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0})
+    state.restore()
+    assert state.scaler is scaler
+    assert scaler.state_dict()["scale"] == 8.0
+    state.scaler = None
+    with pytest.raises(rc.RingcommError, match=r"state_dict\(\) of scaler, and here it is None"):
+        state.restore()
 
 
 @pytest.mark.parametrize(

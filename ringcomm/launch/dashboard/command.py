@@ -29,8 +29,9 @@ def main(argv: Sequence[str]) -> int:
         return _refuse(f"needs {error.name}: pip install 'ringcomm[dashboard]'")
     try:
         listener = socket.create_server(("127.0.0.1", args.port))
-    except OSError as error:
-        return _refuse(f"port {args.port}: {error.strerror}. Choose another by --port")
+    except (OSError, OverflowError) as error:  # the latter if it is not in 0 to 65535
+        why = error.strerror if isinstance(error, OSError) else error
+        return _refuse(f"port {args.port}: {why}. Choose another by --port")
     gate = Gate(listener.getsockname()[1], secrets.token_urlsafe(32))
 
     def is_ending() -> bool:

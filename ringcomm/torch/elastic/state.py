@@ -96,8 +96,9 @@ class TorchState(ObjectState):
     """State of models, optimizers and other values: TorchState(model, optimizer, epoch=0).
 
     Each argument becomes an attribute. commit() copies the tensors of the state_dict() of each
-    model and optimizer to memory on the same device, and other values by copy.deepcopy(). Gradients
-    are not kept: after a loss, .grad is None. Nor are random generators.
+    model and optimizer to memory on the same device, that of schedules, scalers and others that
+    have one, too, and other values by copy.deepcopy(). Gradients are not kept: after a loss, .grad
+    is None. Nor are random generators.
 
     Of a DistributedOptimizer with shard_state=1, each rank keeps its part, and a copy of the part
     of the rank before, in host memory: commit() sends it, so it is collective. If a rank is lost,
@@ -109,7 +110,7 @@ class TorchState(ObjectState):
         optimizer: an optimizer, such as a DistributedOptimizer.
         scale_lr: "linear" or "sqrt": when the number of ranks changes, scale learning rates by this
             rule of scaled_lr(), for batches that keep their size on each rank; None: do not.
-        kwargs: other modules and optimizers, samplers, and values that can be pickled.
+        kwargs: other modules and optimizers, schedules, samplers, and values that can be pickled.
 
     Raises:
         ConfigError: an optimizer has shard_state=1, and is for a process set, which ends with a
