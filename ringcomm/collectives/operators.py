@@ -81,6 +81,11 @@ class ReductionOptions(NamedTuple):
         return self.prescale != 1.0 or self.postscale != 1.0
 
     @property
+    def own_prescale(self) -> float:
+        """The factor of the values that this rank gives."""
+        return self.prescale
+
+    @property
     def factors(self) -> str:
         """The factors as text."""
         return f"prescale={self.prescale!r}, postscale={self.postscale!r}"
@@ -99,3 +104,17 @@ class ReductionOptions(NamedTuple):
             raise TypeError(
                 f"{self.factors} has no meaning for bool: cast, or leave the factors out"
             )
+
+
+class StandInOptions(ReductionOptions):
+    """The options of a rank that gives identity elements, which no factor may change.
+
+    They equal those of the other ranks, so that all agree, and load the same kernels on a GPU.
+    """
+
+    __slots__ = ()
+
+    @property
+    def own_prescale(self) -> float:
+        """Return 1."""
+        return 1.0

@@ -226,6 +226,30 @@ def test_a_rank_that_has_joined_stands_in(transport, tmp_path):
         assert values == [[3.0] * 4, [1.0] * 4, [0, 0, 1, 1], [1, 1]]
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_no_factor_changes_what_a_rank_gives_that_has_joined(transport, tmp_path):
+    how = ReductionOptions(rc.MAX).scaled(-1, 1)
+
+    def body(rank):
+        results = []
+        for dtype in ("f4", "i4") if rank < 2 else ():
+            x = sim.array(np.array([3, -5, 2 + rank], dtype))
+            whole = partial(plan_allreduce, name=None, x=x, options=how)
+            several = partial(plan_grouped_allreduce, name=None, xs=[x, x], options=how)
+            rows = partial(plan_reduce_scatter, name=None, x=x, options=how)
+            rc.grouped_allreduce([x, x], rc.MAX)  # the next call needs the kernel of factors alone
+            results += [
+                *engine().execute("grouped_allreduce", None, several),
+                engine().execute("allreduce", None, whole),
+                engine().execute("reduce_scatter", None, rows),
+            ]
+        return rc.join(), [x.get().tolist() for x in results]
+
+    for rank, (_, results) in enumerate(on_gpus(3, body, tmp_path, **choose(transport))[:2]):
+        largest = [-3, 5, -2]
+        assert results == [*[largest] * 3, largest[rank : rank + 1]] * 2
+
+
 def test_ranks_that_pass_other_kinds_of_arrays_are_told(tmp_path):
     def body(rank):
         x = np.ones(3, "f4")

@@ -1,5 +1,7 @@
 """Factors before and after a reduction."""
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,7 +13,11 @@ from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.collectives.scale_factors import scale
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.operations.allreduce import plan_allreduce
-from ringcomm.engine.operations.grouped import plan_grouped_allreduce
+from ringcomm.engine.operations.grouped import (
+    plan_grouped_allreduce,
+    plan_grouped_reduce_scatter,
+)
+from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -118,11 +124,56 @@ def test_a_factor_is_a_number(factor):
         ReductionOptions().scaled(factor, 1.0)
 
 
-@pytest.mark.usefixtures("wire")
-def test_who_joined_stands_in_for_scaled_reductions_too():
-    def body(rank):
-        result = None if rank == 2 else reduced(np.full(3, 2.0), rc.SUM, 0.5, 3.0).tolist()
-        rc.join()
-        return result
+VALUES = np.array([[3, 5, 2], [3, 7, 1]])  # of ranks 0 and 1; sums that 3 divides
+UFUNCS = {
+    rc.SUM: np.add,
+    rc.AVERAGE: np.add,
+    rc.MIN: np.minimum,
+    rc.MAX: np.maximum,
+    rc.PRODUCT: np.multiply,
+    rc.BAND: np.bitwise_and,
+    rc.BOR: np.bitwise_or,
+    rc.BXOR: np.bitwise_xor,
+}
 
-    assert run_ranks(3, body)[:2] == [[6.0] * 3] * 2
+
+def combined(op, dtype, factor):
+    """Return the reduction of two ranks' scaled values in a job of three."""
+    wide = np.int64 if dtype is np.int32 else np.float64
+    mine, theirs = (scaled(x.astype(dtype), factor).astype(wide) for x in VALUES)
+    total = UFUNCS[op](mine, theirs)
+    return (np.trunc(total / 3) if wide is np.int64 else total / 3) if op is rc.AVERAGE else total
+
+
+@pytest.mark.parametrize("op", rc.Op)
+@pytest.mark.usefixtures("wire")
+def test_no_factor_changes_what_a_rank_gives_that_has_joined(op):
+    dtypes = [np.int32] if op in {rc.BAND, rc.BOR, rc.BXOR} else [np.float16, np.float32, np.int32]
+    factors = (2, -1, 0.5, 0, np.inf, np.nan)
+    cases = [(dtype, factor) for dtype in dtypes for factor in factors]
+
+    def results(x, factor):
+        how = op, factor, 2.0
+        yield reduced(x, *how)
+        yield reduced(x.copy(), *how, in_place=True)
+        yield from reduced([x, x], *how, plan=plan_grouped_allreduce)
+        yield from reduced([x.copy(), x.copy()], *how, plan=plan_grouped_allreduce, in_place=True)
+        yield reduced(x, op, factor, 1.0, plan=partial(plan_reduce, root=0))
+        yield reduced(x, *how, plan=plan_reduce_scatter)
+        yield from reduced([x, x], *how, plan=plan_grouped_reduce_scatter)
+
+    def body(rank):
+        if rank < 2:
+            found = [list(results(VALUES[rank].astype(each), factor)) for each, factor in cases]
+        last = rc.join()
+        return found if rank < 2 else last
+
+    *by_rank, _ = run_ranks(3, body)
+    for (dtype, factor), *found in zip(cases, *by_rank, strict=True):
+        once = combined(op, dtype, factor).astype(dtype)
+        twice = scaled(once, 2.0)
+        for rank, each in enumerate(found):
+            own = twice[rank : rank + 1]
+            expected = [*[twice] * 6, None if rank else once, *[own] * 3]
+            for a, b in zip(each, expected, strict=True):
+                np.testing.assert_array_equal(a, b, f"{op} of {np.dtype(dtype)} times {factor}")

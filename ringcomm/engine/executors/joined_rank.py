@@ -11,7 +11,7 @@ import numpy as np
 
 from ringcomm.arrays import DTYPES, adapter_of_kind
 from ringcomm.arrays.dtypes import DType
-from ringcomm.collectives.operators import Op
+from ringcomm.collectives.operators import Op, StandInOptions
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
@@ -65,15 +65,16 @@ def _reduction(plan: Callable[..., Plan[Any]]) -> _StandIn:
     def stand_in(group: Group, call: Call) -> Plan[Any]:
         if call.reduction is None:  # a grouped one without arrays
             return _grouped_gather(group, call)
+        options = StandInOptions(*call.reduction)
         xs: list[Any] = []
         for dtype, shape in _arrays_of(call):
             x = _empty(dtype, shape)
-            x[...] = _identity(dtype, call.reduction.op)
+            x[...] = _identity(dtype, options.op)
             xs.append(_placed(group, call, x))
         arrays = xs if call.members is None else [xs]
         root = [] if call.root is None else [call.root]
         form = {"in_place": True} if call.kind.endswith("_") else {}
-        return plan(group, call.name, *arrays, call.reduction, *root, **form)
+        return plan(group, call.name, *arrays, options, *root, **form)
 
     return stand_in
 

@@ -78,7 +78,7 @@ class Adasum(GroupedOperation):
         fused = np.concatenate([np.empty(0, wide), *(_read(flat, wide) for flat in flats)])
         parts = consecutive([flat.count for flat in flats])
         with DefaultFpEnvironment():
-            fused *= wide(options.prescale)
+            fused *= wide(options.own_prescale)
 
         async def run(t: Channel) -> list[Any]:
             if t.meeting is not None:

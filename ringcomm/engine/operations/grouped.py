@@ -78,7 +78,7 @@ class GroupedAllreduce(GroupedOperation):
         work = [contiguous(x, a) if stays else a.copy(x) for x, a in pairs]
         flats = [a.flat(each) for each, (_, a) in zip(work, pairs, strict=True)]
         for flat in flats:
-            scale(flat, options.prescale)
+            scale(flat, options.own_prescale)
         items = [Item(flat.bytes.nbytes, flat.dtype.name) for flat in flats]
         batches = self.batches(items)
         choose = group.engine.selection.algorithm

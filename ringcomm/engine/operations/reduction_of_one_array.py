@@ -28,14 +28,14 @@ class Reduction(Operation):
     mirrored: ClassVar[dict[str, Any]] = {"in_place": True}
 
     def working_copy(self) -> tuple[Any, Flat]:
-        """Return a contiguous array with x times prescale, to reduce in place, and its memory."""
+        """Return a contiguous array, x times own_prescale, to reduce in place, and its memory."""
         adapter, options = self.adapter, self.options
         if self.in_place and not options.is_scaled:
             work = contiguous(self.x, adapter)
         else:
             work = adapter.copy(self.x)
         flat = adapter.flat(work)
-        scale(flat, options.prescale)
+        scale(flat, options.own_prescale)
         return work, flat
 
 

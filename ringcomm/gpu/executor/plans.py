@@ -153,10 +153,10 @@ def _reduction(o: Reduction) -> Plan[Any]:
 
     def jobs(transport: GpuTransport) -> list[Job]:
         here = _scratch(transport, [span])
-        return [Job(work(here), [span], (), here, options.prescale, options.postscale)]
+        return [Job(work(here), [span], (), here, options)]
 
     if options.prescale == 1.0:  # nothing is copied
-        return course.plan(o.call, span.nbytes, Job(work(span), postscale=options.postscale))
+        return course.plan(o.call, span.nbytes, Job(work(span), options=options))
     return _plan(o.call, span.nbytes, lambda t: course.run(t, jobs))
 
 
@@ -357,11 +357,10 @@ def _fused(
 ) -> Job:
     """Return one reduction for several arrays of one dtype."""
     reduce = partial(Reduce, op=options.op, is_deterministic=options.deterministic)
-    factors = options.prescale, options.postscale
     if len(sources) == 1 and options.prescale == 1.0:
-        return Job(reduce(sources[0], targets[0]), postscale=options.postscale)
+        return Job(reduce(sources[0], targets[0]), options=options)
     whole = _scratch(transport, sources)
-    return Job(reduce(whole, whole), sources, targets, whole, *factors)
+    return Job(reduce(whole, whole), sources, targets, whole, options)
 
 
 def _scratch(transport: GpuTransport, sources: Sequence[Span]) -> Span:

@@ -86,7 +86,7 @@ def _kind(job: Job) -> object:
     work = job.work
     if not isinstance(work, Reduce):
         return None
-    buffer, is_scaled = job.buffer, job.prescale != 1.0 or job.postscale != 1.0
+    buffer, is_scaled = job.buffer, job.options.is_scaled
     packed = None if buffer is None else buffer.dtype.itemsize
     lengths = work.parts and {part.stop - part.start for part in work.parts}
     is_even = len(lengths) < 2  # is_native() of NCCL asks for it
@@ -98,7 +98,7 @@ def _kernels(job: Job, transport: GpuTransport) -> list[Kernel]:
     kernels = [*transport.kernels(job.work)]
     if job.buffer is not None:
         kernels += packing.kernels(job.buffer.dtype.itemsize)
-    if (job.prescale, job.postscale) != (1.0, 1.0):
+    if job.options.is_scaled:
         assert isinstance(job.work, Reduce)
         kernels.append(ScaleKernel(0, 0, job.work.dtype, 1.0))
     return kernels
@@ -116,14 +116,14 @@ def enqueue(
     issue.let_wait(stream)
     if job.buffer is not None:
         packing.pack(device, stream, job.packed, job.buffer)
-        for kernel in _scaling(job.buffer, job.prescale):
+        for kernel in _scaling(job.buffer, job.options.own_prescale):
             device.launch(stream, kernel)
     for number, _ in enumerate(phases, 1):
         if transport.meets_on_stream:
             transport.meet()
         if not transport.meets_on_stream or number % _PHASES_AHEAD == 0:
             yield marks.make()
-    for kernel in _scaling(job.work.target, job.postscale):
+    for kernel in _scaling(job.work.target, job.options.postscale):
         device.launch(stream, kernel)
     if job.buffer is not None:
         packing.unpack(device, stream, job.unpacked, job.buffer)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DType
-from ringcomm.collectives.operators import Op
+from ringcomm.collectives.operators import Op, ReductionOptions
 from ringcomm.gpu.kernels.base import Argument
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import Rule
 from ringcomm.transport.node import To
@@ -84,15 +85,19 @@ class Update:
 
 
 Work = Reduce | Move | Update
+_UNSCALED: Final = ReductionOptions()
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A Work, with the copies that this rank makes before and after it, and the factors."""
+    """A Work, with the copies that this rank makes before and after it, and the factors.
+
+    `options.own_prescale` is the factor of `buffer` before the work; it needs a buffer.
+    `options.postscale` is the factor of the work's target after the work.
+    """
 
     work: Work
     packed: Sequence[Span] = ()  # arrays copied to `buffer` before the work, without gaps
     unpacked: Sequence[Span] = ()  # arrays copied from `buffer` after the work
     buffer: Span | None = None  # source of the work; None: nothing is copied
-    prescale: float = 1.0  # factor of `buffer` before the work; needs a buffer
-    postscale: float = 1.0  # factor of the work's target after the work
+    options: ReductionOptions = _UNSCALED  # all ranks load the kernels of these factors
