@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import operator
+import reprlib
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ringcomm.data.epoch_order import Indices, epoch_order
@@ -32,6 +34,16 @@ _STATE: Final = {"epoch", "next", "undone"}  # see Leases.state()
 _Spec = dict[str, Any]
 
 
+@dataclass
+class _Kept:
+    """A queue that this rank keeps: as `first`, the rank that asked first, has described it."""
+
+    first: int
+    spec: _Spec
+    leases: Leases
+    mismatch: str = ""  # what each rank is told once others have described it otherwise
+
+
 class Queues:
     """The queues of this rank: those that it keeps for all, and its questions about others.
 
@@ -42,10 +54,26 @@ class Queues:
 
     def __init__(self, engine: Engine, home: int) -> None:
         self._engine, self.home = engine, home
-        self._kept: dict[str, tuple[_Spec, Leases]] = {}
+        self._kept: dict[str, _Kept] = {}
+        self._asked: dict[str, tuple[int, _Spec]] = {}  # by queue: who keeps it; of which object
         self._answers: dict[str, tuple[int, Any]] = {}  # by queue: number of the question
         self._lock = threading.RLock()  # a loop that ends within it gives its part back
         engine.watch.listeners[Kind.WORK] = self._hear
+
+    def require_unused(self, name: str, home: int, spec: _Spec) -> None:
+        """Raise RingcommError if another object of this rank has asked about such a queue.
+
+        Nobody could tell which of the two the other ranks mean: they may be behind, or have come
+        later. With who kept it a queue is gone, and its name is free.
+        """
+        kept_at, asked = self._asked.get(name, (home, spec))
+        if asked is spec or kept_at != home or home in self._engine.watch.peers.dead:
+            return
+        raise RingcommError(
+            f"queue[{name}]: this rank has used another WorkQueue with this name in this job. "
+            "Iterate that one again for the next epoch. For other samples, for a new beginning, or "
+            "to go on from a state_dict(), pass a name= that is new, on all ranks"
+        )
 
     def ask(self, number: int, question: _Spec, limit_s: float) -> Any:
         """Return the answer of the rank that keeps the queues.
@@ -53,9 +81,12 @@ class Queues:
         Raises:
             CommTimeoutError: it does not come within limit_s.
             PeerFailedError: a rank died without which the job cannot go on.
+            RingcommError: see require_unused().
         """
         engine, name = self._engine, question["name"]
         self._require_home(question["home"], name)
+        self.require_unused(name, question["home"], question["spec"])
+        self._asked[name] = question["home"], question["spec"]
         if engine.job_rank == self.home:
             drive_until(engine, lambda: False, f"queue[{name}]", _OTHERS_S)
             return self._answer(self.home, question)
@@ -114,10 +145,15 @@ class Queues:
     def _answer(self, rank: int, question: _Spec) -> Any:
         with self._lock:
             name, spec = question["name"], question["spec"]
-            kept = self._kept.setdefault(name, (spec, Leases(spec["parts"], spec["state"])))
-            if kept[0] != spec:
-                return {"error": f"queue[{name}]: rank {rank} says {spec}, others say {kept[0]}"}
-            leases = kept[1]
+            kept = self._kept.get(name)
+            if kept is None:
+                kept = _Kept(rank, spec, Leases(spec["parts"], spec["state"]))
+                self._kept[name] = kept
+            if kept.spec != spec and not kept.mismatch:
+                kept.mismatch = _mismatch_of(name, kept, rank, spec)
+            if kept.mismatch:
+                return {"error": kept.mismatch}
+            leases = kept.leases
             for gone in self._engine.watch.peers.gone:
                 leases.leave(gone)
             if question["do"] == "state":
@@ -129,6 +165,19 @@ class Queues:
             takes = question["do"] == "take"
             part = leases.take(rank, question["epoch"]) if takes else OVER
             return {"part": part, "holders": leases.holders if part == WAIT else []}
+
+
+def _mismatch_of(name: str, kept: _Kept, rank: int, spec: _Spec) -> str:
+    names = [each for each in spec if spec[each] != kept.spec[each] and each != "parts"]
+    passed, first = (
+        ", ".join(f"{each}={reprlib.repr(said[each])}" for each in names)
+        for said in (spec, kept.spec)
+    )
+    return (
+        f"queue[{name}]: rank {rank} passes {passed}, and rank {kept.first}, which asked first, "
+        f"{first}. Pass the same on all ranks; a queue of other samples, or from another state, "
+        "needs a name= of its own"
+    )
 
 
 def _text_of(question: _Spec) -> str:
@@ -170,7 +219,8 @@ class WorkQueue:
     Args:
         n: samples of an epoch.
         size: samples of a part; the last one of an epoch may be shorter.
-        name: of the queue. On all ranks that use it, all arguments are the same.
+        name: of the queue. On all ranks that use it, all arguments are the same. A rank uses one
+            WorkQueue of each name in a job, or, with rc.elastic.run, in a view.
         shuffle: another order in each epoch.
         seed: of the order.
         state: a state_dict() to go on from; the number of ranks may be another one.
@@ -178,6 +228,7 @@ class WorkQueue:
     Raises:
         ValueError: n or size is less than 1.
         TypeError: state is not of state_dict(), or name is no string.
+        RingcommError: this rank has used another WorkQueue with this name.
     """
 
     def __init__(
@@ -205,6 +256,7 @@ class WorkQueue:
         queues = engine.extensions.get(QUEUES)
         assert queues is not None
         self._home = queues.home  # it dies with what it has
+        queues.require_unused(name, self._home, self._spec)
 
     def __iter__(self) -> Iterator[Indices]:
         """Yield the samples of the parts that this rank takes, until the epoch is over.
@@ -213,6 +265,7 @@ class WorkQueue:
             CommTimeoutError: others have the last parts for longer than RINGCOMM_TIMEOUT_S.
             MismatchError: ranks pass different arguments.
             PeerFailedError: a rank died without which the job cannot go on.
+            RingcommError: another WorkQueue with this name was used before this one.
         """
         order = epoch_order(self._n, seed=self._seed, epoch=self.epoch, is_shuffled=self._shuffle)
         is_whole = False

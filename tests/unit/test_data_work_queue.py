@@ -6,10 +6,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from harness import DEADLINE_S, outcomes, run_ranks
+from harness import DEADLINE_S, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ps_ranks_as_threads import run_all
+from ps_ranks_as_threads import Boom, run_all, run_workers
 
 import ringcomm as rc
 from ringcomm.config import Settings
@@ -120,21 +120,92 @@ def test_a_loop_that_is_dropped_waits_for_nobody():
     run_ranks(2, body)
 
 
-def test_ranks_that_pass_other_arguments_are_told_both():
+def test_all_ranks_are_told_both_of_other_arguments():
     def body(rank):
-        seen = [*rc.data.WorkQueue(6, 2 + rank)]
+        parts = iter(rc.data.WorkQueue(6, 2 + rank))
+        if rank == 1:
+            next(parts)
         rc.barrier()
-        return seen
+        if rank == 0:
+            with pytest.raises(rc.MismatchError) as raised:
+                next(parts)
+            text = str(raised.value)
+        rc.barrier()
+        if rank == 1:
+            with pytest.raises(rc.MismatchError) as raised:
+                next(parts)
+            text = str(raised.value)
+        rc.barrier()
+        return text
 
-    results = outcomes(2, body)
-    assert any(isinstance(each, rc.MismatchError) for each in results)
-    text = next(str(each) for each in results if isinstance(each, rc.MismatchError))
-    assert "'size': 2" in text
-    assert "'size': 3" in text
+    one, other = run_ranks(2, body)
+    assert one == other
+    assert "rank 0 passes size=2, and rank 1, which asked first, size=3. Pass" in one
+    assert "name=" in one
 
 
-class Boom(Exception):
-    """Ends a rank as a kill would, with ranks as threads."""
+# --- a second queue -----------------------------------------------------------------------------
+def sum_of(queue):
+    """Return the sum of the samples that this rank takes in an epoch."""
+    return sum(int(indices.sum()) for indices in queue)
+
+
+def take_three_parts(queue):
+    """Return what rank 0 takes, and the state behind that, which all know; others take nothing."""
+    taken = []
+    if rc.rank() == 0:
+        for indices in queue:
+            taken += indices.tolist()
+            queue.done()
+            if len(taken) == 15:
+                break
+    return taken, rc.broadcast_object(queue.state_dict() if rc.rank() == 0 else None)
+
+
+@pytest.mark.parametrize("n_servers", [0, 1])
+def test_a_second_queue_of_a_name_is_refused_on_all_ranks_and_one_of_another_name_is_whole(
+    n_servers,
+):
+    def body(_rank):
+        totals = [sum_of(rc.data.WorkQueue(100, 5, seed=1))]
+        with pytest.raises(rc.RingcommError, match=r"queue\[work\].*pass a name="):
+            rc.data.WorkQueue(100, 5, seed=1)
+        totals.append(sum_of(rc.data.WorkQueue(60, 5, name="validation")))
+        rc.barrier()
+        return totals
+
+    results = run_workers(2, body, 1) if n_servers else run_ranks(2, body)
+    assert [sum(each) for each in zip(*results, strict=True)] == [sum(range(100)), sum(range(60))]
+
+
+@pytest.mark.parametrize("n_servers", [0, 1])
+def test_a_half_used_queue_goes_on_from_a_state_under_another_name(n_servers):
+    def body(_rank):
+        queue = rc.data.WorkQueue(40, 5)
+        taken, state = take_three_parts(queue)
+        queue.state_dict()  # all have used it
+        with pytest.raises(rc.RingcommError, match=r"state_dict\(\), pass a name="):
+            rc.data.WorkQueue(40, 5, state=state)
+        for indices in rc.data.WorkQueue(40, 5, name="again", state=state):
+            taken += indices.tolist()
+        rc.barrier()
+        return taken
+
+    results = run_workers(2, body, 1) if n_servers else run_ranks(2, body)
+    assert sorted(itertools.chain(*results)) == [*range(40)]
+
+
+def test_a_queue_that_nobody_has_used_may_be_made_otherwise():
+    def body(_rank):
+        rc.data.WorkQueue(40, 5)
+        unused = rc.data.WorkQueue(100, 5)
+        total = sum_of(rc.data.WorkQueue(60, 5))
+        with pytest.raises(rc.RingcommError, match="another WorkQueue with this name"):
+            next(iter(unused))
+        rc.barrier()
+        return total
+
+    assert sum(run_ranks(2, body)) == sum(range(60))
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ CLUSTER = blocks_of("cluster.md")
 
 
 def test_there_are_blocks():
-    assert (len(DATA), len(SHARDED), len(CLUSTER)) == (4, 1, 1)
+    assert (len(DATA), len(SHARDED), len(CLUSTER)) == (5, 1, 1)
 
 
 @pytest.mark.parametrize("size", at_length([1, 2], [2]))
