@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import reprlib
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -57,6 +59,7 @@ class Queues:
         self._kept: dict[str, _Kept] = {}
         self._asked: dict[str, tuple[int, _Spec]] = {}  # by queue: who keeps it; of which object
         self._answers: dict[str, tuple[int, Any]] = {}  # by queue: number of the question
+        self._numbers = itertools.count(_NO_ANSWER + 1)  # a late answer is none to another object
         self._lock = threading.RLock()  # a loop that ends within it gives its part back
         engine.watch.listeners[Kind.WORK] = self._hear
 
@@ -75,7 +78,7 @@ class Queues:
             "to go on from a state_dict(), pass a name= that is new, on all ranks"
         )
 
-    def ask(self, number: int, question: _Spec, limit_s: float) -> Any:
+    def ask(self, question: _Spec, limit_s: float) -> Any:
         """Return the answer of the rank that keeps the queues.
 
         Raises:
@@ -83,29 +86,29 @@ class Queues:
             PeerFailedError: a rank died without which the job cannot go on.
             RingcommError: see require_unused().
         """
-        engine, name = self._engine, question["name"]
-        self._require_home(question["home"], name)
-        self.require_unused(name, question["home"], question["spec"])
-        self._asked[name] = question["home"], question["spec"]
-        if engine.job_rank == self.home:
+        engine, name, home = self._engine, question["name"], question["home"]
+        self._require_home(home, name)
+        self.require_unused(name, home, question["spec"])
+        self._asked[name] = home, question["spec"]
+        if engine.job_rank == home:
             drive_until(engine, lambda: False, f"queue[{name}]", _OTHERS_S)
-            return self._answer(self.home, question)
-        text = _text_of(question)
+            return self._answer(home, question)
+        number, text = next(self._numbers), _text_of(question)
         end = time.monotonic() + limit_s
 
         def is_there() -> bool:
             return self._answers.get(name, (-1, None))[0] == number
 
         while not is_there():
-            self._require_home(self.home, name)
+            self._require_home(home, name)
             if time.monotonic() >= end:
                 raise CommTimeoutError(
-                    f"queue[{name}]: {engine.transport.label(self.home)}, which keeps the queue, "
+                    f"queue[{name}]: {engine.transport.label(home)}, which keeps the queue, "
                     f"did not answer within {limit_s:g} s. Each rank of the job must make the "
                     "queue; raise the limit with RINGCOMM_TIMEOUT_S",
-                    missing=[self.home],
+                    missing=[home],
                 )
-            engine.watch.tell(self.home, Kind.WORK, text, value=number)
+            engine.watch.tell(home, Kind.WORK, text, value=number)
             drive_until(engine, is_there, f"queue[{name}]", min(_AGAIN_S, limit_s))
         return self._answers.pop(name)[1]
 
@@ -125,6 +128,8 @@ class Queues:
 
     def leave(self, question: _Spec) -> None:
         """Give a part back, and wait for nothing: a loop may end at any time, and in any thread."""
+        if question["home"] != self.home:
+            return  # it died with what it had
         if self._engine.job_rank == self.home:
             self._answer(self.home, question)
         else:
@@ -198,8 +203,17 @@ def keep_queues(engine: Engine, home: int) -> None:
         engine.progress.work_in_background()  # it answers while it computes
 
 
+def _queues_of(engine: Engine) -> Queues:
+    """Return the queues of this rank; without parameter servers rank 0 keeps them."""
+    if engine.extensions.get(QUEUES) is None:
+        keep_queues(engine, 0)
+    queues = engine.extensions.get(QUEUES)
+    assert queues is not None
+    return queues
+
+
 def keep_queues_at(engine: Engine, home: int) -> None:
-    """Change the rank that keeps the queues which are made from now on: the one before has died."""
+    """Change the rank that keeps queues which are made from now on, if the one before has died."""
     queues = engine.extensions.get(QUEUES)
     assert queues is not None
     queues.home = home
@@ -249,12 +263,9 @@ class WorkQueue:
             "seed": self._seed, "state": state,
         }  # fmt: skip
         self.epoch = 0 if state is None else int(state["epoch"])
-        self._part, self._number = -1, 0
-        engine = init_rank_size.engine()
-        if engine.extensions.get(QUEUES) is None:
-            keep_queues(engine, 0)
-        queues = engine.extensions.get(QUEUES)
-        assert queues is not None
+        self._part = -1
+        queues = _queues_of(init_rank_size.engine())
+        self._queues: weakref.ref[Queues] | None = None  # those that the first question went to
         self._home = queues.home  # it dies with what it has
         queues.require_unused(name, self._home, self._spec)
 
@@ -311,22 +322,25 @@ class WorkQueue:
     def _leave(self) -> None:
         """Give back what this rank has, unless the queue is gone."""
         try:
-            queues = init_rank_size.engine().extensions.get(QUEUES)
+            engine = init_rank_size.engine()
         except NotInitializedError:
             return
-        if queues is not None:
+        queues = engine.extensions.get(QUEUES)
+        if queues is not None and self._queues is not None and self._queues() is queues:
             queues.leave(self._question("leave"))
 
     def _ask(self, do: str) -> Any:
         engine = init_rank_size.engine()
-        queues = engine.extensions.get(QUEUES)
-        if queues is None:
+        if self._queues is None:
+            queues = _queues_of(engine)
+            self._queues, self._home = weakref.ref(queues), queues.home
+        own = self._queues()
+        if own is None or own is not engine.extensions.get(QUEUES):
             raise RingcommError(
-                f"queue[{self._name}]: it was made before rc.shutdown(), or before ranks were "
-                "lost. Make it again, with the state_dict() of a checkpoint"
+                f"queue[{self._name}]: it was used before rc.shutdown() or ps.init(), or before "
+                "ranks were lost. Make it again, with the state_dict() of a checkpoint"
             )
-        self._number += 1
-        answer = queues.ask(self._number, self._question(do), engine.settings.timeout_or_inf)
+        answer = own.ask(self._question(do), engine.settings.timeout_or_inf)
         if "error" in answer:
             raise MismatchError(answer["error"])
         return answer

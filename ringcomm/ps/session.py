@@ -251,7 +251,6 @@ class Session:
 
     def _lose_server(self, number: int, rank: int, how: str) -> None:
         """End all calls for tables with an error: a part of their values is gone."""
-        keep_queues_at(self.engine, self.layout.rank_of(self.layout.leader))
         tables = [*self.tables.values()]
         before = self.client.outstanding.loss
         whole = tables if before is None else ()

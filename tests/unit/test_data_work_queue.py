@@ -9,11 +9,13 @@ import pytest
 from harness import DEADLINE_S, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ps_ranks_as_threads import Boom, run_all, run_workers
+from ps_ranks_as_threads import Boom, ended, kill_server, run_all, run_workers
 
 import ringcomm as rc
+from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.data.leases import OVER, WAIT, Leases
+from ringcomm.data.work_queue import QUEUES
 from ringcomm.engine.core.current_engine import engine
 from ringcomm.transport.control_header import Kind
 
@@ -206,6 +208,87 @@ def test_a_queue_that_nobody_has_used_may_be_made_otherwise():
         return total
 
     assert sum(run_ranks(2, body)) == sum(range(60))
+
+
+def test_a_loop_of_an_earlier_view_gives_back_nothing_in_the_next():
+    def body(_rank):
+        before = rc.data.WorkQueue(40, 5)
+        parts = iter(before)
+        next(parts)
+        rc.barrier()
+        engine().extensions.drop(QUEUES)  # as in another view, which has an engine of its own
+        queue = rc.data.WorkQueue(30, 5)
+        parts.close()
+        rc.barrier()
+        with pytest.raises(rc.RingcommError, match="before ranks were lost"):
+            before.state_dict()
+        total = sum_of(queue)
+        rc.barrier()
+        return total
+
+    assert sum(run_ranks(2, body)) == sum(range(30))
+
+
+def test_a_question_that_is_repeated_goes_to_the_rank_that_kept_the_queue_when_it_was_made():
+    queues = {}
+
+    def body(rank):
+        parts = iter(rc.data.WorkQueue(3, 1, shuffle=False))
+        queues[rank], listeners = engine().extensions.get(QUEUES), engine().watch.listeners
+        taken = next(parts).tolist() if rank == 0 else None
+        hear = listeners[Kind.WORK]
+
+        def lose_the_first(*_message):
+            listeners[Kind.WORK] = hear
+            queues[1].home = 2
+
+        if rank == 0:
+            listeners[Kind.WORK] = lose_the_first
+        rc.barrier()
+        if rank == 1:
+            taken = next(parts).tolist()
+        rc.barrier()
+        return taken
+
+    assert run_ranks(3, body) == [[0], [1], None]
+
+
+def push_on(table):
+    """Push until that raises."""
+    while True:
+        table.push(np.ones(3)).wait()
+
+
+def test_after_its_keeper_has_died_a_queue_is_made_again_on_all_ranks_once_they_have_recovered(
+    tmp_path,
+):
+    def body(rank):
+        table = ps.table("w", 3, "float64", updater=ps.optim.Add())
+        if rank == 0:
+            ps.save(tmp_path, background=False)
+        queue = rc.data.WorkQueue(40, 5)
+        taken, state = take_three_parts(queue)
+        parts = iter(queue)
+        if rank == 0:
+            next(parts)
+            kill_server(0)
+        with pytest.raises(rc.ServerLostError):
+            push_on(table)
+        # rank 1 has not used its first one yet
+        early = rc.data.WorkQueue(40, 5)
+        with pytest.raises(rc.PeerFailedError, match=r"After ps\.recover\(\) make the queue"):
+            next(iter(early))
+        ps.recover(tmp_path)
+        parts.close()  # often the error is what keeps it up to here
+        rc.barrier()
+        for indices in rc.data.WorkQueue(40, 5, state=state):
+            taken += indices.tolist()
+        rc.barrier()
+        return taken
+
+    results = ended(run_all(2, body, 2, settings=Settings(timeout_s=DEADLINE_S, elastic=1)), 1)
+    taken = [each for each in results if isinstance(each, list)]
+    assert sorted(itertools.chain(*taken)) == [*range(40)]
 
 
 @pytest.mark.long

@@ -547,7 +547,7 @@ def test_a_work_queue_dies_with_its_server_and_can_be_made_again():
             # a part takes so long: the server dies before all are done
             all(time.sleep(0.01) is None for _ in queue)
         table.push(np.ones(N)).wait()  # the server that goes on is known from here on
-        return sum(indices.sum() for indices in rc.data.WorkQueue(400, 5, name="again"))
+        return sum(indices.sum() for indices in rc.data.WorkQueue(400, 5))
 
     assert sum(run(body)) == sum(range(400))
 

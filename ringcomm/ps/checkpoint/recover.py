@@ -15,6 +15,7 @@ import logging
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ringcomm.data.work_queue import keep_queues_at
 from ringcomm.errors import CommTimeoutError, RingcommError, ServerLostError
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.check_checkpoint_arguments import folder_of
@@ -170,8 +171,9 @@ def _meet(current: Session, meeting: Meeting, said: Any, limit_s: float) -> dict
 
 
 def _reopen(current: Session, tables: list[dict[str, Any]]) -> None:
-    """Go on with the tables under their new numbers."""
+    """Go on with the tables under their new numbers, and with queues where the leader is now."""
     current.n_recovered += 1
+    keep_queues_at(current.engine, current.layout.rank_of(current.layout.leader))
     current.training.restart()
     created = {each["spec"]["name"]: each for each in tables}
     with current.opening:
