@@ -3,7 +3,7 @@
 import numpy as np
 
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.collectives.operators import BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from ringcomm.collectives.operators import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
 
 NUMPY = {
     SUM: np.add,
@@ -14,6 +14,7 @@ NUMPY = {
     BOR: np.bitwise_or,
     BXOR: np.bitwise_xor,
 }
+REDUCTIONS = {**NUMPY, AVERAGE: np.add}  # an average is a sum, which is divided afterwards
 HALVES = ("float16", "bfloat16")
 
 

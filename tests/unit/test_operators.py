@@ -6,22 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import at_length, outcomes, run_ranks
+from numpy_operators import REDUCTIONS
 
 import ringcomm as rc
 from ringcomm.arrays.dtypes import DTYPES
 
 pytestmark = pytest.mark.usefixtures("wire")
 
-NUMPY = {
-    rc.SUM: np.add,
-    rc.AVERAGE: np.add,
-    rc.MIN: np.minimum,
-    rc.MAX: np.maximum,
-    rc.PRODUCT: np.multiply,
-    rc.BAND: np.bitwise_and,
-    rc.BOR: np.bitwise_or,
-    rc.BXOR: np.bitwise_xor,
-}
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]
 UNDEFINED = (
@@ -55,7 +46,7 @@ def expected(op, name, rows):
         if op is rc.AVERAGE and DTYPES[name].is_integer:
             exact = sum(row.astype(object) for row in rows)  # it does not wrap
             return np.array([abs(v) // len(rows) * (1 if v >= 0 else -1) for v in exact], name)
-        total = reduce(NUMPY[op], [row.astype(wide) for row in rows])
+        total = reduce(REDUCTIONS[op], [row.astype(wide) for row in rows])
         if op is not rc.AVERAGE:
             return total.astype(numpy_dtype(name))
         parts = total.view(total.real.dtype)  # numpy divides complex by way of the reciprocal

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import run_ranks
+from numpy_operators import REDUCTIONS
 
 import ringcomm as rc
 from ringcomm.arrays import adapter_for
@@ -125,23 +126,13 @@ def test_a_factor_is_a_number(factor):
 
 
 VALUES = np.array([[3, 5, 2], [3, 7, 1]])  # of ranks 0 and 1; sums that 3 divides
-UFUNCS = {
-    rc.SUM: np.add,
-    rc.AVERAGE: np.add,
-    rc.MIN: np.minimum,
-    rc.MAX: np.maximum,
-    rc.PRODUCT: np.multiply,
-    rc.BAND: np.bitwise_and,
-    rc.BOR: np.bitwise_or,
-    rc.BXOR: np.bitwise_xor,
-}
 
 
 def combined(op, dtype, factor):
     """Return the reduction of two ranks' scaled values in a job of three."""
     wide = np.int64 if dtype is np.int32 else np.float64
     mine, theirs = (scaled(x.astype(dtype), factor).astype(wide) for x in VALUES)
-    total = UFUNCS[op](mine, theirs)
+    total = REDUCTIONS[op](mine, theirs)
     return (np.trunc(total / 3) if wide is np.int64 else total / 3) if op is rc.AVERAGE else total
 
 
