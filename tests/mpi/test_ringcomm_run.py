@@ -49,7 +49,7 @@ class Run:
 class Started:
     """A `ringcomm run` that runs."""
 
-    def __init__(self, cwd, *arguments, env=None):
+    def __init__(self, cwd, *arguments, env=None, output=subprocess.PIPE):
         self.cwd = Path(cwd)
         self.process = subprocess.Popen(
             # Who runs these tests in the background ignores the first two, and so would the job.
@@ -65,8 +65,8 @@ class Started:
             cwd=cwd,
             env=job_environment({"TMPDIR": str(cwd)} | (env or {})),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
             text=True,
             preexec_fn=heed_signals,  # noqa: PLW1509 - no threads here
         )
@@ -386,6 +386,19 @@ def test_nothing_is_left_when_ringcomm_run_itself_is_killed(tmp_path):
     job.process.kill()
     job.process.communicate()
     wait_until(lambda: processes_of(tmp_path / "run") == [], lambda: processes_of(tmp_path / "run"))
+
+
+@above_mpi
+def test_a_job_whose_terminal_goes_away_has_time_to_end_in_order(tmp_path):
+    controller, terminal = os.openpty()
+    job = Started(tmp_path, "-np", 2, script(tmp_path, HANDLED), output=terminal)
+    os.close(terminal)
+    job.wait_for(2)
+    os.close(controller)
+    job.process.send_signal(signal.SIGHUP)
+    done = job.finish()
+    assert (done.code, done.end["code"]) == (75, 75), done.end
+    assert {path.name for path in tmp_path.glob("checkpoint.*")} == {"checkpoint.0", "checkpoint.1"}
 
 
 @above_mpi

@@ -20,7 +20,8 @@ from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import Plan, Request, Surroundings
 from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
 from ringcomm.launch.job.restart.unreachable_hosts import silent_hosts
-from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.run_folder import END, RunFolder
+from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, Ending, Verdict, judge_ending
 from ringcomm.launch.run_child_with_deadline import outside_of_a_job
@@ -41,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
             return _run_and_restart(argv, args, folder)
         job = plan(args.request, _surroundings(args.request, folder))
         print(_shown(job))
-        _say(*args.notes, *job.notes)
+        say(*args.notes, *job.notes)
     except ConfigError as error:
-        _say(str(error))
+        say(str(error))
         return _REFUSED
     except KeyboardInterrupt:  # before the job began, or between two starts of it
         return _INTERRUPTED
@@ -73,7 +74,7 @@ def _run_and_restart(argv: Sequence[str], args: Arguments, folder: RunFolder) ->
             )
         )
         if decision.why:
-            _say(decision.why)
+            say(decision.why)
         if decision.request is None:
             return verdict.code
         n_restarts += 1
@@ -95,9 +96,9 @@ def _silent(request: Request, job: Plan, here: Surroundings) -> frozenset[str]:
 def _run(
     args: Arguments, request: Request, here: Surroundings, job: Plan, folder: RunFolder
 ) -> tuple[Verdict, Ending | None]:
-    _say(f"{_described(job, here)}; {_near(folder.path)}", *args.notes, *job.notes)
+    say(f"{_described(job, here)}; {_near(folder.path)}", *args.notes, *job.notes)
     if args.is_verbose:
-        print(_shown(job), file=sys.stderr, flush=True)
+        show(f"{_shown(job)}\n".encode(errors="backslashreplace"), sys.stderr)
     start = time.time()
     supervisor = Supervisor(
         job.argv,
@@ -115,7 +116,10 @@ def _run(
         ending, verdict = None, Verdict(_CANNOT_START, f"{job.argv[0]}: {error}")
     if ending is not None and verdict.code != 0 and not verdict.report:
         supervisor.show_held_messages()
-    folder.record_end(_record(verdict, ending, start))
+    try:
+        folder.record_end(_record(verdict, ending, start))
+    except OSError as error:  # the disk is full, or somebody has removed the folder
+        say(f"{folder.path / END} cannot be written: {error.strerror}")
     _say_end(verdict, folder)
     return verdict, ending
 
@@ -125,12 +129,12 @@ def _say_end(verdict: Verdict, folder: RunFolder) -> None:
     if verdict.code == 0:
         return
     if verdict.code == STOPPED_IN_ORDER and verdict.rank is None:
-        _say(f"{verdict.what} - exit {verdict.code}; start the job again to go on")
+        say(f"{verdict.what} - exit {verdict.code}; start the job again to go on")
         return
     report = verdict.report or f"x {verdict.what} - exit {verdict.code}\n"
     log = folder.path if verdict.rank is None else folder.log_of(verdict.rank)
     shown = log if log.exists() else folder.path
-    print(f"\n{report}  logs: {_near(shown)}", file=sys.stderr, flush=True)
+    show(f"\n{report}  logs: {_near(shown)}\n".encode(errors="backslashreplace"), sys.stderr)
 
 
 def _described(job: Plan, here: Surroundings) -> str:
@@ -200,8 +204,3 @@ def _time_text(now: float) -> str:
 def _near(path: Path) -> Path:
     """Return the path as seen from the working folder, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _say(*texts: str) -> None:
-    for text in texts:
-        print(f"ringcomm run: {text}", file=sys.stderr, flush=True)

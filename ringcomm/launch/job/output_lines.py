@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+_LINE_MAX: Final = 1 << 20  # bytes; a longer line is shown in parts
 _RULE: Final = re.compile(rb"(?:-{60,}|={60,})\s*")
 # mpirun's messages about the death of a rank, which the report makes superfluous.
 _ABOUT_DEATHS: Final = re.compile(
@@ -33,6 +34,9 @@ class LinesOf:
     def add(self, data: bytes) -> bytes:
         """Return the lines that are complete now."""
         *lines, self._rest = re.split(rb"(?<=[\n\r])", self._rest + data)
+        if len(self._rest) >= _LINE_MAX:
+            lines.append(self._rest + b"\n")
+            self._rest = b""
         return b"".join(self._marked(line) for line in lines)
 
     def flush(self) -> bytes:

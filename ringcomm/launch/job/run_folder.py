@@ -94,7 +94,11 @@ class RunFolder:
 
     def _files(self, prefix: str, suffix: str) -> Iterator[tuple[int, bytes]]:
         pattern = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
-        for path in sorted(self.path.iterdir()):
+        try:
+            paths = sorted(self.path.iterdir())
+        except FileNotFoundError:  # somebody has removed the folder
+            return
+        for path in paths:
             if match := pattern.fullmatch(path.name):
                 with contextlib.suppress(FileNotFoundError):
                     yield int(match[1]), path.read_bytes()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,6 +18,7 @@ from typing import IO, Any, Final
 
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.run_folder import LAUNCHER_LOG, RunFolder
+from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, Ending
 
 _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job to stop
@@ -65,6 +66,7 @@ class Supervisor:
         self._logs: dict[int, _Log] = {}
         self._launcher_text = LauncherText()
         self._launcher_tail = b""
+        self._has_gaps = False  # in the launcher's log
         self._reports_shown = 0
         self._argv, self._environ = argv, environ
 
@@ -73,7 +75,7 @@ class Supervisor:
 
         Raises OSError if the launcher cannot be started.
         """
-        with _Signals() as signals, open(self._folder.path / LAUNCHER_LOG, "wb") as log:
+        with _Signals() as signals, open(self._folder.path / LAUNCHER_LOG, "wb", 0) as log:
             process = subprocess.Popen(
                 self._argv,
                 stdin=subprocess.DEVNULL,  # Open MPI 5.0.11 loses some of it, or hangs (measured)
@@ -88,8 +90,8 @@ class Supervisor:
                     self._watch(process, selector, signals, log)
                 finally:
                     self._end_session(process.pid)
-        self._await_guardians()
-        self._show_logs(is_last=True)
+            self._await_guardians()
+            self._show_rest(signals)
         return Ending(
             size=self._size,
             ends=self._folder.ends(),
@@ -104,7 +106,7 @@ class Supervisor:
 
     def show_held_messages(self) -> None:
         """Show the launcher's messages about deaths, for want of a report."""
-        _show(b"".join(self._launcher_text.held), sys.stderr)
+        show(b"".join(self._launcher_text.held), sys.stderr)
 
     def _watch(
         self,
@@ -117,9 +119,9 @@ class Supervisor:
             assert stream is not None
             selector.register(stream, selectors.EVENT_READ)
         selector.register(signals.fd, selectors.EVENT_READ)
-        drained_by = float("inf")
+        drained_by, tick_s = float("inf"), _TICK_S
         while len(selector.get_map()) > 1 and time.monotonic() < drained_by:
-            for key, _ in selector.select(_TICK_S):
+            for key, _ in selector.select(tick_s):
                 if key.fd == signals.fd:
                     self._pass_on(signals.take(), process)
                 elif data := os.read(key.fd, _PIECE):
@@ -128,23 +130,27 @@ class Supervisor:
                     selector.unregister(key.fileobj)
             if process.poll() is not None and drained_by == float("inf"):
                 drained_by = time.monotonic() + _DRAIN_S  # a child of a rank may hold the pipe
-            self._show_logs()
+            tick_s = 0 if self._show_logs() else _TICK_S
             self._stop.go_on(process, self._local_ranks)
             self._end_orphan(process)
         while process.poll() is None:  # it has closed its output
             self._pass_on(signals.take(), process)
-            self._show_logs()
+            tick_s = 0 if self._show_logs() else _TICK_S
             self._stop.go_on(process, self._local_ranks)
             self._end_orphan(process)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_TICK_S)
-        _show(self._launcher_text.flush(), sys.stderr)
+                process.wait(tick_s)
+        show(self._launcher_text.flush(), sys.stderr)
 
     def _take(self, data: bytes, log: IO[bytes]) -> None:
-        log.write(data)
-        log.flush()
+        try:
+            log.write(data)
+        except OSError as error:  # the disk is full
+            if not self._has_gaps:
+                say(f"{LAUNCHER_LOG}: {error.strerror}")
+            self._has_gaps = True
         self._launcher_tail = (self._launcher_tail + data)[-_TAIL:]
-        _show(self._launcher_text.add(data), sys.stderr)
+        show(self._launcher_text.add(data), sys.stderr)
 
     def _pass_on(self, numbers: Sequence[int], process: subprocess.Popen[bytes]) -> None:
         for number in numbers:
@@ -159,7 +165,8 @@ class Supervisor:
         return [pid for pid, host in self._folder.ranks().values() if host == here]
 
     # --- output -----------------------------------------------------------------------------------
-    def _show_logs(self, *, is_last: bool = False) -> None:
+    def _show_logs(self) -> bool:
+        """Show what the ranks have written, or a piece of it; return True if there is more."""
         if len(self._logs) < self._size:
             for rank in range(self._size):
                 path = self._folder.log_of(rank)
@@ -167,16 +174,29 @@ class Supervisor:
                     prefix = f"[{rank}] ".encode() if self._size > 1 else b""
                     self._logs[rank] = _Log(path.open("rb", buffering=0), LinesOf(prefix))
         for log in self._logs.values():
-            _show(log.news(is_last=is_last), sys.stdout)
-            if is_last:
-                log.file.close()
+            show(log.news(), sys.stdout)
         if self._goes_on:
             self._show_reports()
+        return any(log.has_more for log in self._logs.values())
+
+    def _show_rest(self, signals: _Signals) -> None:
+        """Show all that the ranks have written, unless a signal comes meanwhile."""
+        signals.take()
+        self._show_logs()
+        is_cut = False
+        for log in self._logs.values():
+            for lines in log.rest():
+                is_cut = is_cut or bool(signals.take())
+                if is_cut:
+                    break
+                show(lines, sys.stdout)
+        if is_cut:
+            say(f"the rest of the output is in the logs of the ranks, {self._folder.path}")
 
     def _show_reports(self) -> None:
         texts = [f.text for g in self._folder.guardians() for f in g.failures]
         for text in texts[self._reports_shown :]:
-            _show(text.encode(), sys.stderr)
+            show(text.encode(), sys.stderr)
         self._reports_shown = len(texts)
 
     def _end_orphan(self, process: subprocess.Popen[bytes]) -> None:
@@ -216,12 +236,22 @@ class _Log:
 
     file: Any  # of bytes, without a buffer
     lines: LinesOf
+    has_more: bool = False
 
-    def news(self, *, is_last: bool) -> bytes:
-        shown = b""
-        while data := self.file.read(_PIECE):
-            shown += self.lines.add(data)
-        return shown + (self.lines.flush() if is_last else b"")
+    def news(self) -> bytes:
+        """Return lines of the next piece; the rank may write faster than they can be shown."""
+        data = self.file.read(_PIECE)
+        self.has_more = len(data) == _PIECE
+        return self.lines.add(data)
+
+    def rest(self) -> Iterator[bytes]:
+        """Yield the lines until the present end; a process that was left behind may write on."""
+        with self.file:
+            left = os.fstat(self.file.fileno()).st_size - self.file.tell()
+            while left > 0 and (data := self.file.read(min(left, _PIECE))):
+                left -= len(data)
+                yield self.lines.add(data)
+        yield self.lines.flush()
 
 
 class _Stop:
@@ -245,11 +275,7 @@ class _Stop:
             return
         self.signal = number
         name = SIGNAL_NAMES[number]
-        print(
-            f"ringcomm run: {name}: the ranks have {self._grace_s:g} s to end",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{name}: the ranks have {self._grace_s:g} s to end")
         self._next_at = time.monotonic() + (self._grace_s if pids else 0.0)
         self._ask_new(pids)
 
@@ -386,21 +412,3 @@ def _session_members(session: int) -> list[int]:
             if of == str(session) and state not in "ZX":
                 found.append(int(path.parent.name))
     return found
-
-
-def _show(data: bytes, stream: Any) -> None:
-    """Write bytes to stdout or stderr as they are; nowhere if its reader has gone (`| head`)."""
-    if not data:
-        return
-    raw = getattr(stream, "buffer", None)
-    try:
-        if raw is None:  # a notebook, or a test, has replaced it
-            stream.write(data.decode(errors="replace"))
-        else:
-            stream.flush()
-            raw.write(data)
-        stream.flush()
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)

@@ -1,0 +1,114 @@
+"""`ringcomm run` shows what ranks write, however they write it and whoever reads it."""
+
+import errno
+import os
+import re
+
+import pytest
+
+from ringcomm.launch.job import command, supervisor
+from ringcomm.launch.job.output_lines import LinesOf
+from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.show import show
+from ringcomm.launch.job.supervisor import Supervisor
+
+
+class EndlessFile:
+    """A log whose rank writes faster than anybody reads."""
+
+    n_reads = 0
+
+    def read(self, nbytes):
+        self.n_reads += 1
+        assert self.n_reads < 100, "nothing is shown, and no signal is heard"
+        return b"y\n" * (nbytes // 2)
+
+
+def test_a_rank_that_writes_faster_than_is_shown_holds_nothing_up():
+    log = supervisor._Log(EndlessFile(), LinesOf(b""))
+    assert log.news()
+    assert log.has_more
+
+
+def test_the_rest_of_a_log_ends_though_a_child_that_was_left_behind_writes_on(tmp_path):
+    path = tmp_path / "rank-0.log"
+    path.write_bytes(b"y\n" * supervisor._PIECE)
+    with path.open("ab", buffering=0) as writer:
+        shown = 0
+        for lines in supervisor._Log(path.open("rb", buffering=0), LinesOf(b"")).rest():
+            shown += len(lines)
+            writer.write(b"y\n" * supervisor._PIECE)
+            assert shown <= 2 * supervisor._PIECE
+    assert shown == 2 * supervisor._PIECE
+
+
+def test_a_line_without_an_end_takes_limited_memory_and_nothing_is_lost():
+    lines, shown = LinesOf(b""), b""
+    for _ in range(64):
+        shown += lines.add(b"\0" * (1 << 16))
+    assert len(shown.replace(b"\n", b"")) >= 3 << 20
+    shown += lines.flush()
+    assert shown.replace(b"\n", b"") == bytes(4 << 20)
+
+
+def lost_terminal():
+    controller, terminal = os.openpty()
+    os.close(controller)
+    return terminal
+
+
+def lost_reader():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize(
+    ("opened", "number"),
+    [
+        (lost_terminal, errno.EIO),
+        (lost_reader, errno.EPIPE),
+        (lambda: os.open("/dev/full", os.O_WRONLY), errno.ENOSPC),
+    ],
+)
+def test_output_that_nobody_can_read_ends_no_job(opened, number, capfd):
+    with open(opened(), "w") as stream:
+        with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+            os.write(stream.fileno(), b"x")
+        show(b"first\n", stream)
+        show(b"second\n", stream)
+    said = capfd.readouterr().err
+    assert ("in the logs only" in said) is (number == errno.ENOSPC), said
+
+
+def supervised(folder, says):
+    return Supervisor(["sh", "-c", says], {}, folder, size=1, grace_s=1).run()
+
+
+def test_a_job_whose_log_cannot_be_written_goes_on(tmp_path, capfd):
+    folder = RunFolder(tmp_path / "run")
+    folder.create({}, {})
+    (folder.path / "launcher.log").symlink_to("/dev/full")
+    ending = supervised(folder, "echo one; sleep 0.2; echo two; exit 3")
+    assert ending.launcher_code == 3
+    said = capfd.readouterr().err
+    assert said.count("launcher.log: No space left") == 1
+    assert "one\n" in said
+    assert "two\n" in said
+
+
+def test_a_job_whose_folder_is_removed_keeps_its_exit_code(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create({}, {})
+    assert supervised(folder, f"rm -r '{folder.path}'; exit 3").launcher_code == 3
+
+
+def test_a_job_whose_end_cannot_be_recorded_keeps_its_exit_code(tmp_path, monkeypatch, capfd):
+    def full(self, end):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RunFolder, "record_end", full)
+    monkeypatch.chdir(tmp_path)
+    job = ["-np", "1", "--run-folder", "run", "sh", "-c", "exit 3"]
+    assert command.main(job) == 3
+    assert "end.json cannot be written: No space left" in capfd.readouterr().err
