@@ -28,6 +28,7 @@ from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.plan import Plan
 from ringcomm.errors import ConfigError
 from ringcomm.launch.bench.cases import parse_sizes
+from ringcomm.launch.seconds import seconds
 from ringcomm.progress_bar import ProgressBar, progress_bar
 from ringcomm.transport.channel import Channel
 
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         help="sizes to measure, as in 4K,1M,64M (default: 1K to 64M in steps of 4)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="about how long to measure (default: 60)"
+        "--seconds", type=seconds, default=60.0, help="about how long to measure (default: 60)"
     )
     return parser
 

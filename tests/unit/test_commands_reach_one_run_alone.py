@@ -10,7 +10,8 @@ import pytest
 
 from ringcomm.launch.dashboard.source import Source
 from ringcomm.launch.job.run_folder import RunFolder
-from ringcomm.launch.watch import top
+from ringcomm.launch.watch import ctl, top
+from ringcomm.launch.watch.prometheus import Pages
 from ringcomm.launch.watch.send_command import look
 
 RANK = """
@@ -65,6 +66,36 @@ def test_ctl_reaches_the_ranks_of_the_run(runs, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
+def test_prometheus_gets_the_ranks_of_the_run(runs, name, tmp_path):
+    metrics = {each.name: each.samples for each in Pages(str(tmp_path / name)).collect()}
+    assert {each.labels["job"] for each in metrics["ringcomm_up"]} == {f"{name}-{os.getpid()}"}
+
+
+def test_a_run_that_is_over_is_said_to_be_over_although_another_lives(runs, tmp_path, capsys):
+    assert runs
+    RunFolder(tmp_path / "old").create({}, {})
+    assert ctl.main([str(tmp_path / "old"), "stop"]) == 1
+    said = capsys.readouterr().err
+    assert said == f"ringcomm ctl: no rank of the run {tmp_path / 'old'} lives on this host\n"
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
 def test_the_dashboard_shows_the_ranks_of_the_run(runs, name, tmp_path):
     rows = Source(RunFolder(tmp_path / name)).state()["ranks"]
     assert [each["pid"] for each in rows] == runs[name]
+
+
+@pytest.mark.parametrize("number", ["-1", "nan", "inf", "x"])
+@pytest.mark.parametrize(
+    ("main", "arguments"), [(top.main, ["--interval"]), (ctl.main, ["a", "pause", "--timeout"])]
+)
+def test_a_time_that_is_none_is_refused(main, arguments, number, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main([*arguments[:-1], f"{arguments[-1]}={number}"])
+    assert refused.value.code == 2
+    assert f"'{number}' is not a number of seconds >= 0" in capsys.readouterr().err
+
+
+def test_a_port_that_is_none_is_refused(capsys):
+    assert top.main(["--prometheus-port", "99999999"]) == 1
+    assert "ringcomm top: port 99999999: " in capsys.readouterr().err

@@ -13,6 +13,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.launch.job import horovodrun_flags
 from ringcomm.launch.job.hosts import Host, parse_host_file, parse_hosts
 from ringcomm.launch.job.plan_types import LAUNCHERS, Request
+from ringcomm.launch.seconds import seconds
 
 GRACE_S: Final = 20.0
 RESTARTS: Final = 3
@@ -132,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeline", action="store_const", const="", help="record a timeline in the run's folder")
     add("--timeline-filename", dest="timeline", type=_without_suffix, metavar="PREFIX",
         help="record a timeline in PREFIX.<rank>.json")
-    add("--grace", type=_seconds, default=GRACE_S, metavar="S",
+    add("--grace", type=seconds, default=GRACE_S, metavar="S",
         help=f"seconds that ranks have to stop when asked to (default: {GRACE_S:g})")
     add("--dry-run", action="store_true", help="print the command, and do nothing")
     add("-v", "--verbose", action="store_true", help="print the command before it runs")
@@ -249,16 +250,6 @@ def _count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not number >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 0")
-    return number
 
 
 def _variable(text: str) -> tuple[str, str | None]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ringcomm.engine.control.commands import COMMANDS, parse
+from ringcomm.launch.seconds import seconds
 from ringcomm.launch.watch.rank_rows import RankSample
 from ringcomm.launch.watch.send_command import ask, look
 from ringcomm.status.stacks import stacks_of
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=seconds,
         default=_LIMIT_S,
         metavar="S",
         help="seconds to wait for a step boundary of all ranks (default: 60)",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringcomm._core import monotonic_ns
-from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.rank_rows import Process, RankSample
 from ringcomm.launch.watch.slow_link import Traffic
@@ -83,6 +83,11 @@ class RunFolders:
         """Return (from host, to host) -> what was sent in a job, as of with_other_hosts()."""
         mine = [each for each in self._reports if any(rank.job == job for rank in each.ranks)]
         return traffic_by_host(mine)
+
+
+def run_folder_named(what: str) -> Path | None:
+    """Return the folder of a run, if `what` is one; None: it is the beginning of a job's name."""
+    return Path(what).absolute() if what and is_run_folder(Path(what)) else None
 
 
 def of_run(samples: Sequence[RankSample], folder: Path) -> list[RankSample]:

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from ringcomm._core import monotonic_ns
 from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.other_hosts import of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import RankSample, as_json
 
 _LABELS: Final = ("job", "rank", "host")
@@ -35,16 +36,19 @@ _COUNTERS: Final[dict[str, tuple[str, _Value]]] = {
 
 
 class Pages(Collector):
-    """The status pages of the live jobs whose names begin so, at each scrape."""
+    """The status pages of this host at each scrape: as `ringcomm top JOB|RUN` chooses the jobs."""
 
-    def __init__(self, job: str) -> None:
-        self._job = job
+    def __init__(self, what: str) -> None:
+        self._folder = run_folder_named(what)
+        self._job = "" if self._folder else what
         self._ranks = Ranks()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         self._ranks.search()
         found = self._ranks.sample(monotonic_ns())
+        if self._folder is not None:
+            found = of_run(found, self._folder)
         live = {each.job for each in found if not each.is_over and each.job.startswith(self._job)}
         samples = [each for each in found if each.job in live]
         for family, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
@@ -62,10 +66,10 @@ class Pages(Collector):
         yield scalars
 
 
-def serve(port: int, job: str) -> None:
+def serve(port: int, what: str) -> None:
     """Serve until Ctrl-C. Raises OSError if the port is taken."""
     registry = CollectorRegistry()
-    registry.register(Pages(job))
+    registry.register(Pages(what))
     server, thread = start_http_server(port, "127.0.0.1", registry)
     print(f"http://127.0.0.1:{server.server_port}/metrics", flush=True)
     with contextlib.suppress(KeyboardInterrupt):

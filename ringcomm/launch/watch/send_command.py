@@ -12,9 +12,8 @@ from typing import Final
 
 from ringcomm._core import StatusPage, monotonic_ns
 from ringcomm.engine.control.commands import Command
-from ringcomm.launch.job.run_folder import is_run_folder
 from ringcomm.launch.watch.find_ranks import Ranks
-from ringcomm.launch.watch.other_hosts import of_run
+from ringcomm.launch.watch.other_hosts import of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import RankSample
 from ringcomm.status.page_enums import Mail
 
@@ -111,6 +110,9 @@ def look(what: str) -> tuple[Ranks, list[RankSample]]:
     ranks = Ranks()
     ranks.search()
     samples = ranks.sample(monotonic_ns())
-    if what and is_run_folder(Path(what)):
-        samples, what = of_run(samples, Path(what)), ""
-    return ranks, choose_job(samples, what)
+    if (folder := run_folder_named(what)) is None:
+        return ranks, choose_job(samples, what)
+    samples = of_run(samples, folder)
+    if all(each.is_over for each in samples):
+        raise LookupError(f"no rank of the run {what} lives on this host")
+    return ranks, choose_job(samples, "")

@@ -9,13 +9,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._core import monotonic_ns
-from ringcomm.launch.job.run_folder import is_run_folder
+from ringcomm.launch.seconds import seconds
 from ringcomm.launch.watch.find_ranks import Ranks
-from ringcomm.launch.watch.other_hosts import RunFolders, of_run
+from ringcomm.launch.watch.other_hosts import RunFolders, of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import (
     COLUMNS,
     RankSample,
@@ -88,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--interval",
-        type=float,
+        type=seconds,
         metavar="S",
         help="seconds between looks (default: 1), or, with --once, from the first to the last one "
         "(default: 2.4)",
@@ -104,7 +103,7 @@ class Jobs:
     """
 
     def __init__(self, what: str) -> None:
-        self._folder = Path(what).absolute() if what and is_run_folder(Path(what)) else None
+        self._folder = run_folder_named(what)
         self._name = "" if self._folder else what
         self._ranks = Ranks()
         self._folders = RunFolders(self._folder)
@@ -167,8 +166,9 @@ def _serve(port: int, job: str) -> int:
         return 1
     try:
         serve(port, job)
-    except OSError as error:
-        print(f"ringcomm top: port {port}: {error.strerror}", file=sys.stderr)
+    except (OSError, OverflowError) as error:  # the latter if it is not in 0 to 65535
+        why = error.strerror if isinstance(error, OSError) else error
+        print(f"ringcomm top: port {port}: {why}", file=sys.stderr)
         return 1
     return 0
 
