@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from harness import wait_until
 
 from ringcomm.launch.dashboard.source import Source
+from ringcomm.launch.job import become_rank_program
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch import ctl, top
 from ringcomm.launch.watch.prometheus import Pages
@@ -18,39 +20,39 @@ RANK = """
 import os, sys
 from ringcomm._core import StatusPage
 
-job, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-host = os.uname().nodename
-page = StatusPage.create(job=job, host=host, rank=rank, size=2, local_rank=rank, nonce=7)
-with open(f"{folder}/rank-{rank}.at", "w") as file:
-    file.write(f"{os.getpid()} {host}\\n")
+job, rank = sys.argv[1], int(os.environ["RANK"])
+page = StatusPage.create(
+    job=job, host=os.uname().nodename, rank=rank, size=2, local_rank=rank, nonce=7
+)
 print("there", flush=True)
 sys.stdin.read()
 """
 SIZE = 2
 
 
+def start(folder, rank):
+    """Start a rank of a run; it ends when its stdin is closed."""
+    job = f"{folder.name}-{os.getpid()}"
+    program = [sys.executable, "-P", "-c", RANK, job]
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", become_rank_program.__file__, folder, *program],
+        env={**os.environ, "RANK": str(rank)},
+        stdin=subprocess.PIPE,
+    )
+
+
 @pytest.fixture
 def runs(tmp_path):
-    """The folders of two runs, a and b, with their live ranks; name -> pids."""
+    """The pids of the live ranks of two runs, whose folders are a and b."""
+    pids = {}
     with contextlib.ExitStack() as stack:
-        pids = {}
-        for name in ("a", "b"):
-            folder = tmp_path / name
-            RunFolder(folder).create({}, {})
-            ranks = [
-                stack.enter_context(
-                    subprocess.Popen(
-                        [sys.executable, "-P", "-c", RANK, f"{name}-{os.getpid()}", str(r), folder],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                    )
-                )
-                for r in range(SIZE)
-            ]
-            assert [each.stdout.readline() for each in ranks] == ["there\n"] * SIZE
-            pids[name] = [each.pid for each in ranks]
-        yield pids  # the ranks end when their stdin is closed
+        for folder in (RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")):
+            folder.create({}, {})
+            ranks = [stack.enter_context(start(folder.path, rank)) for rank in range(SIZE)]
+            pids[folder.path.name] = [each.pid for each in ranks]
+            for log in map(folder.log_of, range(SIZE)):
+                wait_until(lambda log=log: log.exists() and log.read_text(), f"{log} is empty")
+        yield pids
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -83,6 +85,17 @@ def test_a_run_that_is_over_is_said_to_be_over_although_another_lives(runs, tmp_
 def test_the_dashboard_shows_the_ranks_of_the_run(runs, name, tmp_path):
     rows = Source(RunFolder(tmp_path / name)).state()["ranks"]
     assert [each["pid"] for each in rows] == runs[name]
+
+
+def test_a_rank_is_of_no_old_run_whose_ranks_had_its_pid(runs, tmp_path, capsys):
+    old = RunFolder(tmp_path / "old")
+    old.create({}, {})
+    for rank, pid in enumerate(runs["a"]):
+        (old.path / f"rank-{rank}.at").write_text(f"{pid} {os.uname().nodename}\n")
+    assert top.main([str(old.path), "--json"]) == 1
+    assert ctl.main([str(old.path), "stop"]) == 1
+    assert "no rank of the run" in capsys.readouterr().err
+    assert Source(old).state()["ranks"] == []
 
 
 @pytest.mark.parametrize("number", ["-1", "nan", "inf", "x"])

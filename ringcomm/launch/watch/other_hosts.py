@@ -93,8 +93,17 @@ def run_folder_named(what: str) -> Path | None:
 def of_run(samples: Sequence[RankSample], folder: Path) -> list[RankSample]:
     """Return the ranks of the run with this folder, on hosts that see it."""
     started = set(RunFolder(folder).ranks().values())
-    jobs = {each.job for each in samples if (each.page["pid"], each.page["host"]) in started}
+    found = [each for each in samples if (each.page["pid"], each.page["host"]) in started]
+    jobs = {each.job for each in found if not _is_of_another(each, folder)}
     return [each for each in samples if each.job in jobs]
+
+
+def _is_of_another(sample: RankSample, folder: Path) -> bool:
+    """Return True if a rank of this host has a pid that a rank of this run had before it."""
+    if sample.process is None or sample.page["host"] != os.uname().nodename:
+        return False
+    own = _folder_of(sample.page["pid"])
+    return own is None or not own.exists() or not own.samefile(folder)
 
 
 def _ranks_of(report: Report) -> list[RankSample]:
