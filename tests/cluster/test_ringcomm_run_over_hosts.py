@@ -1,10 +1,13 @@
 """`ringcomm run` over several hosts: logs and exit codes of ranks that are elsewhere."""
 
 import json
+import os
+import re
 import shlex
 import subprocess
 
 import pytest
+from fakecluster import running
 from harness import BIN, HANG_S, job_environment, run_command, wait_until
 
 TRAIN = """
@@ -155,3 +158,36 @@ def test_the_ranks_of_all_hosts_and_a_slow_link_are_seen_from_one_host(ring, clu
         )
     finally:
         cluster.set_rate("h1", cluster.rate)
+
+
+LOST = """
+import os
+import numpy as np
+import ringcomm as rc
+rc.init()
+rc.barrier()
+open(f"started.{rc.rank()}", "w").close()
+while True:
+    rc.allreduce(np.ones(3))
+"""
+
+
+@pytest.mark.at_length  # takes 25 s: a host that does not answer has 15 s to do so
+def test_a_job_ends_though_the_launcher_waits_for_a_host_that_has_lost_its_power(cluster, tmp_path):
+    with running(f"lost-{os.getpid()}", 3, cluster.rate) as doomed:
+        job = command(doomed, tmp_path, LOST)
+        at = job["args"].index("--run-folder")
+        job["args"][at:at] = ["--grace", "4"]
+        job["env"]["RINGCOMM_TIMEOUT_S"] = "5"  # also of the start
+        process = subprocess.Popen(**job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        files = [tmp_path / f"started.{rank}" for rank in range(4)]
+        wait_until(lambda: all(path.exists() for path in files), "no start", 60)
+        doomed.crash("h2")
+        try:
+            _, err = process.communicate(timeout=HANG_S)
+        finally:
+            process.kill()
+    end = json.loads((tmp_path / "run" / "end.json").read_text())
+    assert (process.returncode, end["code"]) == (1, 1), err
+    assert "h2 cannot be reached: the launcher is ended" in err
+    assert re.search(r"^x rank [012] .* raised CommTimeoutError", err, re.MULTILINE), err

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def _run_and_restart(argv: Sequence[str], args: Arguments, folder: RunFolder) ->
                 code=verdict.code,
                 was_asked_to_stop=ending.asked is not None or ending.is_stopped,
                 ends=ending.ends,
-                silent=_silent(request, job, here) if verdict.code else (),
+                silent=_silent(request, job, here) if verdict.code and request.elastic else (),
                 n_restarts=n_restarts,
                 limit=args.restarts,
             )
@@ -87,8 +88,6 @@ def _surroundings(request: Request, folder: RunFolder) -> Surroundings:
 
 
 def _silent(request: Request, job: Plan, here: Surroundings) -> frozenset[str]:
-    if request.elastic is None:
-        return frozenset()
     names = [host.name for host in job.hosts]
     return silent_hosts(names, agent_of(request), here.environ, own_names=here.own_names)
 
@@ -107,7 +106,7 @@ def _run(
         size=job.size,
         grace_s=args.grace_s,
         goes_on_after_deaths=request.elastic is not None,
-        silent_hosts=lambda: _silent(request, job, here),
+        silent_hosts=partial(_silent, request, job, here) if job.hosts else None,
     )
     try:
         ending = supervisor.run()

@@ -44,7 +44,8 @@ class Supervisor:
         grace_s: seconds that ranks have to stop in order when they are asked to.
         goes_on_after_deaths: a dead rank does not end the job; it is reported at once.
         silent_hosts: asks the hosts of the job, and returns those that do not answer. If there is
-            one, and all ranks of this host have ended, the launcher is ended, which may hang.
+            one, and all ranks of this host have ended (not well, unless the job goes on after
+            deaths), the launcher is ended, which may hang. None: the job has no other hosts.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class Supervisor:
         size: int,
         grace_s: float,
         goes_on_after_deaths: bool = False,
-        silent_hosts: Callable[[], Collection[str]] = tuple,
+        silent_hosts: Callable[[], Collection[str]] | None = None,
     ) -> None:
         self._folder = folder
         self._size = size
         self._stop = _Stop(grace_s)
         self._goes_on = goes_on_after_deaths
-        self._orphan = _Orphan(grace_s, silent_hosts)
+        self._orphan = None if silent_hosts is None else _Orphan(grace_s, silent_hosts)
         self._logs: dict[int, _Log] = {}
         self._launcher_text = LauncherText()
         self._launcher_tail = b""
@@ -202,10 +203,15 @@ class Supervisor:
     def _end_orphan(self, process: subprocess.Popen[bytes]) -> None:
         """End a launcher that waits for a host which is lost."""
         is_over = process.poll() is not None or self._stop.signal is not None
-        if is_over or not self._goes_on or not self._orphan.is_due:
+        if is_over or self._orphan is None or not self._orphan.is_due:
             return
         here = self._local_ranks()
-        self._orphan.go_on(process, is_idle=bool(here) and not any(map(_lives, here)))
+        is_idle = bool(here) and not any(map(_lives, here))
+        self._orphan.go_on(process, is_idle=is_idle and (self._goes_on or self._has_failed()))
+
+    def _has_failed(self) -> bool:
+        """Return True if a rank has recorded a bad end; the others of a good job may work on."""
+        return any(end.code for end in self._folder.ends().values())
 
     # --- the end ----------------------------------------------------------------------------------
     def _end_session(self, session: int) -> None:
@@ -330,11 +336,9 @@ class _Orphan:
             self._ask_at = now + self._patience_s
             if silent := self._silent_hosts():
                 names = ", ".join(sorted(silent))
-                print(
-                    f"ringcomm run: the ranks of this host have ended, and {names} cannot be "
-                    "reached: the launcher is ended",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"the ranks of this host have ended, and {names} cannot be reached: the "
+                    "launcher is ended"
                 )
                 process.terminate()
                 self._kill_at = time.monotonic() + _TERM_TO_KILL_S
