@@ -188,15 +188,39 @@ def test_a_record_that_cannot_be_written_is_an_error(tmp_path):
 
 def test_a_folder_holds_one_run(tmp_path):
     folder = RunFolder.named_by_time(tmp_path / "runs", 0)
+    assert folder.claim()
     folder.create({"a": 1}, {"machines": "h1:2\n"})
     assert json.loads((folder.path / "run.json").read_text()) == {"a": 1}
     assert (folder.path / "machines").read_text() == "h1:2\n"
     assert RunFolder.named_by_time(tmp_path / "runs", 0).path.name == folder.path.name + "-2"
-    with pytest.raises(ConfigError, match="holds a run already"):
-        folder.create({}, {})
+    assert not folder.claim()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be made.*--run-folder"):
-        RunFolder(tmp_path / "file" / "run").create({}, {})
+        RunFolder(tmp_path / "file" / "run").claim()
+
+
+def test_two_runs_of_the_same_second_have_folders_of_their_own(tmp_path):
+    one, other = (RunFolder.named_by_time(tmp_path, 0) for _ in range(2))
+    assert one.path == other.path
+    assert one.claim()
+    assert not other.claim()
+    assert RunFolder.named_by_time(tmp_path, 0).claim()
+
+
+def test_a_run_whose_folder_another_takes_meanwhile_is_not_refused(monkeypatch, tmp_path):
+    claim, lost = RunFolder.claim, []
+
+    def beaten_once(folder):
+        is_free = claim(folder)  # by the other run, the first time
+        lost.append(folder.path)
+        return is_free and len(lost) > 1
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RunFolder, "claim", beaten_once)
+    assert command.main(["-np", "1", "true"]) == 0
+    other, own = lost
+    assert not (other / "end.json").exists()
+    assert json.loads((own / "end.json").read_text())["code"] == 0
 
 
 def test_ctrl_c_before_a_job_begins_is_no_traceback(monkeypatch, tmp_path):

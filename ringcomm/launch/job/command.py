@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_and_restart(argv: Sequence[str], args: Arguments, folder: RunFolder) -> int:
     """Run the job, and start it again as long as that makes sense; return its last exit code."""
-    request, first, n_restarts = args.request, folder, 0
+    request, first, n_restarts = args.request, None, 0
     while True:
-        here = _surroundings(request, folder)
-        job = plan(request, here)
+        folder, here, job = _planned(args, request, folder)
         folder.create(_config(argv, request, here, job, args.notes), job.files)
+        first = first or folder
         verdict, ending = _run(args, request, here, job, folder)
         if ending is None:
             return verdict.code
@@ -80,6 +81,24 @@ def _run_and_restart(argv: Sequence[str], args: Arguments, folder: RunFolder) ->
             return verdict.code
         n_restarts += 1
         request, folder = decision.request, first.after_restart(n_restarts)
+
+
+def _planned(
+    args: Arguments, request: Request, folder: RunFolder
+) -> tuple[RunFolder, Surroundings, Plan]:
+    """Return a folder that is this run's own now, and how to run the job there.
+
+    Raises ConfigError if the job is refused, or the folder that the user has named is not free.
+    """
+    here = _surroundings(request, folder)
+    job = plan(request, here)
+    while not folder.claim():
+        if args.run_folder is not None:
+            raise ConfigError(f"{folder.path} holds a run already; name another by --run-folder")
+        folder = RunFolder.named_by_time(args.runs, time.time())  # a run of the same second has it
+        here = replace(here, folder=str(folder.path))
+        job = plan(request, here)
+    return folder, here, job
 
 
 def _surroundings(request: Request, folder: RunFolder) -> Surroundings:

@@ -32,7 +32,10 @@ class RunFolder:
 
     @classmethod
     def named_by_time(cls, parent: Path, now: float) -> RunFolder:
-        """Return a folder that does not exist yet, such as runs/2026-11-20T22-10-03."""
+        """Return a folder that does not exist yet, such as runs/2026-11-20T22-10-03.
+
+        Another run may take it first: see claim().
+        """
         name = time.strftime("%Y-%m-%dT%H-%M-%S", time.localtime(now))
         path = parent.absolute() / name
         count = 1
@@ -45,22 +48,31 @@ class RunFolder:
         """Return the folder of the same run after it was started again that many times."""
         return RunFolder(self.path.with_name(f"{self.path.name}-restart-{number}"))
 
-    def create(self, config: Mapping[str, Any], files: Mapping[str, str]) -> None:
-        """Make the folder with its configuration and with files for the launcher.
+    def claim(self) -> bool:
+        """Make the folder, for one run alone; return False if it is that of another run.
 
-        Raises ConfigError if it holds a run already, or cannot be made.
+        Raises ConfigError if it cannot be made.
         """
-        try:
+        with _saying_what_to_do():
             self.path.mkdir(parents=True, exist_ok=True)
             if (self.path / CONFIG).exists():
-                raise ConfigError(f"{self.path} holds a run already; name another by --run-folder")
+                return False
+            try:
+                (self.path / LAUNCHER_LOG).touch(exist_ok=False)
+            except FileExistsError:  # another run has claimed it in this moment
+                return False
+            return True
+
+    def create(self, config: Mapping[str, Any], files: Mapping[str, str]) -> None:
+        """Write the configuration and files for the launcher.
+
+        Raises ConfigError if they cannot be written.
+        """
+        with _saying_what_to_do():
+            self.path.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
                 (self.path / name).write_text(text)
             self._write(CONFIG, config)
-        except OSError as error:
-            raise ConfigError(
-                f"the folder of the run cannot be made: {error}. Name another by --run-folder"
-            ) from error
 
     def record_end(self, end: Mapping[str, Any]) -> None:
         """Write the record by which the run is judged."""
@@ -106,6 +118,16 @@ class RunFolder:
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         with replacing(self.path / name) as file:
             file.write(json.dumps(content, indent=2).encode() + b"\n")
+
+
+@contextlib.contextmanager
+def _saying_what_to_do() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the folder of the run cannot be made: {error}. Name another by --run-folder"
+        ) from error
 
 
 def is_run_folder(path: Path) -> bool:
