@@ -75,6 +75,21 @@ def test_a_merged_file_is_json_with_an_end_for_each_operation(tmp_path, capsys):
     assert read_events("]") == []
 
 
+def test_a_file_without_events_of_a_rank_is_named(tmp_path, capsys):
+    lines = "\n".join(f"{json.dumps(event)}," for event in recorded(0, "a", steps()))
+    (tmp_path / "timeline.0.json").write_text(f"[\n{lines}")
+    (tmp_path / "timeline.1.json").touch()  # its rank was killed before it wrote anything
+    merged = tmp_path / "timeline.all.json"
+    assert main(["merge", str(tmp_path), "-o", str(merged)]) == 0
+    capsys.readouterr()
+    assert main(["summary", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("1 ranks, 20 operations")
+    assert [line.partition(" has no events")[0] for line in shown.err.splitlines()] == [
+        f"ringcomm timeline: {path}" for path in (tmp_path / "timeline.1.json", merged)
+    ]
+
+
 def test_what_ranks_record_is_in_the_format_of_perfetto_once_merged(tmp_path):
     for rank in range(2):
         timeline = Timeline(tmp_path / "timeline", rank)

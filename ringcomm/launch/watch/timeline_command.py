@@ -51,7 +51,12 @@ def _events(paths: Sequence[Path]) -> list[Event]:
     files: list[Path] = []
     for path in paths:
         files += sorted(path.glob("timeline.*.json")) if path.is_dir() else [path]
-    found = [event for path in files for event in read_events(path.read_text(errors="replace"))]
+    found: list[Event] = []
+    for path in files:
+        events = read_events(path.read_text(errors="replace"))
+        if not events:
+            print(f"ringcomm timeline: {path} has no events of a rank", file=sys.stderr)
+        found += events
     if not found:
         raise LookupError(f"no timeline in {', '.join(map(str, paths))}")
     return found

@@ -27,7 +27,7 @@ def read_events(text: str) -> list[Event]:
             event = json.loads(line.strip().rstrip(","))
         except ValueError:
             continue  # the brackets, and a line that was cut off
-        if isinstance(event, dict):
+        if isinstance(event, dict) and "pid" in event:  # a merged file is one object of others
             found.append(event)
     return found
 
