@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     target, _ = _COMMANDS[args.command]
     try:
         code: int = pkgutil.resolve_name(target)(args.arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed when Python started
+            sys.stdout.flush()
     except BrokenPipeError:  # its reader has gone, as in `ringcomm top --once | head -5`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return _READER_GONE

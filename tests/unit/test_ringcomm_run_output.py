@@ -5,6 +5,7 @@ import os
 import re
 
 import pytest
+from harness import BIN, run_command
 
 from ringcomm.launch.job import command, supervisor
 from ringcomm.launch.job.output_lines import LinesOf
@@ -112,3 +113,18 @@ def test_a_job_whose_end_cannot_be_recorded_keeps_its_exit_code(tmp_path, monkey
     job = ["-np", "1", "--run-folder", "run", "sh", "-c", "exit 3"]
     assert command.main(job) == 3
     assert "end.json cannot be written: No space left" in capfd.readouterr().err
+
+
+def test_a_job_whose_stdout_is_closed_keeps_its_exit_code(tmp_path):
+    job = run_command(["sh", "-c", f"{BIN}/ringcomm run -np 1 sh -c 'echo x' >&-"], cwd=tmp_path)
+    assert job.returncode == 0, job
+    (log,) = tmp_path.glob("runs/*/rank-0.log")
+    assert log.read_text() == "x\n"
+
+
+def test_a_working_folder_that_has_been_removed_is_named(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    job = run_command(["sh", "-c", f"rmdir {gone}; {BIN}/ringcomm run -np 1 true"], cwd=gone)
+    said = "ringcomm run: the working folder has been removed; go to another\n"
+    assert (job.returncode, job.stderr) == (2, said)

@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the job of this command line; return its exit code, or 2 if it is refused."""
     try:
         args = parse_arguments(argv, sys.executable)
+        _require_working_folder()
         folder = (
             RunFolder.named_by_time(args.runs, time.time())
             if args.run_folder is None
@@ -51,6 +52,13 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:  # before the job began, or between two starts of it
         return _INTERRUPTED
     return 0
+
+
+def _require_working_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working folder has been removed; go to another") from error
 
 
 def _run_and_restart(argv: Sequence[str], args: Arguments, folder: RunFolder) -> int:
