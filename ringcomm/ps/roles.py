@@ -82,8 +82,21 @@ class Layout:
 
         One that has joined is higher than all that were there before.
         """
+        return self._lowest_but(self.gone)
+
+    def acting_chief(self, gone: Collection[int]) -> int:
+        """Return who does the work of the chief: the lowest worker that neither died nor left.
+
+        One that has left stays the chief, so that programs do once what they do at their end.
+
+        Args:
+            gone: ranks that died or have left, as this rank knows.
+        """
+        return self.chief if self.chief not in gone else self._lowest_but({*self.gone, *gone})
+
+    def _lowest_but(self, gone: Collection[int]) -> int:
         workers = sorted(self.workers, key=lambda rank: self.joined.get(rank, 0))
-        return next((rank for rank in workers if rank not in self.gone), workers[0])
+        return next((rank for rank in workers if rank not in gone), workers[0])
 
     def join(self, newcomer: Newcomer) -> bool:
         """Give a rank the place of one that died; return False if it had it already."""

@@ -324,6 +324,13 @@ def is_chief() -> bool:
     return current.engine.job_rank == current.layout.chief
 
 
+def acts_as_chief() -> bool:
+    """Return True on the worker that does the work of the chief, also once that has left."""
+    current = session()
+    me, gone = current.engine.job_rank, current.engine.watch.peers.gone
+    return me == current.layout.acting_chief(gone)
+
+
 def live_workers() -> Group:
     """Return a new group of the workers that live, and have not left. Collective among them.
 

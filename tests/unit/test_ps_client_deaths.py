@@ -294,6 +294,15 @@ def test_the_chief_is_the_lowest_worker_that_neither_died_nor_had_left_by_then()
     assert Layout((0, 1), (1, 2), (3,)).survivable == {0, 3}
 
 
+def test_the_work_of_a_chief_that_has_left_is_done_by_the_lowest_worker_that_is_there():
+    layout = Layout((0, 1, 2, 3), (4,), ())
+    assert [layout.acting_chief(gone) for gone in ((), {1}, {0}, {0, 1}, {0, 2})] == [0, 0, 1, 2, 1]
+    assert layout.chief == 0
+    assert layout.acting_chief({0, 1, 2, 3}) == 0
+    layout.lose(1, [])
+    assert layout.acting_chief({0}) == 2
+
+
 def test_servers_may_die_but_the_last_one_and_the_lowest_that_lives_leads():
     layout = Layout((0, 1), (3, 4, 5), (2,))
     assert layout.survivable == {0, 1, 2, 3, 4, 5}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness import DEADLINE_S
 from ps_optimizer_wrap import wrap
 from ps_ranks_as_threads import run_workers
 from torch import nn
@@ -97,6 +98,28 @@ def test_a_checkpoint_has_buffers(tmp_path):
     run_workers(1, first)
     replicas = copies(Normed(), 2)
     run_workers(2, again)
+
+
+def test_once_the_chief_has_left_the_buffers_of_the_next_worker_are_served():
+    replicas = copies(Normed(), 2)
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = wrap(model)
+        fit_normed(model, optimizer, rank, 2)
+        rc.barrier()
+        if rank == 0:
+            return
+        current = session()
+        assert current.client.drive_until(
+            lambda: 0 in current.engine.watch.peers.left, "test", DEADLINE_S
+        )
+        fit_normed(model, optimizer, rank, 3)
+        own = buffers_of(model)
+        optimizer.pull_parameters()
+        assert_equal(buffers_of(model), own)
+
+    run_workers(2, body)
 
 
 def test_buffers_may_be_passed_or_left_out():

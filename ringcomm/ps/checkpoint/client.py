@@ -25,7 +25,7 @@ from ringcomm.ps.client.json_requests import ask_json, ask_servers, ignore
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, pause, release
 from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, PREPARE
 from ringcomm.ps.protocol.frames import Kind
-from ringcomm.ps.session import Session, is_chief, session
+from ringcomm.ps.session import Session, acts_as_chief, session
 
 _log = logging.getLogger("ringcomm")
 _REDRAW_S: Final = 0.2  # of the bar
@@ -130,7 +130,7 @@ def save_by_itself(
 
     def save_if_due() -> None:
         now = time.monotonic()
-        if not periodic.is_due(now, current.clock) or not is_chief() or current.snapshot:
+        if not periodic.is_due(now, current.clock) or not acts_as_chief() or current.snapshot:
             return
         if current.last_save is not None and not current.last_save.done():
             return  # the next step tries again
@@ -157,7 +157,7 @@ def save_at_stop(
 
     def save_with_all(_: int) -> None:
         _await_pushes(current)
-        if is_chief():
+        if acts_as_chief():
             _await_steps(current, limit_s)
             save(path, step=current.clock, keep=keep, background=False, timeout_s=timeout_s)
 
@@ -430,7 +430,7 @@ def limit_of(current: Session, timeout_s: float | None) -> float:
 
 def _require_chief(label: str) -> Session:
     current = session()
-    if not is_chief():
+    if not acts_as_chief():
         raise RingcommError(
             f"{label}: worker {current.group.index} is not the chief. Call it if ps.is_chief()"
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ringcomm.ps.client.dense.table import Table, table
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.optim import Assign
-from ringcomm.ps.session import is_chief
+from ringcomm.ps.session import acts_as_chief
 from ringcomm.ps.table_spec import Part
 from ringcomm.torch.ps.distributed_optimizer_options import WHO
 
@@ -115,7 +115,7 @@ class ServedBuffers:
 
     def push(self) -> None:
         """Send those that have changed, if this worker is the chief."""
-        if self._tables and is_chief():
+        if self._tables and acts_as_chief():
             for each in self._tables:
                 each.push()
 

@@ -37,7 +37,7 @@ from ringcomm.ps.compression import spec_of
 from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.placement.partition_places_and_moves import cuts
 from ringcomm.ps.protocol.frame_meta import ABSENT, ASSIGN, HOLD, INITIAL, RELEASE, SKIP
-from ringcomm.ps.session import Session, is_chief, session
+from ringcomm.ps.session import Session, acts_as_chief, session
 from ringcomm.ps.table_spec import Part, Spec
 from ringcomm.ps.update_modes import Mode, mode_of
 
@@ -103,7 +103,7 @@ def table(
     updater = updater_of(label, updater)
     initial = initial_of(label, init, kind, shape)
     values = initial if isinstance(initial, np.ndarray) else None
-    if not isinstance(updater, Assign) and (values is None or is_chief()):
+    if not isinstance(updater, Assign) and (values is None or acts_as_chief()):
         require_numbers(label, initial)
     require_segments(label, segments, count)
     spec = Spec(
@@ -126,7 +126,7 @@ def table(
         return Table(current, spec, updater, created, values)
 
     opened = open_once(current, spec, make)
-    if values is not None and is_chief():
+    if values is not None and acts_as_chief():
         opened.begin()
     return opened
 
@@ -154,7 +154,7 @@ class Table(TableBase):
         values: Array | None,
     ) -> None:  # fmt: skip
         super().__init__(current, spec, updater, created)
-        self._first_values = values if is_chief() else None
+        self._first_values = values if acts_as_chief() else None
         if values is not None and self._first_values is None and current.may_be_chief:
             self._first_values = values.copy()  # for as long as the chief may die before it
         self.shape = spec.shape
