@@ -78,6 +78,7 @@ class State(ABC):
         self._n_commits = 0
         self._is_saved = False
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._fewest_ranks = 1  # so many, the first ones, have all parts of the last commit
 
     @property
     def n_commits(self) -> int:
@@ -173,7 +174,7 @@ class State(ABC):
             NewViewInterrupt: this is rank 0, and ranks are to join the job, or to leave it.
         """
         require_all_live()
-        stop_for_another_size()
+        stop_for_another_size(self._fewest_ranks)
 
     def begin_again(self, *, skip_sync: bool) -> None:
         """Go on from the present values, after HostsUpdatedInterrupt; see there. Collective."""

@@ -1,6 +1,7 @@
 """States of elastic training: what a commit keeps, and whose commit all ranks get."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm.elastic import ArrayState, ObjectState
 from ringcomm.elastic.checksum import checksum_of
+from ringcomm.engine.api import begin_next_view
+from ringcomm.errors import NewViewInterrupt
 
 
 def both(**values):
@@ -190,6 +193,17 @@ def test_what_a_rank_has_received_is_compared_and_so_is_a_commit_on_demand():
             Forgetful(x=np.zeros(3)).sync()
 
     run_ranks(3, body)
+
+
+def test_ranks_leave_only_once_those_that_stay_have_all_of_the_state(monkeypatch):
+    state = SimpleNamespace(wants_another_size=True, is_member=True, size=2)
+    membership, transport = SimpleNamespace(state=state), SimpleNamespace(rank=0)
+    world = SimpleNamespace(membership=membership, transport=transport)
+    monkeypatch.setattr(begin_next_view, "current", lambda: world)
+    assert [begin_next_view.ranks_to_stay(n) for n in (1, 2, 5)] == [1, 2, 2]
+    begin_next_view.stop_for_another_size(3)  # the next commit makes copies for two
+    with pytest.raises(NewViewInterrupt):
+        begin_next_view.stop_for_another_size(2)
 
 
 def test_a_checksum_sees_each_value_its_type_and_its_place():

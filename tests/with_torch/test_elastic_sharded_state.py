@@ -143,6 +143,21 @@ def fails(**_):
     raise RuntimeError("a rank is lost")
 
 
+@pytest.mark.parametrize("n_stay", [1, 2, 3])
+def test_ranks_that_are_to_leave_together_give_their_parts_to_those_that_stay(n_stay, monkeypatch):
+    batches = data(6, 12)
+    job = Job(monkeypatch, 4)
+    job.run(batches[:2])
+    assert {each._fewest_ranks for each in job.states} == {3}
+    monkeypatch.setattr(share_copies, "ranks_to_stay", lambda _: n_stay)  # as request_scale() asks
+    job.run(batches[2:3])
+    assert {each._fewest_ranks for each in job.states} == {n_stay}
+    monkeypatch.setattr(share_copies, "ranks_to_stay", lambda n: n)
+    job.lose(*range(n_stay, 4))
+    for end, _ in job.run(batches[3:]):
+        assert_close([end], one_process(batches, adam)[0], 1e-10)
+
+
 def test_masters_of_16_bit_weights_are_dealt_too(monkeypatch):
     batches = data(4, 12, torch.bfloat16)
     job = Job(monkeypatch, 4, dtype=torch.bfloat16)
@@ -223,6 +238,8 @@ def train(state):
         die_if(state.step, "backward")
         optimizer.step()
         die_if(state.step, "stepped")
+        if (str(me), f"{state.step}:shrinks") in KILLS:
+            rc.elastic.request_scale(2)
         state.step += 1
         state.history = [*state.history, (members, rc.allgather_object(loss.item()))]
         state.commit()
@@ -283,6 +300,13 @@ def test_state_and_losses_after_deaths_are_those_of_an_unfailed_run_with_the_sam
 def test_a_spare_gets_the_part_of_a_lost_rank(make, tmp_path):
     output = run_training(["1@9:stepped"], tmp_path, make=make, RINGCOMM_SPARES="1")
     assert output.count("equal on 3 ranks") == 3, output
+
+
+@in_jobs
+@pytest.mark.at_length  # threads show it in the gate
+def test_two_ranks_may_leave_a_job_at_once_that_is_to_be_smaller(tmp_path):
+    output = run_training(["1@9:shrinks"], tmp_path)
+    assert output.count("equal on 2 ranks") == 2, output
 
 
 @in_jobs

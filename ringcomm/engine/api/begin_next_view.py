@@ -74,13 +74,22 @@ def heal(error: RingcommError) -> bool:
             return True
 
 
-def stop_for_another_size() -> None:
-    """Raise NewViewInterrupt on rank 0 if ranks are to join the view, or to leave it."""
+def ranks_to_stay(n: int) -> int:
+    """Return how many of n ranks stay if the next view begins now, as far as this rank knows."""
+    world = current()
+    return n if world is None or world.membership is None else min(n, world.membership.state.size)
+
+
+def stop_for_another_size(least: int = 1) -> None:
+    """Raise NewViewInterrupt on rank 0 if ranks are to join the view, or to leave it.
+
+    least: not if fewer ranks would be left.
+    """
     world = current()
     if world is None or world.membership is None or world.transport.rank != 0:
         return
     state = world.membership.state
-    if state.wants_another_size and state.is_member:
+    if state.wants_another_size and state.is_member and state.size >= least:
         raise NewViewInterrupt("elastic.run: ranks are to join the job, or to leave it")
 
 

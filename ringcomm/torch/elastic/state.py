@@ -158,6 +158,7 @@ class TorchState(ObjectState):
         """Keep copies of the parts that each rank has of an optimizer's state; see State."""
         for each in self._sharded:
             each.replicate(commit)
+        self._note_fewest_ranks()
 
     def unite(self, is_newest: Sequence[bool]) -> None:
         """Join what the ranks have recorded in samplers, and their parts of optimizers."""
@@ -171,6 +172,10 @@ class TorchState(ObjectState):
                 each.replicate(0)
             else:
                 each.recover(newest)
+        self._note_fewest_ranks()
+
+    def _note_fewest_ranks(self) -> None:
+        self._fewest_ranks = max((each.fewest_ranks for each in self._sharded), default=1)
 
     @property
     def _last_commit(self) -> int | None:

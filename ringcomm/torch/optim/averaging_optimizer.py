@@ -35,11 +35,13 @@ class StateSharding(Protocol):
         is_spread: True if each rank has a part of the state now; all ranks have the same value.
         is_unscaled: True if unscale() has divided the gradients of this step.
         is_for_all: True unless it is for a process set.
+        fewest_ranks: so many, the first ones, have all parts of the last replicate().
     """
 
     is_spread: bool
     is_unscaled: bool
     is_for_all: bool
+    fewest_ranks: int
 
     def unscale(self, divide: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Call divide(), which divides the gradients; see ShardedOptimizer. Collective."""

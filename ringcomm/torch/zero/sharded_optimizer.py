@@ -162,6 +162,11 @@ class ShardedOptimizer(AveragingOptimizer):
         """Send a copy of this rank's part to the next rank; see ShareCopies. Collective."""
         self._copies.replicate(commit)
 
+    @property
+    def fewest_ranks(self) -> int:
+        """So many ranks, the first ones, have all parts of the last replicate()."""
+        return self._copies.fewest_ranks
+
     def recover(self, commit: int) -> None:
         """Deal the parts of a commit to the ranks of this view; see ShareCopies. Collective."""
         self._copies.recover(commit)

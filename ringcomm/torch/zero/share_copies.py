@@ -5,7 +5,8 @@ A copy is bytes in host memory: an outline, then the state of each piece of a pa
 
 The copies of the commit before are dropped when all ranks have those of the new one. So at any
 moment the ranks that live have all copies of the newest commit that any of them has completed,
-unless a rank and the one after it are both lost. After a loss, `recover` gathers each parameter's
+unless a rank and the one after it are both lost. If ranks are to leave the job together, those that
+stay get copies of all parts before. After a loss, `recover` gathers each parameter's
 state from whoever has it, and gives each rank of the new view a part. These parts are shares of
 their own until the next step, which deals them by buckets.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,8 +25,10 @@ from numpy.typing import NDArray
 from ringcomm.collectives.message_patterns import chunks
 from ringcomm.elastic.current_view_and_listeners import view
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.point_to_point import sendrecv
+from ringcomm.engine.api.begin_next_view import ranks_to_stay
+from ringcomm.engine.api.point_to_point import recv_async, send_async, sendrecv
 from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import RingcommError
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.zero.gather_whole_states import start_allgather_into
@@ -66,9 +69,11 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True)
 class CopySet:
-    """The copies that this rank has of one commit: of its share, and of that of the rank before.
+    """The copies that this rank has of one commit: of its share, and of others.
 
     n_owners: how many ranks have a share; 0: the state was whole on each rank.
+    kept: of the shares of other ranks, by rank: of the one before, and of some that are to leave.
+    fewest: so many ranks, the first ones, have copies of all shares.
     """
 
     tag: Tag
@@ -76,12 +81,12 @@ class CopySet:
     index: int = 0
     shares: Shares | None = None
     own: Bytes | None = None
-    before: Bytes | None = None
+    kept: Mapping[int, Bytes] = field(default_factory=dict)
+    fewest: int = 1
 
     def copies(self) -> dict[int, Bytes]:
         """Return the copies by the rank whose share it is."""
-        of = {(self.index - 1) % max(1, self.n_owners): self.before, self.index: self.own}
-        return {owner: each for owner, each in of.items() if each is not None}
+        return {**self.kept} if self.own is None else {**self.kept, self.index: self.own}
 
 
 class ShareCopies:
@@ -105,20 +110,42 @@ class ShareCopies:
         self._shard.require_fresh()
         self._send(tag, self._shard.pieces(), self._shard.shares())
 
+    @property
+    def fewest_ranks(self) -> int:
+        """So many ranks, the first ones, have all shares of the last replicate()."""
+        return 1 if self._whole is None else self._whole.fewest
+
     def _send(self, tag: Tag, pieces: Pieces, shares: Shares) -> None:
         group, suffix = self._group, self._reducer.plan.suffix
         own = packed(pieces)
-        before = None
+        kept, n_stay = {}, group.size
         if group.size > 1:
-            lengths = collectives.allgather(
-                np.array([own.size]), name=f"lengths of shares{suffix}", group=group
-            )
+            mine = np.array([[own.size, ranks_to_stay(group.size)]])
+            said = collectives.allgather(mine, name=f"lengths of shares{suffix}", group=group)
+            lengths, n_stay = said[:, 0].tolist(), int(said[0, 1])  # rank 0 begins another view
             last, following = (group.index - 1) % group.size, (group.index + 1) % group.size
-            before = np.empty(int(lengths[last]), np.uint8)
-            sendrecv(own, following, before, last, group=group)
-        self._new = CopySet(tag, group.size, group.index, shares, own, before)
+            kept[last] = np.empty(lengths[last], np.uint8)
+            sendrecv(own, following, kept[last], last, group=group)
+            kept |= self._kept_of_leaving(own, lengths, n_stay)
+        fewest = max(1, min(n_stay, group.size - 1))
+        self._new = CopySet(tag, group.size, group.index, shares, own, kept, fewest)
         collectives.barrier(name=f"shares are copied{suffix}", group=group)
         self._whole = self._new
+
+    def _kept_of_leaving(self, own: Bytes, lengths: Sequence[int], n_stay: int) -> dict[int, Bytes]:
+        """Return copies of the shares of ranks that are to leave, as is the one after them."""
+        group, kept = self._group, {}
+        pending: list[Handle[Any]] = []
+        for owner in range(n_stay, group.size - 1):
+            keeper = owner % n_stay
+            if group.index == owner:
+                pending.append(send_async(own, keeper, group=group))
+            elif group.index == keeper:
+                kept[owner] = np.empty(lengths[owner], np.uint8)
+                pending.append(recv_async(kept[owner], owner, group=group))
+        for each in pending:
+            each.wait()
+        return kept
 
     def recover(self, commit: int) -> None:
         """Deal the shares of a commit to the ranks of this view. Collective.
