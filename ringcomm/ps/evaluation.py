@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError, ServerLostError
 from ringcomm.ps.checkpoint.recover import follow
@@ -18,6 +20,7 @@ from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.session import Session, require_not_begun, session
 
 F = TypeVar("F", bound=Callable[..., Any])
+_LAST_WORDS_S: Final = 1.0  # a report of an evaluator that has left comes in this time
 
 
 class Report(NamedTuple):
@@ -104,7 +107,8 @@ def reports(*, until: int | None = None, timeout_s: float | None = None) -> list
 
     Raises:
         CommTimeoutError: no evaluator has reported such a step by then.
-        PeerFailedError: a rank died that the job needs, or all evaluators died before they had.
+        PeerFailedError: a rank died that the job needs, or all evaluators died, or left, before
+            they had.
     """
     require_timeout("ps.reports", timeout_s)
     current = session()
@@ -130,11 +134,16 @@ def _await_report(
     if not evaluators:
         raise RingcommError("ps.reports: nobody evaluates. Pass evaluators=1 to ps.init()")
     peers = current.engine.watch.peers
+    end = math.inf
 
     def is_over() -> bool:
-        layout = current.layout
+        nonlocal end
+        layout, now = current.layout, time.monotonic()
+        are_gone = all(rank in peers.gone for rank in layout.evaluators)
+        may_return = layout.standing_by and any(rank in peers.dead for rank in layout.evaluators)
+        end = min(end, now + _LAST_WORDS_S) if are_gone and not may_return else math.inf
         are_dead = all(rank in peers.dead for rank in layout.evaluators)
-        return has_come() or (are_dead and not layout.standing_by)
+        return has_come() or now >= end or (are_dead and end < math.inf)
 
     if not current.client.drive_until(is_over, "ps.reports", timeout_s):
         label = current.engine.transport.label
@@ -147,11 +156,12 @@ def _await_report(
         )
     if not has_come():
         transport, rank = current.engine.transport, evaluators[-1]
+        reason = peers.dead.get(rank, "has left before the workers")
         raise PeerFailedError(
-            f"ps.reports: {transport.label(rank)}, an evaluator, {peers.dead[rank]}, and no other "
-            f"one is left, so no report of step {step} will come. Training can go on without it",
+            f"ps.reports: {transport.label(rank)}, an evaluator, {reason}, and no other one is "
+            f"left, so no report of step {step} will come. Training can go on without it",
             rank=rank,
-            reason=peers.dead[rank],
+            reason=reason,
             view=transport.view.number,
         )
 

@@ -90,6 +90,23 @@ def test_a_report_that_does_not_come_is_told_with_who_should_have_sent_it():
     assert run_workers(1, body, evaluators=1) == [[]]
 
 
+def test_who_waits_for_reports_hears_that_the_evaluator_has_left():
+    @ps.evaluator(every=1)
+    def evaluate(step):
+        ps.report(step, {})
+        raise SystemExit(0)  # in order: its program ends
+
+    def body(rank):
+        ps.complete_step()
+        assert [each.step for each in ps.reports(until=1)] == [1]
+        ps.complete_step()
+        with pytest.raises(rc.PeerFailedError, match=r"rank 1, an evaluator, has left before"):
+            ps.reports(until=2, timeout_s=60)
+        return True
+
+    assert run_workers(1, body, evaluators=1) == [True]
+
+
 def test_reports_are_not_waited_for_where_nobody_evaluates():
     def body(rank):
         with pytest.raises(rc.RingcommError, match=r"nobody evaluates. Pass evaluators=1"):
