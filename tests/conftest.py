@@ -189,8 +189,7 @@ def choose_cases(items):
         of_one_test[item.nodeid.partition("[")[0]].append(item)
     kept = set()
     for cases in of_one_test.values():
-        are_costly = cases[0].get_closest_marker("costly") is not None
-        kept.update(map(id, harness.few_of(cases, are_costly)))
+        kept.update(map(id, harness.few_of(cases)))
     items[:] = [item for item in items if id(item) in kept]
     skipped = pytest.mark.skip(reason="the gate has no time for it; ci/all_cases runs it")
     for item in items:

@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import hashlib
-import itertools
 import os
 import signal
 import subprocess
@@ -28,7 +27,6 @@ from ringcomm.errors import PeerFailedError
 PROMPTLY_S = 120.0  # a job that no deadline of 600 s has ended, on a busy machine, too
 HANG_S = 240.0  # a machine that is busy takes a minute to import torch
 DEADLINE_S = 180.0  # of ranks as threads: only a hang reaches it
-CASES_IN_THE_GATE = 10
 wire = "messages"  # or "node": ranks as threads share memory, too; see the fixture `wire`
 
 
@@ -152,22 +150,15 @@ def at_length(every, gate):
     return every if is_at_length() else gate
 
 
-def few_of(cases, are_costly=False):
-    """Return cases[:] if they are few, else some in which each two values of parameters meet.
-
-    Of costly ones, some in which each value is met.
-    """
-    enough = 1 if is_fast() or are_costly else CASES_IN_THE_GATE
-    if len(cases) <= enough:
-        return cases
+def few_of(cases):
+    """Return some of a test's cases, in which each value of a parameter is met."""
     # By hash, so that they have nothing else in common, and are the same in the next run.
     mixed = sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
-    if is_fast():
+    if len(cases) == 1 or is_fast():
         return mixed[:1]
-    chosen, others = [], [(item, _values_of(item, 1 if are_costly else 2)) for item in mixed]
-    seen, most_first = set(), range(max(len(values) for _, values in others), 0, -1)
-    for n_new in most_first:  # those that add much come first: so few cases have all
-        left = []
+    chosen, others, seen = [], [(item, _values_of(item)) for item in mixed], set()
+    for n_new in range(max(len(values) for _, values in others), 0, -1):
+        left = []  # those that add much come first: so few cases have all
         for item, values in others:
             if len(values - seen) >= n_new:
                 chosen.append(item)
@@ -175,13 +166,11 @@ def few_of(cases, are_costly=False):
             else:
                 left.append((item, values))
         others = left
-    return chosen + [item for item, _ in others[: max(0, enough - len(chosen))]]
+    return chosen
 
 
-def _values_of(item, n):
-    """Return the values of parameters of a case, or with n = 2 all pairs of them."""
-    values = [(name, id(value)) for name, value in sorted(item.callspec.params.items())]
-    return set(itertools.combinations_with_replacement(values, n))
+def _values_of(item):
+    return {(name, id(value)) for name, value in item.callspec.params.items()}
 
 
 def listen(is_enough):

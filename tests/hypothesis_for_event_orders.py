@@ -1,13 +1,13 @@
 """Settings of hypothesis for tests in which a list of numbers chooses the order of all events."""
 
-from harness import at_length, is_fast
+from harness import at_length
 from hypothesis import HealthCheck, settings
 
 
-def hypothesis_settings(long, gate, fast):
-    """Return settings with so many examples: under ci/all_cases, in ci/test, in ci/test --fast."""
+def hypothesis_settings(long, gate):
+    """Return settings with so many examples: under ci/all_cases, and in the gate."""
     return settings(
-        max_examples=at_length(long, fast if is_fast() else gate),
+        max_examples=at_length(long, gate),
         derandomize=True,
         database=None,
         deadline=None,

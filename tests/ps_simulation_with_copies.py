@@ -36,7 +36,7 @@ def memory(nbytes):
     return raw[start : start + nbytes]
 
 
-ANY_ORDER = hypothesis_settings(5_000, 15, fast=10)
+ANY_ORDER = hypothesis_settings(5_000, 6)
 
 
 class ModelTime:

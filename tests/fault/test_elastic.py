@@ -37,7 +37,7 @@ def run_elastic(n, body, *, options=LAUNCHERS["ulfm"], cwd, **environment):
 STORMS = [(seed, launcher) for seed in range(20) for launcher in LAUNCHERS]
 
 
-@pytest.mark.parametrize(("seed", "launcher"), at_length(STORMS, [STORMS[0], STORMS[3]]))
+@pytest.mark.parametrize(("seed", "launcher"), at_length(STORMS, [STORMS[3]]))
 def test_after_a_storm_all_that_live_have_the_same_exact_state(launcher, seed):
     storm = random_storm(random.Random(seed), launcher)
     outcome = storm.run()
@@ -45,7 +45,7 @@ def test_after_a_storm_all_that_live_have_the_same_exact_state(launcher, seed):
 
 
 # Cells that other tests reach less well.
-IN_THE_GATE = ["sent/leader", "applying/newcomer", "two/spare", "receiving/newcomer"]
+IN_THE_GATE = ["sent/leader", "receiving/newcomer"]
 
 
 @pytest.mark.parametrize("cell", at_length(CELLS, IN_THE_GATE))

@@ -7,7 +7,7 @@ other launchers.
 import re
 
 import pytest
-from harness import IS_MPICH, run_script
+from harness import IS_MPICH, above_mpi, run_script
 
 FAILS = """
 import os, signal, sys
@@ -35,6 +35,7 @@ WAYS = {"kill": (KILL, KILLED), "raise": ("1 / 0", "raised ZeroDivisionError")}
 WHY = r"MPICH \S+ ends a job when" if IS_MPICH else "mpirun ends the other ranks when one is lost"
 
 
+@above_mpi
 @pytest.mark.parametrize("how", WAYS)
 def test_one_line_says_what_is_not_covered_and_a_death_ends_the_job_as_ever(how, tmp_path):
     statement, report = WAYS[how]

@@ -107,6 +107,7 @@ def test_system_exit_without_sys_exit_is_seen(tmp_path):
     assert "x rank 1" in report_of(job.output)
 
 
+@above_mpi
 def test_ranks_may_end_at_different_times_and_a_caught_sys_exit_is_no_failure(tmp_path):
     body = """
     rc.init()
@@ -223,6 +224,7 @@ def test_an_exception_before_init_ends_the_job(tmp_path):
         assert "not all ranks came within 2 s: a rank ended before" in job.output
 
 
+@above_mpi
 def test_a_caught_peer_failure_lets_the_survivor_save_its_work(tmp_path):
     body = """
     rc.init()
@@ -460,6 +462,7 @@ def test_an_excepthook_that_replaces_ours_hides_nothing(tmp_path):
     assert re.search(r"x rank 1 .* raised ValueError - exit 1", report_of(job.output))
 
 
+@above_mpi
 def test_a_rank_may_start_a_job_of_its_own(tmp_path):
     body = """
     rc.init()
@@ -549,6 +552,7 @@ def test_a_launcher_of_another_kind_is_refused(tmp_path):
     assert "SLURM_STEP_NUM_TASKS says that 4 processes were launched" in done.stderr
 
 
+@above_mpi
 def test_ranks_of_torchrun_are_refused_and_their_children_told_what_they_are(tmp_path):
     """Each would be rank 0 of 1; but a rank of MPI that has torch's variables is none of these."""
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
@@ -572,6 +576,7 @@ def test_ranks_of_torchrun_are_refused_and_their_children_told_what_they_are(tmp
         assert done.returncode == int(bool(extra))
 
 
+@above_mpi
 def test_two_jobs_side_by_side_do_not_meet(tmp_path):
     body = "rc.init(); assert rc.allreduce(X)[0] == rc.size(); time.sleep(0.3); rc.barrier()"
     (tmp_path / "script.py").write_text(script(body))
@@ -599,6 +604,7 @@ def test_a_killed_rank_leaves_a_timeline_that_can_be_read(tmp_path):
         assert {"negotiation", "shared memory"} <= {event.get("name") for event in events}
 
 
+@above_mpi
 def test_a_job_that_is_stopped_for_longer_than_its_deadline_goes_on(tmp_path):
     body = """
     rc.init()

@@ -56,7 +56,7 @@ def bytes_between_hosts(nodes, call, folder, sent):
     return sum(n for rank, peer, n in sent if nodes[rank] != nodes[peer])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", at_length(LAYOUTS, [*LAYOUTS][1:3]))
 def test_the_exact_sum_is_rounded_once(layout, tmp_path, monkeypatch):
     monkeypatch.setattr(slices, "STAGING_NBYTES", 1 << 15)  # several passes
     nodes = LAYOUTS[layout]
@@ -90,7 +90,7 @@ WIDE_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", WIDE_LAYOUTS)
+@pytest.mark.parametrize("layout", at_length(WIDE_LAYOUTS, ["interleaved"]))
 def test_the_rows_of_a_rank_and_the_sum_for_one_are_rounded_once(layout, tmp_path, monkeypatch):
     monkeypatch.setattr(slices, "STAGING_NBYTES", 1 << 15)  # several passes
     nodes = WIDE_LAYOUTS[layout]
@@ -123,7 +123,7 @@ def test_the_rows_of_a_rank_and_the_sum_for_one_are_rounded_once(layout, tmp_pat
         assert np.array_equal(whole, total), (dtype, op, n)
 
 
-@pytest.mark.parametrize("seed", at_length(range(30), range(4)))
+@pytest.mark.parametrize("seed", at_length(range(30), range(2)))
 def test_any_ranks_on_any_hosts_get_their_rows(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(slices, "STAGING_NBYTES", 1 << 13)
     random = np.random.default_rng(seed)

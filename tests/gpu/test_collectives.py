@@ -51,7 +51,6 @@ def test_allreduce_has_the_bits_of_the_sum_in_rank_order(size, transport, tmp_pa
         assert np.array_equal(x, np.random.default_rng(rank).standard_normal(1000).astype("f4"))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("seed", at_length(range(12), range(3)))
 def test_random_programs_agree_with_numpy(seed, transport, tmp_path):
@@ -84,7 +83,6 @@ def test_scaled_and_grouped_reductions(transport, tmp_path):
         assert np.array_equal(scaled[0], total_of(3, COUNTS[0]) / 2)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", ["f2", "f8", "i4"])
 def test_factors_give_the_bits_of_host_memory(dtype, transport, tmp_path, caplog):

@@ -118,7 +118,6 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("op", "dtype", "n"), at_length(EVERY_REDUCTION, REDUCTIONS), ids=str)
 @pytest.mark.parametrize("count", at_length([0, 1, 7, 1000, 4099], [0, 7, 4099]))
 @pytest.mark.parametrize("where", WHERE)
@@ -133,7 +132,6 @@ DIVISIONS = [
 ]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("dtype", "n"), at_length(EVERY_DIVISION, DIVISIONS), ids=str)
 @pytest.mark.parametrize("divisor", [2, 3, 1024, 70_001, 2**32 - 1])
 def test_quotients_have_the_bits_of_the_cpu(dtype, n, divisor):
@@ -407,7 +405,6 @@ KINDS = [(F32, F32), (BF16, BF16)]
 EVERY_KIND = [(g, w) for g in (F16, BF16, F32) for w in (F16, BF16, F32)]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("rule", "options"), RULES, ids=str)
 @pytest.mark.parametrize(("gradient", "weight"), at_length(EVERY_KIND, KINDS), ids=str)
 @pytest.mark.parametrize(("shift", "owned_shift"), [(0, 0), (3, 0), (1, 1)])

@@ -89,7 +89,6 @@ def small_staging(monkeypatch):
     monkeypatch.setattr(via_host_memory, "PIECE_NBYTES", 1024)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("seed", at_length(range(SEEDS), range(2)))
 def test_any_schedule_of_the_streams_gives_the_same(seed, transport, tmp_path):

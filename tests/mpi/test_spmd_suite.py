@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from harness import IS_MPICH, at_length, run_job, suite_command
 
-SIZES = at_length([1, 2, 3, 4, 8], [3] if IS_MPICH else [4])
+SIZES = at_length([1, 2, 3, 4, 8], [2] if IS_MPICH else [3])
 
 
 @pytest.mark.parametrize("size", SIZES)

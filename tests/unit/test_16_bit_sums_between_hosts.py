@@ -189,7 +189,6 @@ def test_any_hosts_any_ranks_and_any_dtype_get_their_rows(seed):
     assert np.array_equal(found[-1][1], total)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("n_hosts", [2, 3])
 @pytest.mark.parametrize("call", ["reduce_scatter", "reduce"])
 def test_a_host_of_four_ranks_sends_its_float32_sums_once(call, n_hosts):

@@ -132,7 +132,6 @@ def test_allreduce_sums_whatever_the_layout(algorithm, layout, size, count):
     assert all(np.array_equal(r, expected(size, count, np.float32, rc.SUM)) for r in results)
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize(("dtype", "op"), DEFINED)
 @pytest.mark.parametrize("algorithm", ALLREDUCE)

@@ -72,7 +72,6 @@ def test_each_form_returns_what_the_synchronous_one_does(kind):
     assert run_ranks(3, body) == [True] * 3
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("seed", range(5))
 def test_named_operations_start_in_any_order_on_each_rank(size, seed):

@@ -352,7 +352,7 @@ def test_a_wheel_is_built_once_and_strictly_where_the_compiler_lets_it(
     assert (tmp_path / "built").read_text().split() == built
 
 
-def test_of_many_cases_some_are_left_in_which_each_two_values_meet(monkeypatch):
+def test_of_many_cases_some_are_left_in_which_each_value_is_met(monkeypatch):
     monkeypatch.delenv("FAST", raising=False)
     every = {"n": (1, 2, 3, 4), "op": ("sum", "min", "max"), "name": tuple("abcdefghijklmn")}
     settings = [dict(zip(every, each, strict=True)) for each in itertools.product(*every.values())]
@@ -361,12 +361,6 @@ def test_of_many_cases_some_are_left_in_which_each_two_values_meet(monkeypatch):
         for each in settings
     ]
     few = [case.callspec.params for case in harness.few_of(cases)]
-    assert len(few) < 70 < len(cases), "each n meets each name: there are 56 at least"
-    for one, other in itertools.combinations(every, 2):
-        met = {(case[one], case[other]) for case in few}
-        assert met == set(itertools.product(every[one], every[other]))
-    assert harness.few_of(cases[:10]) == cases[:10]
-    few = [case.callspec.params for case in harness.few_of(cases, are_costly=True)]
     assert len(few) == 14, "as many as there are names"
     assert all({case[one] for case in few} == set(every[one]) for one in every)
     monkeypatch.setenv("FAST", "1")

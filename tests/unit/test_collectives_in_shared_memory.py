@@ -41,7 +41,6 @@ def array(buffers, rank, count, dtype=np.float32):
     return x
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("size", "count"), CASES)
 @pytest.mark.parametrize("buffers", BUFFERS)
 def test_allreduce_in_place_is_exact_again_and_again(size, count, buffers):
@@ -55,7 +54,6 @@ def test_allreduce_in_place_is_exact_again_and_again(size, count, buffers):
     run_ranks(size, body)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("size", "count"), CASES)
 @pytest.mark.parametrize("buffers", BUFFERS)
 def test_the_other_collectives_are_exact(size, count, buffers):

@@ -66,7 +66,6 @@ def repeat(call):
 SOON = Settings(timeout_s=0.15, algorithm="ring")
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("nth", [0, 1, 2, 3, 5, 6, 8])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_death_at_any_message_reaches_every_other_rank(collective, nth):

@@ -134,7 +134,6 @@ def collection():
     gc.enable()
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("collection")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("shares_memory", [True, False])

@@ -62,7 +62,6 @@ def test_reduce_scatter_into_gives_each_rank_its_part(counts, op, wire):
         np.testing.assert_allclose(out, expected[bounds[rank] : bounds[rank + 1]], rtol=1e-6)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("is_registered", [False, True])
 @pytest.mark.parametrize("shift", [-1, 0, 1])
 def test_a_part_may_be_written_over_another_part_of_what_is_reduced(is_registered, shift, wire):

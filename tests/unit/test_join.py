@@ -41,7 +41,6 @@ def test_an_allreduce_goes_on_without_those_who_joined(size, name):
     assert last != size - 1
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("op", list(rc.Op))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_operator_sees_a_rank_that_joined(op, dtype):
@@ -117,7 +116,6 @@ def test_operations_that_were_begun_before_are_joined_too(size):
     assert len(set(run_ranks(size, body))) == 1
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_count_alike_after_a_join(size):
     def body(rank):
@@ -149,7 +147,6 @@ def test_the_last_to_join_is_the_one_that_had_work():
         assert told == last
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", [None, "x"])
 def test_who_went_on_after_others_had_joined_is_the_last_whatever_the_order_of_news(name):
     def body(rank):

@@ -334,7 +334,6 @@ def portable(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.costly
 @pytest.mark.parametrize("op", [SUM, PRODUCT, MIN, MAX])
 @pytest.mark.parametrize("n_src", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("divisor", [1, 3, 4])

@@ -28,7 +28,7 @@ from ringcomm.transport.membership.view import Changes, View
 
 
 @pytest.mark.long
-@settings(max_examples=at_length(3_000, 80), deadline=None)
+@settings(max_examples=at_length(3_000, 30), deadline=None)
 @given(st.integers(2, 6), st.integers(0, 3), st.data())
 def test_after_any_changes_the_members_that_live_are_in_one_view_and_finish_together(
     n_members, n_spares, data
@@ -52,7 +52,7 @@ def test_after_any_changes_the_members_that_live_are_in_one_view_and_finish_toge
 
 
 @pytest.mark.long
-@settings(max_examples=at_length(3_000, 80), deadline=None)
+@settings(max_examples=at_length(3_000, 30), deadline=None)
 @given(st.integers(2, 6), st.data())
 def test_ranks_that_leave_or_give_up_keep_nobody_waiting(size, data):
     job = Job(size)
@@ -337,7 +337,7 @@ def test_a_reserve_is_needed_when_too_few_processes_before_it_live():
     assert other.is_needed
 
 
-@settings(max_examples=at_length(3_000, 30), deadline=None)
+@settings(max_examples=at_length(3_000, 12), deadline=None)
 @given(st.integers(2, 5), st.integers(0, 2), st.integers(1, 30), st.integers(1, 3), st.data())
 def test_each_sample_is_in_the_state_of_all_once_whoever_dies_hangs_or_joins(
     n_members, n_spares, n_samples, batch_size, data

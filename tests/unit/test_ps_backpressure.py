@@ -117,7 +117,6 @@ def test_memory_stays_bounded_when_the_server_is_slow(make, kind, has_credit, mo
         assert peak > total
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("compression", [None, codec.TopK(0.01)], ids=str)
 @pytest.mark.parametrize("has_credit", [True, False], ids=["bounded", "without credit"])
@@ -178,7 +177,6 @@ def hash_tables(names, n_blocks, block_nbytes):
     return [(lambda t=t: t.push(keys, x), lambda t=t: t.pull(keys).wait()) for t in tables]
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("make", [dense_tables, hash_tables], ids=["dense", "hash"])
 @pytest.mark.parametrize("n_servers", [1, 2])

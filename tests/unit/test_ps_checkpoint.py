@@ -243,7 +243,6 @@ def learn(kv, rank, steps):
     return kv.pull(np.arange(400, dtype=np.uint64)).wait()
 
 
-@pytest.mark.costly
 @pytest.mark.long
 @pytest.mark.parametrize("admit", [None, ps.Admit(min_count=4)])
 @pytest.mark.parametrize("updater", [ps.optim.Adam(0.01), ps.optim.RowwiseAdagrad(0.1)])

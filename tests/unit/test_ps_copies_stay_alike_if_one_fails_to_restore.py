@@ -16,7 +16,6 @@ KEYS = np.arange(60, dtype=np.uint64)
 N = 600
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("fails_at", ["primary", "follower"])
 @pytest.mark.parametrize("phase", ["_prepare", "_commit"])

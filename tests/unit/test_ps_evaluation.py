@@ -139,7 +139,6 @@ def test_a_mark_behind_init_is_refused():
     assert run_workers(1, body) == [True]
 
 
-@pytest.mark.costly
 @pytest.mark.long
 @pytest.mark.parametrize("n_servers", [1, 3])
 def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_servers):
@@ -163,7 +162,6 @@ def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_ser
     assert len(set(seen)) > 10
 
 
-@pytest.mark.costly
 @pytest.mark.long
 @pytest.mark.parametrize("n_servers", [1, 2])
 def test_tables_that_open_beside_a_snapshot_need_no_second_attempt(monkeypatch, n_servers):

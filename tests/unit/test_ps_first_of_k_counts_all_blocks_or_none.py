@@ -92,7 +92,6 @@ def test_tables_that_share_rounds_take_a_gradient_all_or_none(crossed):
     assert values == same == [[n0 + 2.0 * n1] * N] * 3
 
 
-@pytest.mark.costly
 @pytest.mark.long
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("n_servers", [1, 3])

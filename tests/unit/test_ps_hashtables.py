@@ -55,7 +55,6 @@ def act(kv, model, rng, clock):
         assert len(kv) == len(model.rows)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("n_servers", at_length([1, 2, 3], [1, 3]))
 @pytest.mark.parametrize("n_workers", [1, 3])
 @pytest.mark.parametrize("min_count", [1, 3])
@@ -366,7 +365,6 @@ def test_keys_are_any_integers_of_64_bits(keys):
     assert shape == (*np.asarray(keys, object).shape, 2)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

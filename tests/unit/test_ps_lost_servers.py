@@ -127,7 +127,6 @@ def run_with_a_death(mode, updater, path, victim):
     return ended(run_all(2, body, 3, settings=ELASTIC), 1)[:2]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_all_go_back_to_the_newest_checkpoint_and_go_on(mode, victim, tmp_path):

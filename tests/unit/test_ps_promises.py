@@ -63,7 +63,6 @@ def test_pushes_of_a_worker_apply_in_issue_order():
     assert run_workers(1, body, 2) == [100.0]
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire", "late_bodies")
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("count", [SMALL, LARGE])
@@ -82,7 +81,6 @@ def test_a_pull_has_all_own_pushes(count, mode):
     assert run_workers(2, body, 2) == [True, True]
 
 
-@pytest.mark.costly
 @pytest.mark.long
 @pytest.mark.usefixtures("wire", "late_bodies")
 @pytest.mark.parametrize("count", [50_000, 500_000])
@@ -375,7 +373,6 @@ SENSELESS = {  # what no client of ours sends: (kind, table: 0 none, 1 dense, 2 
 }  # fmt: skip
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("senseless", SENSELESS)
 def test_a_request_that_makes_no_sense_changes_nothing(senseless, mode):

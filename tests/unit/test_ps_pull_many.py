@@ -62,7 +62,6 @@ def one_by_one(pulls):
 
 
 # --- the same as pulls --------------------------------------------------------------------------
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("n_servers", [1, 2, 3])
 @pytest.mark.parametrize("colocated", [False, True])
@@ -217,7 +216,6 @@ def test_rows_that_have_moved_are_fetched_where_they_are():
 
 
 @pytest.mark.long
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_reads_its_own_writes_while_rows_move(mode):

@@ -16,7 +16,7 @@ from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import Log
 
-ANY_ORDER = hypothesis_settings(5_000, 30, fast=20)
+ANY_ORDER = hypothesis_settings(5_000, 12)
 pytestmark = pytest.mark.usefixtures("model_time")
 PRIMARY, FOLLOWER = 2, 3  # ranks of a job of two workers, as to the blocks of server 0
 

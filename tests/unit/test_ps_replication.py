@@ -47,7 +47,6 @@ def kill_at(step, at, *victims):
             kill_server(victim)
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -118,7 +117,6 @@ def test_nobody_reads_the_memory_of_a_dead_server_once_another_goes_on(monkeypat
     assert all(seen)
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("victim", at_length([0, 1], [0]))
 @pytest.mark.parametrize("mode", at_length(MODES, [MODES[0], MODES[2]]), ids=str)
@@ -465,7 +463,6 @@ def test_copies_of_which_one_has_no_memory_for_a_request_are_made_alike_again(
     assert "the copy of server 0 on rank 2 has come to differ" in caplog.text
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("victims", at_length([(0, 1), (2, 0)], [(0, 1)]), ids=str)
 @pytest.mark.parametrize("mode", at_length(MODES, MODES[:2]), ids=str)

@@ -152,7 +152,6 @@ def test_a_primary_answers_pushes_and_reads_while_it_is_copied():
     assert net.n_compared
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_one_of_the_two_may_die_at_each_moment_of_a_copy(mode, victim):

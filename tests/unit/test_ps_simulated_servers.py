@@ -24,7 +24,7 @@ from ringcomm.ps.server.core.table_owners_and_units import Table
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.update_modes import SSP, FirstOf, Mode
 
-ANY_ORDER = hypothesis_settings(20_000, 50, fast=20)
+ANY_ORDER = hypothesis_settings(20_000, 20)
 MODES = {"async": Mode("async"), "sync": Mode("sync"), "first_of": FirstOf(2), "ssp": SSP(1)}
 WITHOUT_ENTRIES = ("async", "sync", "ssp")
 HELD = ("sync", "first_of")

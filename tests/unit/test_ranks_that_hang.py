@@ -120,7 +120,7 @@ def test_a_rank_that_heals_does_not_have_most_of_the_others_killed(monkeypatch):
 
 
 @pytest.mark.long
-@settings(max_examples=at_length(3_000, 100), deadline=None)
+@settings(max_examples=at_length(3_000, 40), deadline=None)
 @given(st.integers(1, 5), st.integers(0, 3), st.booleans(), st.data())
 def test_if_so_many_hang_that_a_rank_gives_up_nobody_goes_on_or_waits(
     n_members, n_spares, is_on_hosts, data

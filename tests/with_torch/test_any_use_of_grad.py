@@ -29,7 +29,6 @@ from training_models import (
 import ringcomm as rc
 
 
-@pytest.mark.costly
 @SHARDED
 @pytest.mark.parametrize("size", [2, 4])
 def test_grad_can_be_differentiated_again(size, shard_state):
@@ -107,7 +106,6 @@ def view_after_backward(p):
     p.grad = p.grad.view_as(p)
 
 
-@pytest.mark.costly
 @SIZES
 @pytest.mark.parametrize(
     "change",
@@ -253,7 +251,6 @@ def texts(steps, size):
     return list(zip(words, y, strict=True))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("n", [1, 2])
 def test_sparse_gradients(size, n):

@@ -270,7 +270,6 @@ def test_autograd_grad_leaves_gradients_alone(size):
 
 
 # --- checkpointing ------------------------------------------------------------------------------
-@pytest.mark.costly
 @SIZES
 @SHARDED
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # an inner checkpoint

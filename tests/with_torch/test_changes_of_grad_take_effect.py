@@ -66,7 +66,6 @@ def drop_vectors(p):
 CHANGES = [scale_data, clamp_data, mask_data, scale_in_place, scale_anew, drop_vectors]
 
 
-@pytest.mark.costly
 @SIZES
 @SHARDED
 @pytest.mark.parametrize("is_once", [True, False])
@@ -129,7 +128,6 @@ def drop_every_third(p):
     p.grad = p.grad * (torch.arange(p.numel()).view_as(p) % 3 > 0)
 
 
-@pytest.mark.costly
 @SIZES
 @SHARDED
 @pytest.mark.parametrize("is_first", [True, False])
@@ -164,7 +162,6 @@ def test_what_a_parameters_hook_does_comes_before_the_reduction(
     assert_close(run_ranks(size, body, settings=settings), weights(alone), 1e-12)
 
 
-@pytest.mark.costly
 @SIZES
 @pytest.mark.parametrize("set_to_none", [True, False, None])
 @pytest.mark.parametrize("passes", [1, 2])
@@ -274,7 +271,6 @@ def fill_data(p, g):
         p.grad.data.copy_(g)
 
 
-@pytest.mark.costly
 @SIZES
 @pytest.mark.parametrize(("op", "shard_state"), [(hvd.Average, 0), (hvd.Sum, 0), (hvd.Average, 1)])
 @pytest.mark.parametrize("clear", ["none", "zeros", "never"])
@@ -387,7 +383,6 @@ def test_ranks_of_which_one_clears_what_is_left_are_told():
 
 
 # --- references that a program keeps --------------------------------------------------------------
-@pytest.mark.costly
 @SIZES
 @SHARDED
 @pytest.mark.parametrize("kept", ["object", "view", "array"])
@@ -426,7 +421,6 @@ def test_memory_that_nobody_refers_to_is_used_again():
     assert n_places <= 5
 
 
-@pytest.mark.costly
 @SIZES
 @SHARDED
 @pytest.mark.parametrize("passes", [1, 2])
@@ -482,7 +476,6 @@ def exchange(model, optimizer, at, make):
     return new
 
 
-@pytest.mark.costly
 @SIZES
 @pytest.mark.parametrize("moment", ["before zero_grad", "before forward", "before step"])
 @pytest.mark.parametrize(

@@ -84,7 +84,6 @@ def trained(tmp_path):
 
 
 # --- going on -----------------------------------------------------------------------------------
-@pytest.mark.costly
 @pytest.mark.parametrize("step", [3, 8, None])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_job_goes_on_as_if_it_had_not_ended(size, step, trained):

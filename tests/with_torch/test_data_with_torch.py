@@ -62,7 +62,6 @@ def global_batches(size, batch_size, epochs):
             yield x[rows], y[rows]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("size", at_length([1, 2, 3, 4], [1, 3]))
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
 @pytest.mark.parametrize("is_dataset", [True, False])

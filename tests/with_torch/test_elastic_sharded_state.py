@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import IS_MPICH, at_length, run_ranks, run_script
+from harness import IS_MPICH, run_ranks, run_script
 from storms import LAUNCHERS
 from training_models import SMALL, assert_close, copies, data, fit, network, share, weights, wrap
 
@@ -72,7 +72,6 @@ def one_process(batches, make, dtype=torch.float64):
     return weights(model), optimizer.state_dict()
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("make", [adam, momentum])
 @pytest.mark.parametrize("lost", [[0], [1], [3], [0, 2]])
 def test_the_parts_of_lost_ranks_are_dealt_to_those_that_are_left(lost, make, monkeypatch):
@@ -283,9 +282,10 @@ TWO = [
 ]
 
 
+@pytest.mark.at_length  # a job takes 10 s of a core; what is dealt anew is shown by threads above
 @in_jobs
-@pytest.mark.parametrize("launcher", at_length(list(LAUNCHERS), ["ulfm"]))
-@pytest.mark.parametrize("kills", at_length([*DEATHS, *TWO], [["0@9:stepped", "2@12:committed"]]))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("kills", [*DEATHS, *TWO])
 def test_state_and_losses_after_deaths_are_those_of_an_unfailed_run_with_the_same_batches(
     kills, launcher, tmp_path
 ):
@@ -294,9 +294,9 @@ def test_state_and_losses_after_deaths_are_those_of_an_unfailed_run_with_the_sam
     assert output.count(f"equal on {n} ranks") == n, output
 
 
+@pytest.mark.at_length
 @in_jobs
-@pytest.mark.at_length  # one job is in the gate
-@pytest.mark.parametrize("make", at_length(["adam", "sgd"], ["adam"]))
+@pytest.mark.parametrize("make", ["adam", "sgd"])
 def test_a_spare_gets_the_part_of_a_lost_rank(make, tmp_path):
     output = run_training(["1@9:stepped"], tmp_path, make=make, RINGCOMM_SPARES="1")
     assert output.count("equal on 3 ranks") == 3, output

@@ -41,7 +41,6 @@ def alone_with_masters(model, make, batches, n):
     return weights(model), masters
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("is_alone", [False, True], ids=["sharing tables", "with tables"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MAKE)

@@ -134,7 +134,6 @@ def changing(change):
     return train
 
 
-@pytest.mark.costly
 @WITH_LONE_TENSORS
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", [clamp_data, scale_data, scale_in_place, drop])
@@ -282,7 +281,6 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("what", EXCHANGES)
 def test_an_exchange_with_the_servers_after_gradients_were_pushed_is_refused(mode, what):

@@ -38,7 +38,6 @@ def alone(batches, make=sgd):
     return weights(model)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("apply", ["server", "worker"])
 @pytest.mark.parametrize("form", at_length(FORMS, FORMS[1:4]), ids=str)
 def test_training_is_near_that_without_and_has_the_same_bits_on_all(form, apply):

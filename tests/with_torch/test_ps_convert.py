@@ -51,7 +51,6 @@ def train_alone(model, steps, lr=0.1):
         optimizer.step()
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("hybrid", [None, "ring"])

@@ -34,7 +34,6 @@ def head(out):
     return (out.sin() * out).mean()
 
 
-@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of sparse=True
 @pytest.mark.parametrize("padding_idx", [None, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -117,7 +117,6 @@ CASES = [each for n in range(4) for each in combinations(TERMS, n)]
 SOME = [CASES[1], CASES[2], CASES[3], CASES[-1]]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("terms", at_length(CASES, SOME), ids="+".join)
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_and_parameters_train_as_in_one_process(mode, terms):

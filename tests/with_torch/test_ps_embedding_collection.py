@@ -95,7 +95,6 @@ def ahead(parts, data):
         yield loss
 
 
-@pytest.mark.costly
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("compression", [None, "fp16"])
 @pytest.mark.parametrize("step", [by_collection, by_list, ahead])

@@ -88,7 +88,6 @@ def test_everything_at_once_equals_one_process(name, n_workers, n_servers, n_ste
     assert_close(run_workers(n_workers, body, n_servers), weights(plain), tolerance)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", at_length(list(OPTIMIZERS), ["Adam", "SGD"]))
 @pytest.mark.parametrize("max_norm", [None, MAX_NORM], ids=["plain", "clipped"])
 def test_bits_are_the_same_for_any_number_of_servers_and_order_of_workers(name, max_norm):

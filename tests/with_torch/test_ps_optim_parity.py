@@ -73,7 +73,6 @@ class Both:
             yield slot, state[name].numpy().reshape(-1)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 @pytest.mark.parametrize("count", [0, 1, 1003])
 def test_200_steps_with_a_schedule_equal_torch(name, options, count):

@@ -336,7 +336,6 @@ DECAYING = OPTIMIZERS | {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("fused", [1200, 4 << 20])
 @pytest.mark.parametrize("name", DECAYING)
 def test_small_parameters_without_a_gradient_are_left_alone_as_torch_does(name, fused, monkeypatch):

@@ -195,7 +195,6 @@ MAKERS = {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("steps", [0, 5])
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_state_is_plain_torch_s_both_ways(name, steps):

@@ -129,7 +129,6 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.02)
 
 
-@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:optimizer.step")  # after synchronize(), on purpose
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seed", at_length(range(25), range(8)))

@@ -53,7 +53,6 @@ ADAPTIVE = {
 
 
 # --- equal to one process -----------------------------------------------------------------------
-@pytest.mark.costly
 @SIZES
 @pytest.mark.parametrize("make", [lambda p: optim.SGD(p, lr=0.05), sgd, nesterov])
 def test_sgd_equals_one_process(make, size):
@@ -132,7 +131,6 @@ def test_settings_that_a_step_changes_are_changed_once():
 
 
 # --- which parameters have gradients ------------------------------------------------------------
-@pytest.mark.costly
 @SIZES
 @pytest.mark.parametrize(("make", "tolerance"), [(nesterov, 1e-12), (adamw, 1e-10)])
 def test_a_parameter_is_updated_in_those_steps_only_in_which_it_is_used(make, tolerance, size):
@@ -270,7 +268,6 @@ def test_gradients_are_the_mean_where_a_rank_updates_and_zero_elsewhere(mode, n)
     assert [sum(each) for each in zip(*(own for own, _ in results), strict=True)] == counts
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("size", at_length([1, 2, 3], [3]))
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("stage", [0, 1])

@@ -166,7 +166,6 @@ def test_a_plain_optimizer_goes_on_from_it(make):
     assert_close([weights(model)], weights(alone), 1e-10)
 
 
-@pytest.mark.costly
 @GATE
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("n_before", [0, 2])

@@ -90,7 +90,6 @@ def images(size, n_samples):
     return list(zip(x, y, strict=True))
 
 
-@pytest.mark.costly
 @SIZES
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("is_weighed", [True, False])
