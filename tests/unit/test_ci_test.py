@@ -101,7 +101,7 @@ def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     assert any(line.startswith("unit  | called") for line in lines)
 
 
-SANITIZED = "ci/sanitize thread 40 random_node_operations abandoned_steps"
+SANITIZED = "ci/sanitize thread 20 random_node_operations abandoned_steps"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ SANITIZED = "ci/sanitize thread 40 random_node_operations abandoned_steps"
         (".venv-mpich/bin/pytest", "pytest with MPICH"),
         ("tests/unit", "pytest with Open MPI: unit"),
         ("tests/with_torch", "pytest with Open MPI: torch"),
-        ("thread 40 random_node_operations", SANITIZED),
+        ("thread 20 random_node_operations", SANITIZED),
         ("sanitize compile", "ci/sanitize compile"),
     ],
 )
