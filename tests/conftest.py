@@ -20,9 +20,9 @@ GUARDIAN = str(guardian._PROGRAM)
 # Ranks that are threads share the lock of Python: polls of one that waits keep others from working.
 SPINS_OF_THREADS = 2
 # To open, move or save a hash table takes Python a while per partition. In jobs it has all 1,024.
-PARTITIONS_OF_THREADS = 256
+PARTITIONS_OF_THREADS = 64
 # With Python's 700, tests spend a tenth of their time in collections, which find nothing.
-OBJECTS_BETWEEN_COLLECTIONS = 10_000
+OBJECTS_BETWEEN_COLLECTIONS = 50_000
 THERE = pytest.StashKey()  # after the last test: its path, the files in /dev/shm and all processes
 
 

@@ -425,7 +425,7 @@ def test_an_interrupt_leaves_tables_as_they_were(place, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             ps.pull_many(pulls)
         monkeypatch.setattr(owner, method, plain)
-        moving(tables[0], range(100), 1).wait()
+        moving(tables[0], range(HASH_PARTITIONS // 3), 1).wait()
         assert bits(ps.pull_many(pulls).wait()) == expected
         return [len(each._calls._calls) for each in tables]
 

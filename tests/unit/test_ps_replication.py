@@ -18,7 +18,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.client.dense.pulls import DensePulls
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.server.homes import transfer_whole_copy
 from ringcomm.ps.server.homes.homes_of_this_process import Homes
@@ -133,7 +133,8 @@ def test_partitions_move_while_a_server_dies(mode, victim):
             if rng.random() < 0.5:
                 moves = [Move((table.number, rng.randrange(3)), -1, dest)]
             else:
-                moves = [Move((rows.number, 3 * part), -1, dest) for part in range(64)]
+                some = range(0, HASH_PARTITIONS, 3)
+                moves = [Move((rows.number, part), -1, dest) for part in some]
             return move_all(current, moves)
 
         end = moving_beside(next_move) if rank == 0 else None

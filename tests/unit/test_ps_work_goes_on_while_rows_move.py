@@ -386,7 +386,7 @@ def test_rows_do_not_move_while_servers_hear_that_a_worker(way, monkeypatch):
 
 
 def test_what_workers_pushed_before_they_left_counts_while_rows_move():
-    n_rounds, n_leavers = 6, 4
+    n_rounds, n_leavers, n_parts = 6, 4, HASH_PARTITIONS // 8
     have_left = threading.Semaphore(0)
 
     def body(rank):
@@ -402,7 +402,8 @@ def test_what_workers_pushed_before_they_left_counts_while_rows_move():
         while have_left._value < n_leavers:
             k += 1
             with contextlib.suppress(rc.RingcommError):  # parts of rounds whose worker has left
-                moving(kv, range(40 * (k % 20), 40 * (k % 20) + 40), k // 20 % 3).wait()
+                first = n_parts * (k % 8)
+                moving(kv, range(first, first + n_parts), k // 8 % 3).wait()
         for _ in range(n_rounds):
             assert kv.push(KEYS, -ONES).wait().applied
         return kv.pull(KEYS).wait()
