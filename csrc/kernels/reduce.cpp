@@ -14,8 +14,6 @@
 
 // Where there are fused products, GCC 12 makes complex ones of them, in spite of -ffp-contract=off.
 #define RINGCOMM_CLONES_UNFUSED RINGCOMM_CLONES_FOR("avx2")
-// Of what no training waits for: a third of the compiler's work less than with RINGCOMM_CLONES.
-#define RINGCOMM_CLONES_OF_INTEGERS RINGCOMM_CLONES_FOR("arch=x86-64-v3")
 
 namespace ringcomm {
 namespace {
@@ -35,27 +33,23 @@ using Reduction = void (*)(const Job&);
 using Division = void (*)(void* data, std::size_t count, std::size_t divisor);
 
 // target_clones cannot stand on a template, so each loop gets a name.
-#define RINGCOMM_REDUCTION(clones, name, ...) \
-  clones void name(const Job& job) { __VA_ARGS__(job); }
+#define RINGCOMM_REDUCTION(name, ...) \
+  RINGCOMM_CLONES void name(const Job& job) { __VA_ARGS__(job); }
 #define RINGCOMM_COMPLEX_PRODUCT(name, T) \
   RINGCOMM_CLONES_UNFUSED void name(const Job& job) { reduce_range<Complex<T>, Product>(job); }
-#define RINGCOMM_DIVISION(clones, T)                                             \
-  clones void divide_##T(void* data, std::size_t count, std::size_t divisor) {   \
-    divide_range<T>(data, count, divisor);                                       \
+#define RINGCOMM_DIVISION(T)                                                              \
+  RINGCOMM_CLONES void divide_##T(void* data, std::size_t count, std::size_t divisor) {   \
+    divide_range<T>(data, count, divisor);                                                \
   }
-#define RINGCOMM_ORDERED(clones, T)                         \
-  RINGCOMM_REDUCTION(clones, min_##T, reduce_range<T, Min>) \
-  RINGCOMM_REDUCTION(clones, max_##T, reduce_range<T, Max>) \
-  RINGCOMM_DIVISION(clones, T)
-#define RINGCOMM_SUMMED(clones, T)                          \
-  RINGCOMM_REDUCTION(clones, sum_##T, reduce_range<T, Sum>) \
-  RINGCOMM_REDUCTION(clones, product_##T, reduce_range<T, Product>)
-#define RINGCOMM_FLOAT(T) RINGCOMM_SUMMED(RINGCOMM_CLONES, T) RINGCOMM_ORDERED(RINGCOMM_CLONES, T)
-#define RINGCOMM_INTEGER(T)                        \
-  RINGCOMM_ORDERED(RINGCOMM_CLONES_OF_INTEGERS, T) \
-  RINGCOMM_REDUCTION(RINGCOMM_CLONES_OF_INTEGERS, average_##T, average_range<T>)
-#define RINGCOMM_OF_BYTES(name, O) \
-  RINGCOMM_REDUCTION(RINGCOMM_CLONES_OF_INTEGERS, name, reduce_range<u8, O>)
+#define RINGCOMM_ORDERED(T)                         \
+  RINGCOMM_REDUCTION(min_##T, reduce_range<T, Min>) \
+  RINGCOMM_REDUCTION(max_##T, reduce_range<T, Max>) \
+  RINGCOMM_DIVISION(T)
+#define RINGCOMM_INTEGER(T) RINGCOMM_ORDERED(T) RINGCOMM_REDUCTION(average_##T, average_range<T>)
+#define RINGCOMM_SUMMED(T)                          \
+  RINGCOMM_REDUCTION(sum_##T, reduce_range<T, Sum>) \
+  RINGCOMM_REDUCTION(product_##T, reduce_range<T, Product>)
+#define RINGCOMM_FLOAT(T) RINGCOMM_SUMMED(T) RINGCOMM_ORDERED(T)
 #define RINGCOMM_HALF(name, attributes, H)                              \
   attributes void sum_##name(const Job& job) { reduce_halves<H, Sum>(job); }         \
   attributes void product_##name(const Job& job) { reduce_halves<H, Product>(job); } \
@@ -64,10 +58,10 @@ using Division = void (*)(void* data, std::size_t count, std::size_t divisor);
 
 RINGCOMM_FLOAT(f32)
 RINGCOMM_FLOAT(f64)
-RINGCOMM_SUMMED(RINGCOMM_CLONES_OF_INTEGERS, u8)
-RINGCOMM_SUMMED(RINGCOMM_CLONES_OF_INTEGERS, u16)
-RINGCOMM_SUMMED(RINGCOMM_CLONES_OF_INTEGERS, u32)
-RINGCOMM_SUMMED(RINGCOMM_CLONES_OF_INTEGERS, u64)
+RINGCOMM_SUMMED(u8)
+RINGCOMM_SUMMED(u16)
+RINGCOMM_SUMMED(u32)
+RINGCOMM_SUMMED(u64)
 RINGCOMM_INTEGER(u8)
 RINGCOMM_INTEGER(u16)
 RINGCOMM_INTEGER(u32)
@@ -78,12 +72,12 @@ RINGCOMM_INTEGER(i32)
 RINGCOMM_INTEGER(i64)
 RINGCOMM_COMPLEX_PRODUCT(product_c64, f32)
 RINGCOMM_COMPLEX_PRODUCT(product_c128, f64)
-RINGCOMM_OF_BYTES(both, Both)
-RINGCOMM_OF_BYTES(either, Either)
-RINGCOMM_OF_BYTES(one, One)
-RINGCOMM_OF_BYTES(bytes_and, BitAnd)
-RINGCOMM_OF_BYTES(bytes_or, BitOr)
-RINGCOMM_OF_BYTES(bytes_xor, BitXor)
+RINGCOMM_REDUCTION(both, reduce_range<u8, Both>)
+RINGCOMM_REDUCTION(either, reduce_range<u8, Either>)
+RINGCOMM_REDUCTION(one, reduce_range<u8, One>)
+RINGCOMM_REDUCTION(bytes_and, reduce_range<u8, BitAnd>)
+RINGCOMM_REDUCTION(bytes_or, reduce_range<u8, BitOr>)
+RINGCOMM_REDUCTION(bytes_xor, reduce_range<u8, BitXor>)
 RINGCOMM_HALF(bf16, RINGCOMM_CLONES, BFloat16Pair)
 RINGCOMM_HALF(f16, , Float16Pair)
 
