@@ -299,6 +299,33 @@ def test_who_hears_of_a_view_from_one_without_a_place_first_goes_over_to_it_with
     assert len({s.view for s in job.states[:3]}) == 1
 
 
+def test_who_had_stopped_in_the_last_view_and_works_in_this_one_has_not_stopped_in_it():
+    job = Job(5)
+    job.dead.add(4)
+    while not all(job.to_clear[:4]):
+        moves = [m for m in job.moves() if m[0] != job.clear]
+        moves[0][0](*moves[0][1:])
+    for rank in range(4):
+        job.clear(rank)
+    for rank in (0, 2, 3):  # they work in the next view, 1 has yet to hear that they may
+        for source in (0, 1, 2, 3):
+            while job.queues[source, rank]:
+                job.deliver(source, rank)
+    assert [s.phase for s in job.states[:3]] == [Phase.WORKING, Phase.HEALING, Phase.WORKING]
+    job.dead.add(3)
+    job.queues[3, 1].clear()
+    job.see(1, 3)  # and it stops for this, in the last view
+    job.deliver(1, 0)
+    while job.queues[0, 1]:  # the last of them says that the others have agreed
+        job.deliver(0, 1)
+    assert job.states[1].view.number == job.states[0].view.number == 1
+    assert job.states[1].phase is Phase.WORKING
+    for rank in (0, 2):
+        job.handle(rank, Heal())
+    job.finish()  # nobody clears memory in which another works
+    assert {job.states[rank].view.members for rank in (0, 1, 2)} == {(0, 1, 2)}
+
+
 def test_ranks_on_the_host_of_one_that_hangs_are_asked_to_kill_it():
     job = Job(3)
     _, actions = handle(job.states[0], Evict(frozenset({2})))
