@@ -1,9 +1,14 @@
 """A real model after deaths: its weights are those of the same steps without a failure."""
 
 import pytest
+import torch
 from harness import IS_MPICH, at_length, run_ranks, run_script
 from script_data_and_network import DATA_AND_NETWORK
 from storms import LAUNCHERS
+
+import ringcomm as rc
+import ringcomm.torch as hvd
+from ringcomm.torch.elastic import ObjectState, TorchState
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
 
@@ -172,9 +177,6 @@ def test_batches_after_deaths_are_those_of_an_unfailed_run_or_the_rate_is_scaled
 
 
 def test_a_torch_state_returns_to_its_commit():
-    torch = pytest.importorskip("torch")
-    from ringcomm.torch.elastic import TorchState
-
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = TorchState(model, optimizer, epoch=1)
@@ -221,9 +223,6 @@ SCHEDULES = {
 @pytest.mark.parametrize("shard_state", [0, 1])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_goes_back_with_its_optimizer_and_forth_to_a_new_rank(name, shard_state):
-    torch = pytest.importorskip("torch")
-    import ringcomm.torch as hvd
-
     def body(rank):
         model = torch.nn.Linear(3, 2)
         optimizer = hvd.DistributedOptimizer(
@@ -262,10 +261,6 @@ def test_a_schedule_goes_back_with_its_optimizer_and_forth_to_a_new_rank(name, s
 
 
 def test_a_scaler_keeps_its_scale_and_a_value_that_cannot_load_one_is_refused():
-    torch = pytest.importorskip("torch")
-    import ringcomm as rc
-    from ringcomm.torch.elastic import ObjectState
-
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     state = ObjectState(scaler=scaler, step=0)
     state.commit()
@@ -290,8 +285,6 @@ def test_a_scaler_keeps_its_scale_and_a_value_that_cannot_load_one_is_refused():
 def test_unequal_batches_without_weights_are_a_warning(
     size, is_weighed, constant, is_warned, caplog
 ):
-    torch = pytest.importorskip("torch")
-    import ringcomm.torch as hvd
     from ringcomm.data import Loader, ShardedSampler
 
     def body(rank):
@@ -312,9 +305,6 @@ def test_unequal_batches_without_weights_are_a_warning(
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 0.5), ("sqrt", 0.5**0.5), (None, 1.0)])
 def test_a_rate_is_scaled_from_the_ranks_of_the_commit_to_those_of_today(rule, factor):
-    torch = pytest.importorskip("torch")
-    from ringcomm.torch.elastic import TorchState
-
     def body(rank):
         parameter = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([{"params": [parameter], "lr": 0.3}], lr=0.1)
@@ -332,8 +322,5 @@ def test_a_rate_is_scaled_from_the_ranks_of_the_commit_to_those_of_today(rule, f
 
 
 def test_an_unknown_rule_for_rates_is_an_error_at_once():
-    pytest.importorskip("torch")
-    from ringcomm.torch.elastic import TorchState
-
     with pytest.raises(ValueError, match="scale_lr is linear or sqrt, or None, not 'cubic'"):
         TorchState(scale_lr="cubic")

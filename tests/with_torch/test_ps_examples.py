@@ -25,7 +25,6 @@ def test_a_sparse_linear_model_beats_the_majority(n, tmp_path):
 @pytest.mark.at_length
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_embeddings_recommend_better_than_popularity(n, tmp_path):
-    pytest.importorskip("torch", reason="the core is tested without torch, too")
     epochs = at_length(20, 3)
     assert "recall@10" in run(n, "ps_recommender.py", "--epochs", epochs, cwd=tmp_path)
 
@@ -33,7 +32,6 @@ def test_embeddings_recommend_better_than_popularity(n, tmp_path):
 @pytest.mark.at_length
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_a_language_model_beats_bigrams(n, tmp_path):
-    pytest.importorskip("torch", reason="the core is tested without torch, too")
     steps = at_length(150, 30)
     assert "nats per character" in run(n, "ps_text.py", "--steps", steps, cwd=tmp_path)
 
