@@ -110,7 +110,10 @@ class Dashboard:
         """Press Ctrl-C while pages are open."""
         with self.open:
             self.process.send_signal(signal.SIGINT)
-            said = self.process.communicate(timeout=60)
+            try:
+                said = self.process.communicate(timeout=60)
+            finally:
+                self.process.kill()
         assert (self.process.returncode, *said) == (0, "", "")
 
 
