@@ -24,7 +24,7 @@ WAYS = {
 }
 TOLERANCE = 1e-11
 PER_TEST = 10
-N_PROGRAMS = at_length(2000, 60)
+N_PROGRAMS = at_length(2000, 30)
 
 
 def make_sgd(way):
