@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import json
+import logging
 import operator
 import os
 import time
@@ -16,6 +18,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.launched.children_are_no_ranks import run_file
 from ringcomm.status.json_numbers import json_number
 
+_log: Final = logging.getLogger("ringcomm")
 _NO_STEP: Final = -1
 _FLUSH_S: Final = 5
 _Tracker = Callable[[dict[str, float], int | None], object]
@@ -30,8 +33,9 @@ def log(
 
     `ringcomm top` shows the latest values, of at most 32 names per rank. In a job of `ringcomm
     run`, each call adds a line to metrics.jsonl in the run's folder, or to metrics-<rank>.jsonl on
-    other ranks than 0. On rank 0, trackers get the values, too; see log_to(). With
-    RINGCOMM_TENSORBOARD=folder, TensorBoard is one of them; tensorboard or tensorboardX writes it.
+    other ranks than 0. If that file cannot be written, this is one warning, and no error. On rank
+    0, trackers get the values, too; see log_to(). With RINGCOMM_TENSORBOARD=folder, TensorBoard is
+    one of them; tensorboard or tensorboardX writes it.
 
     Args:
         values: further values by name, for names such as "train/loss".
@@ -43,7 +47,6 @@ def log(
         TypeError: a value is no number, or step is no whole number.
         ValueError: step is less than 0, or 2**63 or more.
         ConfigError: RINGCOMM_TENSORBOARD is set, and neither package is there.
-        OSError: the file cannot be written.
         NotInitializedError: init() has not run.
     """
     this = engine()
@@ -148,10 +151,45 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"log: {name} is {value!r}, which is no number") from error
 
 
+class _File:
+    """A rank's file in the folder of its run, which stays open.
+
+    If it cannot be written, that is said once: no training ends for its records.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._has_half_a_line = False
+        self._has_failed = False
+
+    def append(self, line: str) -> None:
+        """Append a line. One call, so that a killed rank leaves no half."""
+        text = f"\n{line}\n" if self._has_half_a_line else f"{line}\n"
+        data = text.encode()
+        try:
+            if self._descriptor is None:
+                how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, how, 0o666)
+            written = os.write(self._descriptor, data)
+            self._has_half_a_line = written < len(data)
+            if self._has_half_a_line:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self._has_failed:
+                _log.warning(
+                    "%s cannot be written: %s. It lacks what rc.log() gets until it can be; "
+                    "`ringcomm top` shows that.",
+                    self._path,
+                    error.strerror,
+                )
+            self._has_failed = True
+
+
 def _write_line(rank: int, step: int | None, values: Mapping[str, float]) -> None:
-    """Append a JSON object to the rank's file. One call, so that a killed rank leaves no half."""
-    descriptor = _open_file(os.getpid(), rank)
-    if descriptor is None:
+    """Append a JSON object to the rank's file."""
+    file = _file(os.getpid(), rank)
+    if file is None:
         return
     # Without json's encoder, which takes three times as long in a step that has used the caches.
     line = f'{{"time": {time.time():.6f}'
@@ -160,20 +198,18 @@ def _write_line(rank: int, step: int | None, values: Mapping[str, float]) -> Non
     for name, number in values.items():
         value = json_number(number)
         line += f", {_quoted(name)}: {_quoted(value) if isinstance(value, str) else repr(value)}"
-    os.write(descriptor, f"{line}}}\n".encode())
+    file.append(f"{line}}}")
 
 
 @functools.cache
-def _open_file(pid: int, rank: int) -> int | None:
-    """Return a descriptor of the file of a rank, which stays open; None if there is no run.
+def _file(pid: int, rank: int) -> _File | None:
+    """Return the file of a rank; None if there is no run.
 
     A child process (`pid`) opens its own; a spare gets the rank of the one whose place it takes.
     """
     del pid
     path = run_file("metrics.jsonl" if rank == 0 else f"metrics-{rank}.jsonl")
-    if not path:
-        return None
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    return _File(path) if path else None
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,61 @@
+"""rc.log() in a job of `ringcomm run` whose disk is full."""
+
+import errno
+import json
+import os
+
+import pytest
+from harness import run_ranks
+
+import ringcomm as rc
+from ringcomm.engine.api import log_metrics
+from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
+
+
+@pytest.fixture
+def metrics(tmp_path, monkeypatch):
+    """The file of rank 0 in the folder of a run to which this process belongs."""
+    monkeypatch.setenv(RUN_FOLDER, f"{os.getpid()} {tmp_path}")
+    log_metrics._file.cache_clear()
+    yield tmp_path / "metrics.jsonl"
+    log_metrics._file.cache_clear()
+
+
+def log_steps(steps):
+    def body(_):
+        for step in steps:
+            rc.log(step=step, loss=0.5)
+
+    run_ranks(1, body)
+
+
+def test_a_file_that_cannot_be_written_is_one_warning_and_gets_the_steps_after_that(
+    metrics, monkeypatch, caplog
+):
+    write = os.write
+
+    def write_with_little_room(descriptor, data):
+        if not data.lstrip().startswith(b'{"time"'):  # somebody else's
+            return write(descriptor, data)
+        room.append(room.pop() - 1)
+        if room[0] == 0:
+            return write(descriptor, data[:7])
+        if room[0] == -1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    room = [2]  # one whole line, then half a line, then none; then there is room again
+    monkeypatch.setattr(log_metrics.os, "write", write_with_little_room)
+    log_steps(range(5))
+    whole, half, *rest = metrics.read_text().splitlines()
+    assert len(half) == 7
+    assert [json.loads(line)["step"] for line in (whole, *rest)] == [0, 3, 4]
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert f"{metrics} cannot be written: No space left on device" in warning
+
+
+def test_a_file_that_cannot_be_opened_is_one_warning(metrics, caplog):
+    metrics.mkdir()
+    log_steps(range(3))
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert f"{metrics} cannot be written: Is a directory" in warning
