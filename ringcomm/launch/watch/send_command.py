@@ -92,7 +92,8 @@ def _await(page: StatusPage, asked: RankSample, deadline: float, limit_s: float)
             return Outcome(
                 False,
                 f"rank {asked.rank} has not come to a step boundary within {limit_s:g} s, so the "
-                "command is withdrawn. See `ringcomm ctl JOB stacks`",
+                "command is withdrawn. `ringcomm top` names the rank for which the others wait, if "
+                "there is one; `ringcomm ctl JOB stacks` shows where each is",
             )
         if time.monotonic() >= deadline and page.mail == Mail.TAKEN:
             return Outcome(
