@@ -159,6 +159,47 @@ def test_rows_of_a_hash_table():
     assert "Round 1 of rows waits for worker 1." in text
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_push_that_asks_to_be_among_the_first_k(n):
+    """Its blocks hear that it is in its round, and have yet to say that the round is over."""
+
+    def open_table():
+        return ps.table("w", 40, mode=ps.FirstOf(2), block_nbytes=80)
+
+    def waiting():
+        table = open_table()
+        pushes = [table.push(np.ones(40, np.float32)) for _ in range(n)]
+        return message_of(pushes[-1].wait)
+
+    text = while_others(lambda over: (open_table(), idle(over)), waiting, n_servers=2)
+    assert f"no answer within {SOON_S} s from server 0 (rank 2), server 1 (rank 3" in text
+    assert "Round 1, 1 of 2 in of w waits for worker 1." in text
+    assert "Worker 1 (rank 1 of the job) is in no call of ringcomm." in text
+
+
+def test_rows_of_several_tables_by_name_in_the_warning_and_in_the_error(caplog):
+    caplog.set_level(logging.WARNING, "ringcomm")
+    keys = np.arange(3)
+
+    def open_tables():
+        return [ps.hashtable(name, 2, mode="sync") for name in ("users", "items")]
+
+    def waiting():
+        tables = open_tables()
+        for table in tables:
+            table.push(keys, np.ones((3, 2), np.float32))
+        return message_of(ps.pull_many([(table, keys) for table in tables]).wait)
+
+    text = while_others(
+        lambda over: (open_tables(), idle(over)), waiting,
+        settings=Settings(timeout_s=DEADLINE_S, stall_warning_s=0.3),
+    )  # fmt: skip
+    (warning,) = [r.getMessage() for r in caplog.records if "pull" in r.getMessage()]
+    for said in (warning, text):
+        assert " s from server 0 (rank 2" in said
+        assert "Round 1 of items, users waits for worker 1." in said
+
+
 def test_a_worker_that_has_left_is_not_missing_but_rounds_go_on_without_it():
     def body(rank):
         table = ps.table("w", 4, mode="sync")

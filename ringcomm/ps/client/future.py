@@ -179,9 +179,19 @@ class FutureOfAll(Future[list[R]]):
         for each in parts:
             each.then(lambda _: self._count_down())
 
-    def unanswered(self) -> Iterator[int]:
+    def unanswered(self) -> Iterable[int]:
         """See Future."""
-        return (server for each in self._parts for server in tuple(each.awaited))
+        return _Unanswered(self._parts)
+
+
+class _Unanswered:
+    """The servers that some futures await, at each time that one iterates over them."""
+
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures = futures
+
+    def __iter__(self) -> Iterator[int]:
+        return iter({server for each in self._futures for server in tuple(each.awaited)})
 
 
 def require_timeout(label: str, timeout_s: object) -> None:

@@ -230,10 +230,19 @@ class FirstOfRounds:
                 return
             push.is_decided = True
             number, outcome = push.step.number - self._began[push.table], push.step.outcome
-        push.future.expect(len(push.parts))
+        told = Future(self._client, push.future.label, len(push.parts), lambda: None)
+        told.then(lambda told: self._on_told(push, told))
         requests = [
             Request(Kind.ENTER, (push.table, part), clock=number, option=outcome)
             for part in push.parts
         ]
-        self._client.send_control(requests, push.future)
-        push.future.replied(-1)
+        self._client.send_control(requests, told)
+
+    def _on_told(self, push: PendingPush, told: Future[None]) -> None:
+        """Count the outcome as a reply: servers that owe the others stay named in the future."""
+        try:
+            told.result()
+        except Exception as error:  # noqa: BLE001 - raised where the push is waited for
+            push.future.fail(error)
+        else:
+            push.future.replied(-1)
