@@ -183,6 +183,18 @@ def test_memory_that_nobody_uses_is_bounded():
     assert memory._nbytes <= KEPT_NBYTES
 
 
+def test_memory_is_bounded_while_all_of_the_oldest_size_is_in_use():
+    memory = MemoryForBodies()
+    memory.take(1 << 20)
+    in_use = memory.take(1 << 20)
+    taken = [memory.take(KEPT_NBYTES // 4) for _ in range(6)]
+    del taken
+    assert memory._nbytes == KEPT_NBYTES
+    assert memory._nbytes == sum(k * len(free) for k, free in memory._free.items())
+    del in_use
+    assert memory._nbytes <= KEPT_NBYTES
+
+
 def test_small_frames_share_a_message():
     _, (a, b) = links((0, 1))
     for i in range(100):

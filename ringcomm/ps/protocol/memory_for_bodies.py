@@ -20,7 +20,8 @@ class MemoryForBodies:
     """Gives memory, and takes it back once no array has it any more; any thread."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Bytes]] = {}  # by size; the size that came back last is last
+        # By size, of which there is some; the size that came back last is last.
+        self._free: dict[int, list[Bytes]] = {}
         self._nbytes = 0
         # An array may end in this thread while it holds the lock.
         self._lock = threading.RLock()
@@ -34,6 +35,8 @@ class MemoryForBodies:
             raw = kept.pop() if kept else None
             if raw is not None:
                 self._nbytes -= nbytes
+            if not kept:
+                self._free.pop(nbytes, None)
         if raw is None:
             raw = np.empty(nbytes + _CACHE_LINE, np.uint8)
             start = -raw.ctypes.data % _CACHE_LINE
