@@ -600,6 +600,24 @@ def test_saves_of_several_threads_come_one_after_the_other(tmp_path):
     assert names == [f"save-{n:08}" for n in range(1, 5)]
 
 
+def test_a_job_that_saves_where_another_one_does_says_so(tmp_path, caplog):
+    def body(rank):
+        ps.table("w", 64)
+        for _ in range(2):
+            ps.save(tmp_path, background=False)
+        assert not caplog.records
+        save_in_a_job(tmp_path / "another", step=1)
+        (newest,) = (tmp_path / "another").iterdir()
+        newest.rename(tmp_path / "save-00000003")
+        ps.save(tmp_path, background=False)
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert f"another job saves in this folder, too: {tmp_path}/save-00000003" in warning
+        ps.save(tmp_path, background=False)
+        assert len(caplog.records) == 1
+
+    run_workers(1, body)
+
+
 def test_a_save_with_a_step_that_is_none_leaves_nothing(tmp_path):
     with pytest.raises(TypeError):
         save_in_a_job(tmp_path, step="x")

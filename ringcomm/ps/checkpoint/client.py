@@ -212,7 +212,7 @@ def _begin(
     loss = current.client.outstanding.loss
     if loss is not None:
         raise loss.error("ps.save")
-    folder = files.new_folder(root)
+    folder = files.new_folder(root, _last_folder(current))
     number = new_id(current.client)
     try:
         moment = hold(current.client, number, save_to=str(root))
@@ -349,6 +349,14 @@ def _write(
 
     threading.Thread(target=complete, name="ringcomm-ps-save", daemon=True).start()
     return outer
+
+
+def _last_folder(current: Session) -> Path | None:
+    """Return the last checkpoint that this rank has saved; None if there is none, or it failed."""
+    try:
+        return None if current.last_save is None else current.last_save.result()
+    except (RingcommError, OSError):
+        return None
 
 
 def _finish_last(current: Session, limit_s: float) -> None:

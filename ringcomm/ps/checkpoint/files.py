@@ -82,12 +82,23 @@ class Checkpoint(NamedTuple):
 
 
 # --- folders ------------------------------------------------------------------------------------
-def new_folder(root: Path) -> Path:
+def new_folder(root: Path, last: Path | None = None) -> Path:
     """Make the folder of the next checkpoint; first remove what saves that were killed have left.
 
     To be called while nobody writes.
+
+    Args:
+        root: where it lies.
+        last: the checkpoint that this job has saved before; a newer one is another job's.
     """
     root.mkdir(parents=True, exist_ok=True)
+    if last is not None and last.parent == root:
+        for newest in complete(root)[:1]:
+            if newest.name > last.name:
+                _log.warning(
+                    "ps.save: another job saves in this folder, too: %s is none of this job. "
+                    "ps.recover() and ps.restore() take the newest, so give each its own", newest,
+                )  # fmt: skip
     folders = list(_folders(root))
     for _, folder in folders:
         discard(folder)
