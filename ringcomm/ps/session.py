@@ -268,7 +268,8 @@ class Session:
         tables = [*self.tables.values()]
 
         def send() -> None:
-            with contextlib.suppress(ServerLostError):  # ps.recover() restores them
+            # ps.recover() restores them; or this rank has left meanwhile
+            with contextlib.suppress(ServerLostError, NotInitializedError):
                 for table in tables:
                     table.begin()
 

@@ -16,6 +16,7 @@ from ps_ranks_as_threads import Boom, ended, run_all
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
+from ringcomm.ps.client.dense.table import Table
 from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.protocol.death_listeners import Deaths
 from ringcomm.ps.protocol.frames import Entry, Header, Kind
@@ -77,6 +78,35 @@ def test_a_chief_that_dies_before_the_first_values_is_followed_by_the_next():
 
     results = ended(run_all(3, body, settings=ELASTIC), 1)
     assert results[:2] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+
+
+def test_who_leaves_as_it_becomes_the_chief_has_no_first_values_to_send(monkeypatch):
+    """Its thread would have failed, where nobody catches it."""
+    has_begun, has_left, beginners = threading.Event(), threading.Event(), []
+
+    def begin(table, begin_on=Table.begin):
+        if threading.current_thread().name == "ringcomm-ps-chief":
+            beginners.append(threading.current_thread())
+            has_begun.set()
+            assert has_left.wait(DEADLINE_S)
+        begin_on(table)
+
+    monkeypatch.setattr(Table, "begin", begin)
+
+    def body(rank):
+        ps.table("w", 5, init=np.zeros(5))
+        rc.barrier()
+        if rank == 0:
+            raise Boom
+        wait_until(lambda: ps.stats() and has_begun.is_set(), "a new chief")
+        return rank
+
+    results = ended(run_all(2, body, settings=ELASTIC), 1)
+    has_left.set()
+    (thread,) = beginners
+    thread.join(DEADLINE_S)
+    assert results == [1, "ended with 0"]
+    assert not thread.is_alive()
 
 
 def test_who_waits_for_reports_hears_that_no_evaluator_is_left():
