@@ -239,12 +239,20 @@ class State(ABC):
             )
         if not self._is_saved:
             self.save()
-        self.unite([each == best for each in all_ranks])
-        if not is_saved or any(each != best for each in all_ranks):
-            self.receive(
-                root, is_new=rank() != root and (all_ranks[rank()] != best or not is_saved)
-            )
-            self.verify()
+        is_alike = is_saved and all(each == best for each in all_ranks)
+        is_new = rank() != root and (all_ranks[rank()] != best or not is_saved)
+        before = {name: getattr(self, name) for name in self.COPIES}
+        try:
+            self.unite([each == best for each in all_ranks])
+            if not is_alike:
+                self.receive(root, is_new=is_new)
+                self.verify()
+        except BaseException:  # if the root is lost now, all go on from what n_commits counts
+            for name, copies in before.items():
+                setattr(self, name, copies)
+            if is_new and self._is_saved and not before:
+                self._n_commits = _TORN  # nobody can tell what it has received
+            raise
         self._n_commits, self._is_saved = n_commits, True
         self.restore()
 

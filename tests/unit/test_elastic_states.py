@@ -8,7 +8,7 @@ import pytest
 from harness import run_ranks
 
 import ringcomm as rc
-from ringcomm.elastic import ArrayState, ObjectState
+from ringcomm.elastic import ArrayState, ObjectState, State
 from ringcomm.elastic.checksum import checksum_of
 from ringcomm.engine.api import begin_next_view
 from ringcomm.errors import NewViewInterrupt
@@ -89,6 +89,70 @@ def test_if_all_were_interrupted_in_a_commit_the_error_says_what_to_do():
             state.sync()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("cls", [ObjectState, ArrayState])
+def test_what_a_rank_got_from_one_that_is_lost_before_others_have_it_counts_for_nobody(cls):
+    class Cut(cls):
+        """Rank 2 gets nothing of the commit of rank 0, which is lost; rank 1 gets a part or all."""
+
+        def receive(self, root, *, is_new):
+            super().receive(root, is_new=is_new and rc.rank() == 1)
+            raise rc.PeerFailedError("rank 0 is lost", rank=0, reason="is lost", view=0)
+
+    def body(rank):
+        state = cls(step=0, x=np.zeros(3))
+        state.sync()
+        for step in range(1, 2 + (rank == 0)):
+            state.step, state.x = step, _set(state.x, step)
+            state.commit()
+        state.__class__ = Cut
+        with pytest.raises(rc.PeerFailedError):
+            state.sync()
+        state.__class__ = cls
+        return state
+
+    left = run_ranks(3, body)[1:]  # they have committed equally often
+
+    def go_on(rank):
+        left[rank].sync()
+        return values_of(left[rank])
+
+    assert run_ranks(2, go_on) == [(1, [1, 1, 1])] * 2
+
+
+def test_a_state_of_ones_own_that_was_half_received_is_not_the_truth():
+    class Own(State):
+        x = kept = 0
+
+        def save(self):
+            self.kept = self.x
+
+        def restore(self):
+            self.x = self.kept
+
+        def receive(self, root, *, is_new):
+            kept = rc.broadcast_object(self.kept, root)
+            if is_new:
+                self.kept = kept
+            if self.fails:
+                raise rc.PeerFailedError("rank 2 is lost", rank=2, reason="is lost", view=0)
+
+    def body(rank):
+        state = Own()
+        state.sync()
+        for state.x in range(1, 2 + (rank == 0)):
+            state.commit()
+        state.fails = True
+        with pytest.raises(rc.PeerFailedError):
+            state.sync()
+        state.fails = False
+        has_commit = state.has_commit
+        state.sync()
+        return has_commit, state.x
+
+    Own.fails = False
+    assert run_ranks(2, body) == [(True, 2), (False, 2)]
 
 
 def test_who_only_came_does_not_begin_anew_when_all_that_had_the_state_are_lost():

@@ -273,6 +273,34 @@ def test_a_scaler_keeps_its_scale_and_a_value_that_cannot_load_one_is_refused():
         state.restore()
 
 
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_scaled_step_that_a_loss_has_cut_off_is_made_again_as_a_whole(has_stepped):
+    torch = pytest.importorskip("torch")
+    from ringcomm.torch.elastic import TorchState
+
+    weight = torch.nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = TorchState(None, sgd, scaler=scaler)
+
+    def backward():
+        sgd.zero_grad()
+        scaler.scale(2 * weight).backward()
+        scaler.unscale_(sgd)
+
+    state.commit()
+    backward()  # then an allreduce of the norm fails, say
+    if has_stepped:
+        scaler.step(sgd)
+    state.restore()
+    with torch.no_grad():
+        weight.zero_()
+    backward()
+    scaler.step(sgd)
+    scaler.update()
+    assert weight.item() == -2.0
+
+
 @pytest.mark.parametrize(
     ("size", "is_weighed", "constant", "is_warned"),
     [

@@ -7,6 +7,8 @@ from harness import outcomes, run_ranks
 import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.config import Settings
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.transport.membership.view import View
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -169,6 +171,47 @@ def test_ranks_that_add_and_remove_all_hear_of_it():
         return hvd.get_process_set_ids_and_ranks()
 
     assert run_ranks(2, body) == [{0: [0, 1], 1: [0]}] * 2
+
+
+def test_in_another_view_a_process_set_is_over_and_nobody_waits_or_trains_alone():
+    models = [torch.nn.Linear(2, 1) for _ in range(4)]
+    sets, optimizers = [None] * 4, [None] * 4
+
+    def wrapped(model, process_set):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return hvd.DistributedOptimizer(sgd, model.named_parameters(), process_set=process_set)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    def train(rank):
+        sets[rank] = hvd.add_process_set([0, 2])
+        optimizers[rank] = wrapped(models[rank], sets[rank])
+        step(models[rank], optimizers[rank])
+
+    run_ranks(4, train)
+
+    def go_on(rank):  # without process 1: ranks 0 and 2 are others now
+        process = rank + (rank > 0)
+        engine().transport.view = View(1, (0, 2, 3))
+        old, optimizer, model = sets[process], optimizers[process], models[process]
+        optimizer._reducer.begin_view()
+        if rank == 0:  # the others do not take part
+            for use in (
+                old.included,
+                lambda: hvd.allreduce(torch.ones(1), process_set=old),
+                lambda: step(model, optimizer),
+            ):
+                with pytest.raises(ValueError, match=r"ranks=\[0, 2\].* is of view 0 .* in view 1"):
+                    use()
+        rc.barrier()
+        step(model, wrapped(model, hvd.add_process_set([0, 2])))
+        return hvd.add_process_set([1, 2]).ranks, hvd.add_process_set(hvd.ProcessSet([1])).rank()
+
+    sets[1] = optimizers[1] = None
+    assert run_ranks(3, go_on) == [([1, 2], -1), ([1, 2], 0), ([1, 2], -1)]
 
 
 @pytest.mark.parametrize("ranks", [[0, 5], [0, 0], []])

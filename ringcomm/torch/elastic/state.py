@@ -76,6 +76,10 @@ class ObjectState(elastic.ObjectState, State):
         super().restore()
         for name, position in self._positions.items():
             self._samplers[name].position = position
+        for name in self._names:
+            if isinstance(scaler := getattr(self, name), torch.amp.GradScaler):
+                # A step that has failed between unscale_() and update() is made anew.
+                scaler._per_optimizer_states.clear()
 
     def unite(self, is_newest: Sequence[bool]) -> None:
         """Join what the ranks have recorded in their samplers. Collective."""

@@ -31,11 +31,15 @@ class ProcessSet:
         ranks: the members as hvd.rank() counts them, ascending; None after removal, or before a
             communicator's set is added.
         mpi_comm: the communicator; None if the process set was made from ranks.
+
+    In another view of an elastic job, ranks have other numbers, and other sets take the place of
+    those of before: using one of them is a ValueError.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
         self.process_set_id: int | None = None
         self.ranks: list[int] | None = None
+        self.view: int | None = None  # number of the view in which it was added
         self.mpi_comm = None if isinstance(ranks_or_comm, Iterable) else ranks_or_comm
         if self.mpi_comm is None:
             ranks = list(ranks_or_comm)
@@ -85,6 +89,7 @@ class ProcessSet:
 
     def group_for(self, family: str) -> Group:
         """Return the group in which operations of this family are matched by order."""
+        self._known_ranks()  # _registry() waits for ranks that are no members
         return _registry().groups_of(self)[family]
 
     def root(self, root_rank: int) -> int:
@@ -107,6 +112,13 @@ class ProcessSet:
             raise ValueError(
                 "this ProcessSet is not in use: it was removed, or made of a communicator and not "
                 "added yet. Pass a new one to add_process_set()"
+            )
+        if self.view not in (None, engine().transport.view.number):
+            raise ValueError(
+                f"{self} is of view {self.view} of this elastic job, and ranks have other numbers "
+                f"in view {engine().transport.view.number}. Add a new process set, in a function "
+                "that rc.elastic.on_new_view() calls for instance, and make anew what uses it, "
+                "such as a DistributedOptimizer"
             )
         return self.ranks
 
@@ -146,6 +158,8 @@ class _Registry(dict[ProcessSet, dict[str, Group]]):
 
     def add(self, which: ProcessSet) -> ProcessSet:
         """Give ids to a process set and the other parts of its Comm.Split(); return the set."""
+        if which.view != engine().transport.view.number:
+            which.view = None  # who adds it means the ranks of today
         mine = tuple(which.resolve())
         parts = _agreed("add", mine, is_comm=which.mpi_comm is not None) if self else [mine]
         known = next((each for part in parts if (each := self.with_ranks(part))), None)
@@ -171,6 +185,7 @@ class _Registry(dict[ProcessSet, dict[str, Group]]):
         groups = {family: Group(ranks) if is_member else group for family in _FAMILIES}
         self[which] = groups | {"allreduce": group}
         which.process_set_id, self._next_id = self._next_id, self._next_id + 1
+        which.view = engine().transport.view.number
 
 
 class _InUseError(ValueError):

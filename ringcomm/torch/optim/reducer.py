@@ -30,6 +30,7 @@ from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
     note_samples,
 )
 from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
+from ringcomm.torch.horovod.process_sets import global_process_set
 from ringcomm.torch.optim.buckets import Scaling
 from ringcomm.torch.optim.buckets_in_order_of_readiness import BucketPlan
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions, require_passes
@@ -172,6 +173,12 @@ class GradientReducer:
 
     def begin_view(self) -> None:
         """Begin a step among the ranks that are left, as in a first step. Every rank calls it."""
+        if self.options.process_set is not global_process_set:  # it is over: step() says so
+            self._hooks.remove(self.slots)
+            self.plan.drop()
+            self._failed = None
+            self._begin_step(is_zeroed=True)
+            return
         self._engine = weakref.ref(engine())
         self._is_spoiled = False
         _enrol(self)
@@ -239,11 +246,11 @@ class GradientReducer:
 
         It waits for no rank, because ranks may prepare several optimizers in different orders.
         """
-        if self._attach_hooks():
-            self._replan()
         if self._engine() is not engine():  # after shutdown() and init()
-            self._engine = weakref.ref(engine())
             _enrol(self)
+            self._engine = weakref.ref(engine())
+            self._replan()
+        if self._attach_hooks():
             self._replan()
         if self._agreement.check is None:
             name, group = f"parameters{self.plan.suffix}", self.options.group
