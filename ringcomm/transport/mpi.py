@@ -183,14 +183,20 @@ class MpiTransport:
         return events
 
     def _stops(self) -> list[Event]:
-        """Return as dead the members that have stopped so that others may join or leave."""
+        """Return as dead the members that have stopped: for who is lost, or is to join or leave.
+
+        If one is lost, it is blamed. An operation that did not need it may need those.
+        """
         membership = self.presence.membership
         if membership is None or not membership.state.must_follow:
             return []
-        news = set(membership.state.stopped) - self._stopped
+        state = membership.state
+        news = set(state.stopped) - self._stopped
         self._stopped |= news
+        lost = min((self._rank_of[each] for each in state.lost_members), default=None)
         reason = "has stopped, so that ranks can join or leave"
-        return [Died(rank, reason, rank) for rank in sorted(self._rank_of[each] for each in news)]
+        ranks = sorted(self._rank_of[each] for each in news)
+        return [Died(rank, reason, rank if lost is None else lost) for rank in ranks]
 
     def park(self, seconds: float) -> None:
         self.presence.parking.sleep(seconds)

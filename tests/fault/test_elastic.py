@@ -314,6 +314,31 @@ def test_a_small_job_can_change_as_often_as_is_said_by_default(tmp_path):
     assert "rank 0 is done, 1, view 7" in job.output, job.output
 
 
+OF_OTHERS = """
+@rc.elastic.run
+def train(state):
+    mine = rc.Group([r for r in range(rc.size()) if r % 2 == rc.rank() % 2])
+    while state.step < 10:
+        if (state.step, rc.size()) == (5, 4):
+            if me == 1:
+                die()
+            while me > 1:  # they hear of it outside of an operation, and stop
+                state.check_host_updates()
+                time.sleep(1e-3)
+        rc.allreduce(np.ones(3), group=mine)  # rank 0 waits for rank 2, not for the dead one
+        step(state)
+
+train(state)
+print(f"rank {me} is done: {rc.size()} ranks, {state.x[0]:g}", flush=True)
+"""
+
+
+def test_a_rank_in_a_group_without_the_dead_one_follows_the_members_that_have_stopped(tmp_path):
+    job = run_elastic(4, OF_OTHERS, cwd=tmp_path, RINGCOMM_TIMEOUT_S="30")
+    for rank in (0, 2, 3):
+        assert f"rank {rank} is done: 3 ranks, {5 * 10 + 5 * 8}" in job.output, job.output
+
+
 HALF_HANGS = """
 @rc.elastic.run
 def train(state):

@@ -180,9 +180,14 @@ class Membership:
         return is_finishing and any(m in self.changes.lost or self._heals(m) for m in self.missing)
 
     @property
+    def lost_members(self) -> frozenset[int]:
+        """The members of the view that are lost."""
+        return self.changes.lost.intersection(self.view.members)
+
+    @property
     def has_new_loss(self) -> bool:
         """True if a member of the view is lost."""
-        return any(m in self.changes.lost for m in self.view.members)
+        return bool(self.lost_members)
 
     @property
     def wants_another_size(self) -> bool:
@@ -197,12 +202,12 @@ class Membership:
 
     @property
     def must_follow(self) -> bool:
-        """True if this rank must stop, as other members have, although no member is lost.
+        """True if this rank must stop, as other members have, although it may have lost no member.
 
-        They have stopped because others were to join or to leave. If that is not to be any more,
-        the next view has the same members.
+        They have stopped because one is lost, or others were to join or to leave. If that is not to
+        be any more, the next view has the same members.
         """
-        return self._has_news and bool(self.stopped) and not self.has_new_loss
+        return self._has_news and bool(self.stopped)
 
     @property
     def is_orphaned(self) -> bool:
