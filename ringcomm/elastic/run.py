@@ -147,13 +147,13 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
 
 def _begin(state: State, is_elastic: bool) -> None:
     if is_elastic:
-        take_missed_commands()
+        take_missed_commands(in_new_view=False)
     state.sync()
 
 
 def _resume(state: State) -> None:
     has_enough = await_enough_ranks()
-    take_missed_commands()
+    take_missed_commands(in_new_view=True)
     tell_listeners()
     state.resume()
     state.on_reset()
@@ -191,7 +191,7 @@ def _stop_if_given_up(error: Exception, state: State) -> None:
 
 def _save(state: State) -> None:
     for save in PROGRAM.checkpoints:
-        save(state.n_commits)
+        save(PROGRAM.n_steps or state.n_commits)
 
 
 def _begin_again(state: State, skip_sync: bool) -> None:

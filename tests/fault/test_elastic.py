@@ -424,6 +424,32 @@ def test_who_leaves_the_view_and_comes_back_has_the_state_of_the_others(tmp_path
     assert len(set(ends)) == 1
 
 
+SAVES_LATER = """
+@rc.on_checkpoint
+def save(n):
+    print(f"rank {me} saves number {n} after step {state.step}", flush=True)
+
+@rc.elastic.run
+def train(state):
+    while state.step < 1000:
+        if (me, state.step) == (1, 20):
+            die()
+        if (me, state.step) == (0, 25):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        step(state)
+        rc.step()
+
+train(state)
+"""
+
+
+def test_a_later_checkpoint_has_a_larger_number_also_after_a_loss(tmp_path):
+    job = run_elastic(3, SAVES_LATER, cwd=tmp_path)
+    saved = re.findall(r"rank (\d) saves number (\d+) after step (\d+)", job.output)
+    assert sorted(rank for rank, _, _ in saved) == ["0", "2"], job.output
+    assert all(number == step for _, number, step in saved), job.output
+
+
 TOO_FEW = """
 saved = []
 rc.on_checkpoint(saved.append)

@@ -50,7 +50,8 @@ def on_checkpoint(save: C) -> C:
     """Decorate a function that writes a checkpoint, which all ranks call after the same step.
 
     `ringcomm ctl JOB checkpoint` and `stop` call save(step), so do SIGTERM and SIGUSR1. It may use
-    collectives. Its argument is the number of steps that are complete.
+    collectives. Its argument is the number of complete steps. In an elastic job, those that were
+    made again after a loss count again, so that later checkpoints have larger numbers.
     """
     if not callable(save):
         raise TypeError(f"on_checkpoint: {save!r} is no function")

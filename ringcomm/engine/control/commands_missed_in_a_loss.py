@@ -7,12 +7,18 @@ from ringcomm.engine.control.commands import parse, split
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 
 
-def take_missed_commands() -> None:
+def take_missed_commands(*, in_new_view: bool) -> None:
     """Take the commands that other ranks have taken, and this one not. Collective.
 
-    Only what lasts is taken: live parameters and `stop`. A pause is over.
+    Only what lasts is taken: live parameters and `stop`. A pause is over. In a new view, steps are
+    counted on from those of the rank that has completed most: no later checkpoint has the number
+    of an earlier one.
     """
-    taken = max(allgather_object(PROGRAM.taken, name="commands that were taken"), key=len)
+    mine = PROGRAM.taken, PROGRAM.n_steps
+    of_ranks = allgather_object(mine, name="commands that were taken")
+    taken = max((each for each, _ in of_ranks), key=len)
+    if in_new_view:
+        PROGRAM.n_steps = PROGRAM.n_before = max(n_steps for _, n_steps in of_ranks)
     for text in taken[len(PROGRAM.taken) :]:
         command = parse(split(text))
         if command.word == "set":

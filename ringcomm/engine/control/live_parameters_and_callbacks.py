@@ -40,6 +40,8 @@ class Program:
         is_stopping: a stop command was taken.
         asks_to_stop: the program has called rc.should_stop().
         taken: the texts of all commands that were taken.
+        n_steps: steps that this rank has completed, in all views of an elastic job.
+        n_before: those before the present view: as many on all of its ranks.
     """
 
     checkpoints: list[Callable[[int], object]] = field(default_factory=list)
@@ -49,6 +51,8 @@ class Program:
     is_stopping: bool = False
     asks_to_stop: bool = False
     taken: list[str] = field(default_factory=list)
+    n_steps: int = 0
+    n_before: int = 0
 
     def checked(self, name: str, text: str) -> Callable[[], None]:
         """Return a function that gives a parameter a new value.

@@ -55,7 +55,7 @@ class Control:
         """Count a step of rc.step(), and come to its boundary."""
         self._n_own_steps += 1
         if self._owner() in (None, program):
-            self._engine.note_step(self._n_own_steps)
+            self._engine.note_step(self._program.n_before + self._n_own_steps)
         self.come_to_boundary(program, self._n_own_steps)
 
     def come_to_boundary(self, owner: object, completed: int) -> None:
@@ -72,6 +72,7 @@ class Control:
             return
         self._step += max(1, completed - self._last)
         self._last = completed
+        self._program.n_steps = self._program.n_before + self._step
         if self._savers:
             self.signals.arm()
         with self._lock:
@@ -200,7 +201,7 @@ class Control:
     def _perform(self, text: str, *, is_mine: bool) -> None:
         self._program.taken.append(text)
         reply = self._reply if is_mine else _ignore
-        answer = Answer(self._step, partial(self._tell, text, reply))
+        answer = Answer(self._program.n_before + self._step, partial(self._tell, text, reply))
         command = parse(split(text))
         if command.word in ("pause", "resume"):
             self._set_paused(is_paused=command.word == "pause")

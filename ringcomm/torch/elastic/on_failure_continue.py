@@ -30,6 +30,7 @@ from ringcomm.engine.api import collectives
 from ringcomm.engine.api.begin_next_view import await_streams, heal
 from ringcomm.engine.api.init_rank_size import rank, size
 from ringcomm.engine.api.world import current
+from ringcomm.engine.control.commands_missed_in_a_loss import take_missed_commands
 from ringcomm.errors import PeerFailedError, ServerLostError
 from ringcomm.torch.backward.interleave_collectives import CollectiveTask
 from ringcomm.torch.backward.parameter_hooks import Named
@@ -258,6 +259,7 @@ def _go_on_after(error: PeerFailedError) -> None:
         if error.view != view().number or not heal(error):
             raise error
         try:
+            take_missed_commands(in_new_view=True)
             tell_listeners()
             for each in tuple(_optimizers):
                 optimizer = each()
