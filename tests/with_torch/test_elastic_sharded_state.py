@@ -125,6 +125,28 @@ def test_who_is_behind_by_a_commit_gives_the_part_that_it_had_copied_for_it(monk
         assert_close([end], one_process(batches, adam)[0], 1e-10)
 
 
+def test_if_the_rank_that_is_ahead_is_lost_before_it_has_sent_its_commit_the_one_before_counts(
+    monkeypatch,
+):
+    batches = data(4, 12)
+    job = Job(monkeypatch, 4)
+    job.run(batches[:2])
+    kept = [(state._n_commits, state.optimizer._copies._whole) for state in job.states]
+    with monkeypatch.context() as patch:
+        patch.setattr(hvd.elastic.TorchState, "save", lambda _: None)  # cut off before it
+        job.run(batches[2:3])
+    for state, (n, whole) in list(zip(job.states, kept, strict=True))[1:]:
+        state._n_commits, state.optimizer._copies._whole = n, whole
+    job.lose(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(hvd.elastic.TorchState, "receive", fails)
+        with pytest.raises(RuntimeError, match="a rank is lost"):
+            job.run([])
+    job.lose(0)
+    for end, _ in job.run(batches[2:]):
+        assert_close([end], one_process(batches, adam)[0], 1e-10)
+
+
 def test_a_commit_that_nobody_has_completed_does_not_count(monkeypatch):
     batches = data(4, 12)
     job = Job(monkeypatch, 3)
@@ -138,7 +160,7 @@ def test_a_commit_that_nobody_has_completed_does_not_count(monkeypatch):
         assert_close([end], one_process(batches, adam)[0], 1e-10)
 
 
-def fails(**_):
+def fails(*_, **__):
     raise RuntimeError("a rank is lost")
 
 

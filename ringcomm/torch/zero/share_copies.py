@@ -96,6 +96,7 @@ class ShareCopies:
         self._reducer, self._shard = reducer, shard
         self._whole: CopySet | None = None  # all ranks had it when this one made it
         self._new: CopySet | None = None
+        self._before: CopySet | None = None  # `_whole` before a recover() that others may lack
 
     def replicate(self, commit: int) -> None:
         """Copy this rank's share, and send the copy to the next rank. Collective.
@@ -168,6 +169,7 @@ class ShareCopies:
             self._new = self._whole = CopySet(Tag(commit, view().number))
             return
         tag, holders = _complete([each for each, _ in of_ranks])
+        self._before = self._before or self._whole
         self._whole = next((each for each in mine if each.tag == tag), None)
         if tag.view == view().number:
             return
@@ -176,7 +178,7 @@ class ShareCopies:
 
     def restore(self) -> None:
         """Return to the share of the last commit; local, on all ranks."""
-        kept = self._whole
+        kept, self._before = self._whole, None
         if kept is None or kept.own is None or kept.shares is None:
             return
         if (kept.n_owners, kept.index) != (self._group.size, self._group.index):
@@ -193,8 +195,8 @@ class ShareCopies:
     @property
     def _sets(self) -> list[CopySet]:
         """The sets of copies that this rank has, each once."""
-        more = [] if self._new is self._whole else [self._new]
-        return [each for each in (self._whole, *more) if each is not None]
+        sets = {id(each): each for each in (self._whole, self._new, self._before)}
+        return [each for each in sets.values() if each is not None]
 
     def _dealt(
         self,
