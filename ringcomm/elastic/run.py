@@ -216,7 +216,7 @@ def leave() -> NoReturn:
     this rank leaves, which is in their next operation; they go on from their last commit.
 
     Raises:
-        RingcommError: the job is not elastic.
+        RingcommError: the job is not elastic, or its launcher would end the others, too.
         SystemExit: always, at the end.
     """
     world = current()
@@ -225,6 +225,8 @@ def leave() -> NoReturn:
             "elastic.leave: the others could not go on without this rank. Set RINGCOMM_ELASTIC=1, "
             "and call this after init()"
         )
+    if not world.survives_deaths and (text := world.gap_text("elastic.leave")):
+        raise RingcommError(text)
     shutdown()
     raise SystemExit(0)
 

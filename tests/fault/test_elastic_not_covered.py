@@ -52,6 +52,19 @@ def test_one_line_says_what_is_not_covered_and_a_death_ends_the_job_as_ever(how,
     assert re.search(report, job.output), job.output
 
 
+@above_mpi
+def test_a_rank_that_would_leave_is_told_that_the_others_cannot_go_on(tmp_path):
+    leaves = """try:
+                rc.elastic.leave()
+            except rc.RingcommError as error:
+                print(error, flush=True)"""
+    body = FAILS.replace("HOW", leaves)
+    job = run_script(2, body, cwd=tmp_path, env={"RINGCOMM_ELASTIC": "1"})
+    assert job.code == 0, job.output
+    assert job.output.count("went on") == 2, job.output
+    assert re.search(rf"^elastic.leave: {WHY}", job.output, re.MULTILINE), job.output
+
+
 def test_a_job_of_one_process_says_nothing(tmp_path):
     body = FAILS.replace("HOW", "pass")
     job = run_script(1, body, cwd=tmp_path, env={"RINGCOMM_ELASTIC": "1"})
