@@ -437,6 +437,69 @@ def test_gradients_of_movements(size):
     run_ranks(size, body)
 
 
+def scaled(y, factor):
+    """Return y, of which gradients of any order are multiplied by the factor."""
+    return y * factor + (y * (1 - factor)).detach()
+
+
+DIFFERENTIATED = {  # a collective, and what each rank gets of all ranks' tensors
+    "allreduce": (lambda x: hvd.allreduce(x, op=hvd.Sum), lambda xs: [sum(xs)] * len(xs)),
+    "grouped_allreduce": (
+        lambda x: hvd.grouped_allreduce([x], prescale_factor=3)[0],
+        lambda xs: [sum(xs) * 3 / len(xs)] * len(xs),
+    ),
+    "allgather": (hvd.allgather, lambda xs: [scaled(torch.cat(xs), 1 / len(xs))] * len(xs)),
+    "grouped_allgather": (
+        lambda x: hvd.grouped_allgather([x])[0],
+        lambda xs: [scaled(torch.cat(xs), 1 / len(xs))] * len(xs),
+    ),
+    "broadcast": (lambda x: hvd.broadcast(x, 1), lambda xs: [scaled(xs[1], 1 / len(xs))] * len(xs)),
+    "alltoall": (
+        hvd.alltoall,
+        lambda xs: [torch.cat([x.chunk(len(xs))[r] for x in xs]) for r in range(len(xs))],
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_of_gradients_are_those_of_one_process(size, name):
+    collective, of_all = DIFFERENTIATED[name]
+    ones = torch.ones(size, 2, dtype=torch.float64)
+
+    def penalty(gradients):
+        return sum(each.square().sum() for each in gradients)
+
+    def body(rank):
+        x = (ones + rank).requires_grad_()
+        loss = collective(x).pow(3).sum() * (rank + 1)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        penalty([gradient]).backward()
+        return x.grad
+
+    xs = [(ones + rank).requires_grad_() for rank in range(size)]
+    loss = sum(y.pow(3).sum() * (rank + 1) for rank, y in enumerate(of_all(xs)))
+    gradients = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
+    penalty(gradients).backward()
+    for got, x in zip(run_ranks(size, body), xs, strict=True):
+        assert torch.allclose(got, torch.zeros_like(x) if x.grad is None else x.grad)
+
+
+@pytest.mark.parametrize("op", [hvd.Min, hvd.Max, hvd.Product, hvd.Adasum], ids=repr)
+def test_an_operator_without_a_gradient_says_so_in_backward(op):
+    def body(rank):
+        x = torch.ones(2, requires_grad=True)
+        ys = [hvd.allreduce(x, op=op), *hvd.grouped_allreduce([x], op=op)]
+        if op is not hvd.Adasum:
+            ys += [hvd.reducescatter(x, op=op), *hvd.grouped_reducescatter([x], op=op)]
+        for y in ys:
+            with pytest.raises(ValueError, match=f"not by {op}: pass tensor.detach()"):
+                y.sum().backward()
+        assert x.grad is None
+
+    run_ranks(2, body)
+
+
 def test_no_graph_is_kept_where_none_is_wanted():
     def body(rank):
         x = torch.ones(3, requires_grad=True)

@@ -246,16 +246,21 @@ def _rows_of_mean(grads: Tensors, xs: Tensors, process_set: ProcessSet) -> list[
 
 def _mean_at_root(grads: Tensors, root_rank: int, process_set: ProcessSet) -> list[Tensor]:
     means = [_mean(grad, process_set) for grad in grads]
-    is_root = engine().rank == root_rank
-    return means if is_root else [torch.zeros_like(mean) for mean in means]
+    if engine().rank == root_rank:
+        return means
+    # They keep the graph of the mean: to differentiate it takes every rank.
+    return [mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0) for mean in means]
 
 
 def _mean(grad: Tensor, process_set: ProcessSet) -> Tensor:
-    options = ReductionOptions(AVERAGE)
-    handle: Handle[Tensor] = begin(
-        AWAITED, "allreduce", None, process_set, plan_allreduce, grad, options
+    """Return the mean of the ranks' gradients, which can be differentiated again."""
+    args = AWAITED, "allreduce", None, process_set, plan_allreduce
+    (mean,) = apply(
+        lambda xs: [begin(*args, xs[0], ReductionOptions(AVERAGE)).wait()],
+        lambda grads, _: [_mean(each, process_set) for each in grads],
+        [grad],
     )
-    return handle.wait()
+    return mean
 
 
 # --- objects -------------------------------------------------------------------------------------

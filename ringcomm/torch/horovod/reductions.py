@@ -61,7 +61,7 @@ def allreduce(
     how = op_of(op, average), prescale_factor, postscale_factor, process_set
     (result,) = _apply(
         lambda xs: [_allreduce(AWAITED, xs[0], None, name, *how).wait()],
-        lambda grads, _: [_allreduce(AWAITED, grad, None, None, *how).wait() for grad in grads],
+        lambda grads, _: _reduce_gradients(grads, *how),
         [tensor],
         compression,
     )
@@ -89,7 +89,7 @@ def grouped_allreduce(
     how = op_of(op, average), prescale_factor, postscale_factor, process_set
     return _apply(
         lambda xs: _grouped_allreduce(AWAITED, xs, None, name, *how).wait(),
-        lambda grads, _: [_allreduce(AWAITED, grad, None, None, *how).wait() for grad in grads],
+        lambda grads, _: _reduce_gradients(grads, *how),
         tensors,
         compression,
     )
@@ -278,13 +278,31 @@ def _scatter_options(op: AnyOp, prescale: float, postscale: float) -> ReductionO
     return _options(op, prescale, postscale)
 
 
+def _reduce_gradients(
+    grads: Tensors, op: AnyOp, prescale: float, postscale: float, process_set: ProcessSet
+) -> list[Tensor]:
+    """Return the gradients of an allreduce, which can be differentiated again."""
+    _require_gradient(op)
+    how: dict[str, Any] = {"prescale_factor": prescale, "postscale_factor": postscale}
+    return [allreduce(grad, op=op, process_set=process_set, **how) for grad in grads]
+
+
 def _gather_gradients(
     grads: Tensors, op: AnyOp, process_set: ProcessSet, prescale: float, postscale: float
 ) -> list[Tensor]:
     """Return the gradients of a reducescatter, gathered: each rank has those of its own rows."""
+    _require_gradient(op)
     factor = float(prescale) * float(postscale) * (process_set.size() if op is SUM else 1)
     gathered = [allgather(grad.contiguous(), process_set=process_set) for grad in grads]
     return [grad if factor == 1 else grad * factor for grad in gathered]
+
+
+def _require_gradient(op: AnyOp) -> None:
+    if op_of(op, None) not in (AVERAGE, SUM):
+        raise ValueError(
+            f"gradients flow through an allreduce or reducescatter by Average or Sum, not by {op}: "
+            "pass tensor.detach(), so that the result counts as a constant"
+        )
 
 
 def _apply(
