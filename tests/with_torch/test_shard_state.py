@@ -289,6 +289,19 @@ def test_clip_grad_norm_is_that_of_all_gradients(stage, norm_type, size):
     assert min(norms) > 0.1
 
 
+@pytest.mark.parametrize("norm_type", [2.0, "inf"])
+def test_clip_grad_norm_takes_part_on_ranks_without_a_gradient(norm_type):
+    def body(rank):
+        model = nn.Linear(1, 1, bias=False)  # of 1 element, which one rank updates
+        optimizer = wrap(model, shard_state=1)
+        (model.weight * 3).sum().backward()
+        assert float(optimizer.clip_grad_norm_(1.5, norm_type)) == 3
+        return hvd.allreduce(model.weight.grad, op=hvd.Sum)
+
+    for got in run_ranks(3, body):
+        assert float(got) == pytest.approx(1.5, rel=1e-5)
+
+
 def test_clip_grad_norm_refuses_a_norm_that_is_not_finite_on_every_rank():
     ((x, y),) = data(1, 1)
 

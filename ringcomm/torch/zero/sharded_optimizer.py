@@ -243,13 +243,16 @@ class ShardedOptimizer(AveragingOptimizer):
 
     def _norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> float:
         """Return the norm over all ranks, with the same bits on each rank."""
+        norm_type = float(norm_type)  # torch takes "inf", too
         norms = [
             float(torch.linalg.vector_norm(wide(g), norm_type)) for g in gradients if g.numel()
         ]
         group, is_max = self._reducer.options.group, norm_type == np.inf
-        mine = np.array([max(norms, default=0.0) if is_max else sum(n**norm_type for n in norms)])
+        mine = max(norms, default=0.0) if is_max else sum(n**norm_type for n in norms)
         name = f"norm of the gradients{self._reducer.plan.suffix}"
-        (total,) = collectives.allreduce(mine, MAX if is_max else SUM, name=name, group=group)
+        (total,) = collectives.allreduce(
+            np.array([mine], np.float64), MAX if is_max else SUM, name=name, group=group
+        )
         return float(total if is_max else total ** (1 / norm_type))
 
     def _warn_of_changes(self) -> None:
