@@ -379,6 +379,40 @@ def test_closures(size, make, shard_state, tolerance):
     assert_equals_one_process(size, train, make=make, shard_state=shard_state, tolerance=tolerance)
 
 
+def in_parts(batches, rank, size):
+    """Return this rank's part of each batch: 1 sample on the first rank, most on the last."""
+    cuts = (1,) * (size - 1) + (len(batches[0][0]) - size + 1,)
+    return [tuple(each.split(cuts)[rank] for each in batch) for batch in batches]
+
+
+@pytest.mark.parametrize("split", [share, in_parts])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_line_search_goes_by_the_loss_of_all_ranks(size, split):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            if split is in_parts and hasattr(optimizer, "set_samples"):
+                optimizer.set_samples(len(x))
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+
+    def search(p):
+        return torch.optim.LBFGS(p, max_iter=5, history_size=3, line_search_fn="strong_wolfe")
+
+    losses = []
+    batches = data(3, size)
+    assert_equals_one_process(
+        size, train, make=search, batches=batches, split=split, tolerance=1e-8
+    )
+    alone = losses[:3]
+    assert sorted(losses[3:]) == pytest.approx(sorted(alone * size), rel=1e-8)
+
+
 def test_a_rank_whose_closure_runs_no_backward_takes_part():
     ((x, y),) = data(1, 1)
 
