@@ -226,7 +226,7 @@ def test_closures_work(apply):
 
 def test_an_optimizer_that_servers_cannot_be_is_applied_by_workers_and_says_so_once(caplog):
     def make(p):
-        return torch.optim.LBFGS(p, max_iter=4)
+        return torch.optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe")
 
     batches = data(3, 2)
     got = results_of(2, 1, make, batches, closing)

@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import NotInitializedError
+from ringcomm.torch.backward.loss_of_all_ranks import goes_by_loss, loss_of_all_ranks
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import derive, name_last_group, renamed, underlying
@@ -201,9 +200,11 @@ class AveragingOptimizer(Optimizer):
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
         self._finish_gradients()
-        if isinstance(self, torch.optim.LBFGS) and not self._is_skipping:
-            return _loss_of_all(loss, self._reducer)
-        return loss
+        if self._is_skipping or not goes_by_loss(self):
+            return loss
+        reducer = self._reducer
+        op, group = reducer.options.op, reducer.options.group
+        return loss_of_all_ranks(loss, reducer.samples, f"loss{reducer.plan.suffix}", group, op)
 
     def _finish_gradients(self) -> None:
         """Make .grad final; undo sparse_as_dense now: clipping before step() needs dense .grad."""
@@ -211,21 +212,6 @@ class AveragingOptimizer(Optimizer):
         if self._reducer.options.sparse_as_dense:
             for slot in self._reducer.slots:
                 slot.make_sparse_again()
-
-
-def _loss_of_all(loss: Any, reducer: GradientReducer) -> Any:
-    """Return the loss of all ranks' samples. Ranks that searched by their own would go apart."""
-    options, samples = reducer.options, reducer.samples
-    name = f"loss{reducer.plan.suffix}"
-    own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-    if samples is None:
-        total = collectives.allreduce(np.array([own]), options.op, name=name, group=options.group)
-    else:  # the mean of an empty batch is NaN
-        weighed = np.array([own * samples if samples else 0.0, samples])
-        sums = collectives.allreduce(weighed, name=name, group=options.group)
-        total = sums[:1] / sums[1:]
-    whole = float(total[0])
-    return torch.full_like(loss.detach(), whole) if isinstance(loss, torch.Tensor) else whole
 
 
 def _rewrap(

@@ -20,6 +20,7 @@ from ringcomm.ps.checkpoint.recover_by_itself import recovered_from, require_alo
 from ringcomm.ps.job import size
 from ringcomm.ps.session import is_chief, session
 from ringcomm.ps.update_modes import Mode, mode_of
+from ringcomm.torch.backward.loss_of_all_ranks import goes_by_loss, loss_of_all_ranks
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import derive, name_last_group, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
@@ -287,9 +288,13 @@ class _Served(Optimizer):
             self.__dict__.update(hidden)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
+        loss, feeder = closure(), self._feeder
+        samples = feeder.samples
         self._take_mean()
-        return loss
+        if not goes_by_loss(self):
+            return loss
+        name = f"loss (ps optimizer {feeder.number})"
+        return loss_of_all_ranks(loss, samples, name, feeder.session.group)
 
     @torch.no_grad()
     def _take_mean(self) -> bool:
