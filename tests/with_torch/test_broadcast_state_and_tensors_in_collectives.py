@@ -91,6 +91,43 @@ def test_broadcast_optimizer_state_brings_state_and_settings_and_moves_no_weight
         assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+class Wide(torch.optim.Optimizer):
+    """Keeps a float32 sum of the gradients of each parameter, whatever its dtype is."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            total = self.state[p].setdefault("total", torch.zeros_like(p, dtype=torch.float32))
+            p.sub_(total.add_(p.grad.float() / 3))
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD, Wide])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_broadcast_optimizer_state_keeps_the_dtypes_of_the_state(make, dtype):
+    def dtypes(optimizer):
+        states = optimizer.state.values()
+        return [{k: v.dtype for k, v in each.items() if torch.is_tensor(v)} for each in states]
+
+    def body(rank):
+        p = nn.Parameter(torch.ones(4, dtype=dtype))
+        optimizer = make([p])
+        p.grad = torch.full_like(p, 0.7)
+        if rank == 1:
+            optimizer.step()
+        hvd.broadcast_parameters([p], root_rank=1)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        for _ in range(8):
+            optimizer.step()
+        return p.detach(), dtypes(optimizer)
+
+    (loaded, theirs), (expected, of_root) = run_ranks(2, body)
+    assert theirs == of_root
+    assert torch.equal(loaded, expected)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
 def test_broadcast_optimizer_state_leaves_zero_gradients_where_there_was_no_state(kind):
     models = [nn.Embedding(7, 3, sparse=kind is torch.optim.SparseAdam) for _ in range(2)]

@@ -161,8 +161,21 @@ def broadcast_optimizer_state(
     state, is_new = broadcast_tree(sent, root_rank, name="optimizer state", process_set=process_set)
     if not is_root:
         optimizer.load_state_dict(state)
+        _restore_dtypes(optimizer, state)
     if is_new:  # the root's is_new: all ranks must make gradients, or none
         _make_gradients(optimizer)
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give the loaded state the root's dtypes: torch has cast it to those of the parameters."""
+    numbers = [i for group in state["param_groups"] for i in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in zip(numbers, parameters, strict=True):
+        mine = optimizer.state.get(p, {})
+        for key, value in state["state"].get(number, {}).items():
+            known = mine.get(key)
+            if isinstance(known, torch.Tensor) and known.dtype != value.dtype:
+                mine[key] = value.to(known.device)
 
 
 def _make_gradients(optimizer: torch.optim.Optimizer) -> None:
