@@ -560,3 +560,32 @@ def test_adasum_follows_an_exchanged_parameter():
     first, second = on_replicas(2, body, steps=3, op=hvd.Adasum)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
+
+
+class Precise(torch.autograd.Function):
+    """A sum whose gradient is float32, whatever is added up."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x.float().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.full(ctx.shape, 1 + 2**-10)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="older than grad_dtype")
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, None])
+def test_a_gradient_of_another_dtype_than_its_parameter_is_refused(grad_dtype, by_hand):
+    def body(rank):
+        p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        p.grad_dtype = grad_dtype
+        optimizer = wrap(nn.ParameterList([p]))
+        if by_hand:
+            p.grad = torch.full((3,), 1 + 2**-10)
+        with pytest.raises(rc.RingcommError, match=r"0.grad is torch.float32 by the grad_dtype"):
+            optimizer.step() if by_hand else Precise.apply(p).backward()
+
+    run_ranks(2, body)

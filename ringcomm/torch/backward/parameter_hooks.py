@@ -38,6 +38,17 @@ class Slot:
         gradient = self.parameter.grad
         return gradient is not None and gradient.layout is torch.sparse_coo
 
+    @property
+    def dtype_complaint(self) -> str | None:
+        """Error text if .grad cannot be reduced as one of the parameter's dtype; None if it can."""
+        p = self.parameter
+        if p.grad is None or p.grad.dtype == p.dtype:
+            return None
+        return (
+            f"DistributedOptimizer: {self.name}.grad is {p.grad.dtype} by the grad_dtype of its "
+            f"parameter, which is {p.dtype}: gradients must have the dtype of their parameter here"
+        )
+
     def densify(self) -> None:
         """Make .grad dense."""
         gradient = self.parameter.grad

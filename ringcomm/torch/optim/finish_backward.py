@@ -148,7 +148,8 @@ class Exchange:
 
     @property
     def _complaint(self) -> str | None:
-        return next((slot.complaint for slot in self.plan.slots if slot.complaint), None)
+        complaints = (slot.complaint or slot.dtype_complaint for slot in self.plan.slots)
+        return next((each for each in complaints if each), None)
 
     def _problem(self, presence: Presence) -> Exception | None:
         """Return the error that all ranks must raise, or None. Collective."""
