@@ -425,6 +425,13 @@ def test_fsdp2_equals_one_process(options, rank, size):
     assert held < sum(p.numel() for p in full)
 
 
+@needs_fsdp2
+def test_sharded_parameters_need_no_distributed_optimizer_and_are_refused(rank, size):
+    model = shard(network(), mesh_of((size,), ("shard",)))
+    with pytest.raises(TypeError, match=r"0.weight is a DTensor, whose gradient FSDP"):
+        ringcomm.torch.DistributedOptimizer(adamw(model), model.named_parameters())
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("keeps_parameters", [True, False])
 def test_fsdp1_equals_one_process(strategy, keeps_parameters, rank, size):

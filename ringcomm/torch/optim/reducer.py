@@ -261,6 +261,12 @@ class GradientReducer:
         """Attach hooks to added or unfrozen parameters; return True if there are any."""
         new = without_hooks(self.slots)
         for slot in new:
+            if hasattr(slot.parameter, "to_local"):
+                kind = type(slot.parameter).__name__
+                raise TypeError(
+                    f"DistributedOptimizer: {slot.name} is a {kind}, whose gradient FSDP or a mesh "
+                    "reduces: use the optimizer without this wrapper"
+                )
             try:
                 self.options.op.require(any_adapter_for(slot.parameter).dtype(slot.parameter))
             except TypeError as error:
