@@ -34,6 +34,7 @@ from training_models import (
 
 import ringcomm as rc
 import ringcomm.torch as hvd
+from ringcomm.config import Settings
 from ringcomm.torch.zero.sharded_optimizer import ShardedOptimizer
 
 ADAPTIVE = {
@@ -300,6 +301,29 @@ def test_clip_grad_norm_takes_part_on_ranks_without_a_gradient(norm_type):
 
     for got in run_ranks(3, body):
         assert float(got) == pytest.approx(1.5, rel=1e-5)
+
+
+def test_clipping_leaves_zeros_of_another_layout_the_tensor_that_they_were():
+    base = seeded(lambda: nn.ModuleList([nn.Conv2d(2, 2, 3), nn.Linear(5, 5)]).double())
+    replicas = copies(base, 3)
+
+    def body(rank):
+        conv, linear = replicas[rank]
+        optimizer = wrap(replicas[rank], shard_state=1)
+        (conv(torch.ones(1, 2, 3, 3).double()).sum() + linear.weight.sum()).backward()
+        optimizer.step()
+        gradient = conv.weight.grad
+        gradient.data = torch.zeros_like(gradient, memory_format=torch.channels_last)
+        replicas[rank].zero_grad(set_to_none=False)
+        linear.weight.sum().backward()
+        optimizer.clip_grad_norm_(0.1)
+        # A new tensor would be the program's own; ranks that made none did not reduce it, and hung.
+        assert conv.weight.grad is gradient
+        optimizer.step()
+        return weights(replicas[rank])
+
+    results = run_ranks(3, body, settings=Settings(timeout_s=20))
+    assert_close(results, results[0], 0)
 
 
 def test_clip_grad_norm_refuses_a_norm_that_is_not_finite_on_every_rank():

@@ -61,7 +61,8 @@ class GradientShard:
     def gradient(self) -> torch.Tensor | None:
         """Return a flat view of this part of .grad, in the bucket's layout.
 
-        If .grad has another layout, it is replaced by a copy.
+        If .grad has another layout, its elements move. It stays the same tensor, if it is strided:
+        only some ranks come here, and all must find the same of .grad in later reductions.
         """
         gradient, view = self._parameter.grad, self._view
         if gradient is None or view is None:
@@ -73,7 +74,11 @@ class GradientShard:
             )
             dense = gradient.detach()
             dense = dense if dense.layout is torch.strided else dense.to_dense()
-            gradient = self._parameter.grad = aligned.copy_(dense)
+            aligned.copy_(dense)
+            if gradient.layout is torch.strided:
+                gradient.data = aligned
+            else:
+                gradient = self._parameter.grad = aligned
         return flat_view(gradient.detach())[self.place or slice(None)]
 
     def zero_others(self, total: torch.Tensor) -> None:
