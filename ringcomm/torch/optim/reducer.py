@@ -261,16 +261,7 @@ class GradientReducer:
         """Attach hooks to added or unfrozen parameters; return True if there are any."""
         new = without_hooks(self.slots)
         for slot in new:
-            if hasattr(slot.parameter, "to_local"):
-                kind = type(slot.parameter).__name__
-                raise TypeError(
-                    f"DistributedOptimizer: {slot.name} is a {kind}, whose gradient FSDP or a mesh "
-                    "reduces: use the optimizer without this wrapper"
-                )
-            try:
-                self.options.op.require(any_adapter_for(slot.parameter).dtype(slot.parameter))
-            except TypeError as error:
-                raise TypeError(f"DistributedOptimizer: {slot.name}: {error}") from error
+            _require_reducible(slot, self.options)
         self._hooks.attach(new)
         return bool(new)
 
@@ -347,6 +338,19 @@ class GradientReducer:
                 "DistributedOptimizer: the last backward() failed, or its gradients could not be "
                 "reduced: call optimizer.zero_grad() and repeat the backward()"
             )
+
+
+def _require_reducible(slot: GradientSlot, options: GradientOptions) -> None:
+    p = slot.parameter
+    if hasattr(p, "to_local"):
+        raise TypeError(
+            f"DistributedOptimizer: {slot.name} is a {type(p).__name__}, whose gradient FSDP or a "
+            "mesh reduces: use the optimizer without this wrapper"
+        )
+    try:
+        options.op.require(any_adapter_for(p).dtype(p))
+    except TypeError as error:
+        raise TypeError(f"DistributedOptimizer: {slot.name}: {error}") from error
 
 
 def _exchange(reducer: GradientReducer) -> Exchange:
