@@ -474,6 +474,28 @@ def test_an_elastic_job_that_has_lost_a_rank_ends_well(tmp_path):
 
 
 @pytest.mark.skipif(IS_MPICH, reason="Open MPI alone lets the other ranks live")
+def test_an_elastic_job_that_loses_a_rank_before_init_does_not_wait_for_it(tmp_path):
+    body = """
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    rc.init()
+    """
+    done = run(tmp_path, 2, body, "--elastic", "1:2", env={"RINGCOMM_TIMEOUT_S": "60"})
+    assert done.code == 1, done
+    assert done.out == ""  # of rank 0, which would say after 60 s that not all have come
+    assert "x rank 1 ended before init() - exit 1" in done.err
+    assert "run/rank-1.log" in done.err
+    assert processes_of(done.folder) == []
+
+
+@pytest.mark.skipif(IS_MPICH, reason="Open MPI returns 0 for such a job")
+def test_an_elastic_job_of_which_no_rank_comes_to_init_has_failed(tmp_path):
+    done = run(tmp_path, 2, 'raise ValueError("a typo")', "--elastic", "1:2")
+    assert done.code == 1, done
+    assert "no rank has come through ringcomm.init()" in done.err
+
+
+@pytest.mark.skipif(IS_MPICH, reason="Open MPI alone lets the other ranks live")
 def test_an_elastic_job_that_has_lost_too_many_ranks_is_started_again(tmp_path):
     program = script(tmp_path, SURVIVES.replace("DEATHS", "[(1, 7), (0, 9)]"))
     done = Started(tmp_path, "-np", 3, "--elastic", "2:3", "--restarts", "1", program).finish()

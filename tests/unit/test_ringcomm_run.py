@@ -355,6 +355,11 @@ VERDICTS = {
         [RankEnd(False, 75), RankEnd(False, 3)], [failed(1, 3), failed(0, 75)], 0, "",
         {"goes_on_after_deaths": True}, 3, 1,
     ),
+    "nobody calls init() in an elastic job": ([None, None], [], 0, "",
+                                              {"goes_on_after_deaths": True}, 1, None),
+    "lost before init() in an elastic job": (
+        [None, None], [], 143, "", {"goes_on_after_deaths": True, "lost_before_init": 1}, 1, 1,
+    ),
 }  # fmt: skip
 
 

@@ -17,6 +17,13 @@ from types import FrameType
 from typing import IO, Any, Final
 
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
+from ringcomm.launch.job.processes.ranks_of_this_host import (
+    lives,
+    ranks_here,
+    send_signal,
+    session_members,
+)
+from ringcomm.launch.job.processes.waits_in_vain import Orphan, Start
 from ringcomm.launch.job.run_folder import LAUNCHER_LOG, RunFolder
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, Ending
@@ -25,7 +32,6 @@ _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job t
 _PASSED: Final = (signal.SIGUSR1, signal.SIGUSR2)  # mean what the program makes of them
 _TICK_S: Final = 0.05
 _TERM_TO_KILL_S: Final = 3.0
-_LOOK_S: Final = 1.0  # between two looks whether ranks of this host live
 _GUARDIANS_S: Final = 15.0  # they end soon after their ranks, at most 8 s
 _DRAIN_S: Final = 2.0
 _PIECE: Final = 1 << 16
@@ -63,7 +69,9 @@ class Supervisor:
         self._size = size
         self._stop = _Stop(grace_s)
         self._goes_on = goes_on_after_deaths
-        self._orphan = None if silent_hosts is None else _Orphan(grace_s, silent_hosts)
+        self._orphan = None if silent_hosts is None else Orphan(grace_s, silent_hosts)
+        self._start = Start(folder)
+        self._kill_at = float("inf")  # the launcher, which was asked to end
         self._logs: dict[int, _Log] = {}
         self._launcher_text = LauncherText()
         self._launcher_tail = b""
@@ -103,6 +111,7 @@ class Supervisor:
             asked=self._stop.signal,
             goes_on_after_deaths=self._goes_on,
             is_stopped=self._folder.is_stopped,
+            lost_before_init=self._start.lost,
         )
 
     def show_held_messages(self) -> None:
@@ -133,12 +142,12 @@ class Supervisor:
                 drained_by = time.monotonic() + _DRAIN_S  # a child of a rank may hold the pipe
             tick_s = 0 if self._show_logs() else _TICK_S
             self._stop.go_on(process, self._local_ranks)
-            self._end_orphan(process)
+            self._end_what_waits_in_vain(process)
         while process.poll() is None:  # it has closed its output
             self._pass_on(signals.take(), process)
             tick_s = 0 if self._show_logs() else _TICK_S
             self._stop.go_on(process, self._local_ranks)
-            self._end_orphan(process)
+            self._end_what_waits_in_vain(process)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(tick_s)
         show(self._launcher_text.flush(), sys.stderr)
@@ -158,12 +167,11 @@ class Supervisor:
             if number in _ASKING:
                 self._stop.ask(number, self._local_ranks())
             else:
-                _send(number, self._local_ranks())
+                send_signal(number, self._local_ranks())
 
     def _local_ranks(self) -> list[int]:
         """Return the pids of the ranks on this host."""
-        here = os.uname().nodename
-        return [pid for pid, host in self._folder.ranks().values() if host == here]
+        return [*ranks_here(self._folder).values()]
 
     # --- output -----------------------------------------------------------------------------------
     def _show_logs(self) -> bool:
@@ -200,14 +208,26 @@ class Supervisor:
             show(text.encode(), sys.stderr)
         self._reports_shown = len(texts)
 
-    def _end_orphan(self, process: subprocess.Popen[bytes]) -> None:
-        """End a launcher that waits for a host which is lost."""
-        is_over = process.poll() is not None or self._stop.signal is not None
-        if is_over or self._orphan is None or not self._orphan.is_due:
+    def _end_what_waits_in_vain(self, process: subprocess.Popen[bytes]) -> None:
+        """End a launcher that waits for a lost host, or ranks that wait for one in init()."""
+        if process.poll() is not None or self._stop.signal is not None:
             return
+        if time.monotonic() > self._kill_at:
+            process.kill()
+        elif self._kill_at == float("inf") and (text := self._vain_wait()):
+            say(text)
+            process.terminate()
+            self._kill_at = time.monotonic() + _TERM_TO_KILL_S
+
+    def _vain_wait(self) -> str:
+        """Return for what the job waits in vain; "" if it does not."""
+        if self._goes_on and (text := self._start.look()):  # else the launcher ends it
+            return text
+        if self._orphan is None or not self._orphan.is_due:
+            return ""
         here = self._local_ranks()
-        is_idle = bool(here) and not any(map(_lives, here))
-        self._orphan.go_on(process, is_idle=is_idle and (self._goes_on or self._has_failed()))
+        is_idle = bool(here) and not any(map(lives, here))
+        return self._orphan.look(is_idle=is_idle and (self._goes_on or self._has_failed()))
 
     def _has_failed(self) -> bool:
         """Return True if a rank has recorded a bad end; the others of a good job may work on."""
@@ -218,7 +238,7 @@ class Supervisor:
         """End the processes of the launcher's session that are left, such as its daemons."""
         deadline = time.monotonic() + _TERM_TO_KILL_S
         number = signal.SIGTERM
-        while pids := _session_members(session):
+        while pids := session_members(session):
             if time.monotonic() > deadline:
                 number, deadline = signal.SIGKILL, time.monotonic() + _TERM_TO_KILL_S
             for pid in pids:
@@ -296,52 +316,15 @@ class _Stop:
             process.send_signal(signal.SIGTERM)
             self._next, self._next_at = signal.SIGKILL, time.monotonic() + _TERM_TO_KILL_S
         else:
-            _send(signal.SIGKILL, ranks())
+            send_signal(signal.SIGKILL, ranks())
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             self._next_at = float("inf")
 
     def _ask_new(self, pids: Sequence[int]) -> None:
         assert self.signal is not None
-        _send(self.signal, [pid for pid in pids if pid not in self._asked])
+        send_signal(self.signal, [pid for pid in pids if pid not in self._asked])
         self._asked.update(pids)
-
-
-class _Orphan:
-    """Ends a launcher whose ranks on this host have ended, if another host does not answer."""
-
-    def __init__(self, patience_s: float, silent_hosts: Callable[[], Collection[str]]) -> None:
-        self._patience_s = patience_s
-        self._silent_hosts = silent_hosts
-        self._ask_at = float("inf")
-        self._kill_at = float("inf")
-        self._look_at = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        """True once a second."""
-        return time.monotonic() > self._look_at
-
-    def go_on(self, process: subprocess.Popen[bytes], *, is_idle: bool) -> None:
-        """Take the next step if it is time. is_idle: no rank of this host lives."""
-        now = time.monotonic()
-        self._look_at = now + _LOOK_S
-        if now > self._kill_at:
-            process.kill()
-        elif not is_idle:
-            self._ask_at = float("inf")
-        elif self._ask_at == float("inf"):
-            self._ask_at = now + self._patience_s
-        elif now > self._ask_at and self._kill_at == float("inf"):
-            self._ask_at = now + self._patience_s
-            if silent := self._silent_hosts():
-                names = ", ".join(sorted(silent))
-                say(
-                    f"the ranks of this host have ended, and {names} cannot be reached: the "
-                    "launcher is ended"
-                )
-                process.terminate()
-                self._kill_at = time.monotonic() + _TERM_TO_KILL_S
 
 
 class _Signals:
@@ -385,34 +368,3 @@ def _end_with_parent(parent: int) -> Any:
             os._exit(1)
 
     return ask_kernel
-
-
-def _send(number: int, pids: Sequence[int]) -> None:
-    """Send a signal to ranks of this run; a pid may belong to another process by now."""
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            if _is_rank(pid):
-                os.kill(pid, number)
-
-
-def _is_rank(pid: int) -> bool:
-    """Return True if `ringcomm run` started this process as a rank."""
-    mark = f"RINGCOMM_RUN_FOLDER={pid} ".encode()
-    return mark in Path(f"/proc/{pid}/environ").read_bytes()
-
-
-def _lives(pid: int) -> bool:
-    with contextlib.suppress(OSError):  # it has ended
-        return _is_rank(pid)
-    return False
-
-
-def _session_members(session: int) -> list[int]:
-    """Return the pids of the processes of a session, except those that are dead."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            state, _, _, of = path.read_text().rpartition(")")[2].split()[:4]
-            if of == str(session) and state not in "ZX":
-                found.append(int(path.parent.name))
-    return found

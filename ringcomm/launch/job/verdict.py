@@ -35,6 +35,7 @@ class Ending:
         asked: the signal by which the job was asked to stop, if it was.
         goes_on_after_deaths: a dead rank is no failure of the job.
         is_stopped: all ranks have taken the command to stop, of `ringcomm ctl` or a signal.
+        lost_before_init: a rank that ended before init(), if the others waited for it in vain.
     """
 
     size: int
@@ -46,6 +47,7 @@ class Ending:
     asked: int | None = None
     goes_on_after_deaths: bool = False
     is_stopped: bool = False
+    lost_before_init: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,10 @@ def _bad_exit(e: Ending) -> Verdict | None:
 def _by_launcher(e: Ending) -> Verdict:
     """The ranks have recorded too little: they never called init(), or no guardian saw them die."""
     code, rank = _code_of_launcher(e), _named_by_launcher(e)
+    if e.lost_before_init is not None:
+        return Verdict(1, f"rank {e.lost_before_init} ended before init()", e.lost_before_init)
+    if code == 0 and not e.ends and e.goes_on_after_deaths:  # the launcher's is 0 in any case
+        return Verdict(1, "no rank has come through ringcomm.init(): see their logs")
     if code == 0 and not e.ends:
         return Verdict(0, "completed")
     if code == 0:

@@ -1,0 +1,1 @@
+"""The processes of a job: signals to its ranks, and waits that are in vain."""
