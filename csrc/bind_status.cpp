@@ -180,7 +180,7 @@ void bind_status(nb::module_& m) {
       .def("skip", [](StepClock& clock) { clock.end(nullptr); });
   m.def("record_this_rank_in", &record_this_rank_in, "path"_a);
   nb::class_<Watchdog>(m, "Watchdog")
-      .def(nb::init<double, std::string>(), "seconds"_a, "message"_a)
+      .def(nb::init<double, std::string, std::string>(), "seconds"_a, "message"_a, "news"_a)
       .def("cancel", &Watchdog::cancel, nb::call_guard<nb::gil_scoped_release>());
   m.def("catch_stop_signals", &catch_stop_signals);
   m.def("stop_signal", &stop_signal);

@@ -2,15 +2,28 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <fstream>
+#include <iterator>
 #include <utility>
 
 #include "mpi_shm_files.hpp"
 
 namespace ringcomm {
 
-Watchdog::Watchdog(double seconds, std::string message)
-    : message_(std::move(message)), thread_([this, seconds] { wait(seconds); }) {}
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+constexpr Seconds kLook{1.0};  // nobody tells of a new file on every file system
+
+}  // namespace
+
+Watchdog::Watchdog(double seconds, std::string message, std::string news)
+    : message_(std::move(message)),
+      news_file_(std::move(news)),
+      thread_([this, seconds] { wait(seconds); }) {}
 
 void Watchdog::cancel() {
   {
@@ -22,14 +35,27 @@ void Watchdog::cancel() {
 }
 
 void Watchdog::wait(double seconds) {
+  const auto began = Clock::now();
   std::unique_lock<std::mutex> lock(mutex_);
-  if (news_.wait_for(lock, std::chrono::duration<double>(seconds),
-                     [this] { return is_cancelled_; }))
-    return;
+  for (bool is_over = false; !is_over;) {
+    const Seconds left = Seconds(seconds) - (Clock::now() - began);
+    const Seconds nap = news_file_.empty() ? left : std::min(left, kLook);
+    if (news_.wait_for(lock, nap, [this] { return is_cancelled_; })) return;
+    is_over = left <= nap || has_news();
+  }
   const ssize_t ignored = write(STDERR_FILENO, message_.data(), message_.size());
   static_cast<void>(ignored);
   remove_files(mpi_segments_of(getpid()));
   _exit(1);
+}
+
+// True if the file is there; its text is the message then.
+bool Watchdog::has_news() {
+  if (news_file_.empty()) return false;
+  std::ifstream file(news_file_);
+  if (!file) return false;
+  message_.assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+  return true;
 }
 
 }  // namespace ringcomm

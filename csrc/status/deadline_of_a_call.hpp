@@ -7,11 +7,12 @@
 
 namespace ringcomm {
 
-// Ends this process with exit code 1 and `message` on stderr unless it is destroyed in time. Its
-// thread needs no Python.
+// Ends this process with exit code 1 and `message` on stderr unless it is destroyed in time. So it does,
+// with the text of the file `news`, soon after that file is there; "": there is none. Its thread needs
+// no Python.
 class Watchdog {
  public:
-  Watchdog(double seconds, std::string message);
+  Watchdog(double seconds, std::string message, std::string news);
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
   ~Watchdog() { cancel(); }
@@ -20,8 +21,10 @@ class Watchdog {
 
  private:
   void wait(double seconds);
+  bool has_news();
 
   std::string message_;
+  const std::string news_file_;
   std::mutex mutex_;
   std::condition_variable news_;
   bool is_cancelled_ = false;

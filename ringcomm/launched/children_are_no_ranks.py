@@ -12,6 +12,8 @@ from ringcomm.launched.ancestors import launcher_since
 RANK_PROCESS: Final = "RINGCOMM_RANK_PROCESS"
 # "PID FOLDER", set by `ringcomm run` for the rank that has this pid, and for its children.
 RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"
+# The file in it by which `ringcomm run` ends ranks that wait in init() for one that has ended.
+LOST_BEFORE_INIT: Final = "lost-before-init"
 
 
 def run_file(name: str, environ: Mapping[str, str] = os.environ) -> str:

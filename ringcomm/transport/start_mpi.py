@@ -11,11 +11,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringcomm._core import MPI_STATUS_MAX, Runner, Watchdog, mpi_runner
 from ringcomm.errors import ConfigError
-from ringcomm.launched.launcher import launched_size
+from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT, run_file
+from ringcomm.launched.launcher import launched_rank, launched_size
 from ringcomm.launched.mpi_defaults import set_mpi_defaults
 from ringcomm.transport.tags import TagLayout
 
@@ -86,18 +88,27 @@ def start_deadline(timeout_s: float) -> Iterator[None]:
     """End this process if the block takes longer than timeout_s (math.inf = never).
 
     MPI_Init and the calls after it block in C until all ranks make them. If a rank ends without
-    these calls, MPICH's mpiexec does not end the job.
+    these calls, launchers do not always end the job; `ringcomm run` says so in a file.
     """
+    _note_start()
     watchdog = Watchdog(
         min(timeout_s, _LONGEST_WAIT_S),
         f"ringcomm.init: not all ranks came within {timeout_s:g} s: a rank ended before it called "
         "ringcomm.init(), or never calls it. Look for its error above; RINGCOMM_TIMEOUT_S sets the "
         "limit.\n",
+        run_file(LOST_BEFORE_INIT),
     )
     try:
         yield
     finally:
         watchdog.cancel()
+
+
+def _note_start() -> None:
+    """Tell `ringcomm run` that this rank waits for the others from now on."""
+    if path := run_file(f"rank-{launched_rank()}.starts"):
+        with contextlib.suppress(OSError):  # the disk is full
+            Path(path).touch()
 
 
 def require_ranks(mpi: Any, comm: object) -> None:

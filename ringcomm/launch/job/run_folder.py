@@ -18,6 +18,7 @@ from ringcomm.launch.job.read_records import (
     parse_guardian_file,
     parse_rank_end,
 )
+from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT
 
 CONFIG: Final = "run.json"
 END: Final = "end.json"
@@ -91,8 +92,17 @@ class RunFolder:
                 found[rank] = (int(pid), host)
         return found
 
+    def starts(self) -> set[int]:
+        """Return the ranks that have called init()."""
+        return {rank for rank, _ in self._files("rank-", ".starts")}
+
+    def end_those_in_init(self, text: str) -> None:
+        """Let the ranks that wait in init() end with this text, those of all hosts."""
+        with contextlib.suppress(OSError), replacing(self.path / LOST_BEFORE_INIT) as file:
+            file.write(text.encode())
+
     def ends(self) -> dict[int, RankEnd]:
-        """Return how far each rank came that has called init()."""
+        """Return how far each rank came that is through init()."""
         return {rank: parse_rank_end(text.decode()) for rank, text in self._files("rank-", ".end")}
 
     def guardians(self) -> list[GuardianFile]:

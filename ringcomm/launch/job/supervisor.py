@@ -221,7 +221,7 @@ class Supervisor:
 
     def _vain_wait(self) -> str:
         """Return for what the job waits in vain; "" if it does not."""
-        if self._goes_on and (text := self._start.look()):  # else the launcher ends it
+        if text := self._start.look():
             return text
         if self._orphan is None or not self._orphan.is_due:
             return ""

@@ -18,6 +18,7 @@ SIGNAL_NAMES: Final = {1: "SIGHUP", 2: "SIGINT", 15: "SIGTERM"}  # those that as
 # Codes of ranks that have done as they were asked; 137: after the grace period, by SIGKILL.
 _OBEYED: Final = (STOPPED_IN_ORDER, 129, 130, 137, 143)
 _BY_SIGKILL: Final = 128 + 9
+_BY_SIGTERM: Final = 128 + 15
 _SUREST: Final = tuple(Evidence)
 
 
@@ -170,7 +171,9 @@ def _by_launcher(e: Ending) -> Verdict:
     """The ranks have recorded too little: they never called init(), or no guardian saw them die."""
     code, rank = _code_of_launcher(e), _named_by_launcher(e)
     if e.lost_before_init is not None:
-        return Verdict(1, f"rank {e.lost_before_init} ended before init()", e.lost_before_init)
+        code = 1 if code in (0, _BY_SIGTERM) else code  # that of a launcher which did not end
+        what = f"rank {e.lost_before_init} ended before it was through init()"
+        return Verdict(code, what, e.lost_before_init)
     if code == 0 and not e.ends and e.goes_on_after_deaths:  # the launcher's is 0 in any case
         return Verdict(1, "no rank has come through ringcomm.init(): see their logs")
     if code == 0 and not e.ends:

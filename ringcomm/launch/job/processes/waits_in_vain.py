@@ -47,7 +47,10 @@ class Orphan:
 
 
 class Start:
-    """Looks whether a rank of an elastic job has ended before init(), where others wait for it.
+    """Looks whether a rank has ended before it was through init(), where others wait for it.
+
+    Launchers do not end such a job: Open MPI's not if it is elastic or the rank has ended with 0,
+    MPICH's if it has ended with any code.
 
     Attributes:
         lost: the rank, once that is so.
@@ -60,21 +63,28 @@ class Start:
         self._patient_until = float("inf")  # all may be about to end, with the same error
 
     def look(self) -> str:
-        """Return that it has, or "". Once a second."""
+        """End the others if it has; return a text if the launcher is to be ended. Once a second."""
         now = time.monotonic()
         if now < self._look_at:
             return ""
         self._look_at = now + _LOOK_S
+        if self.lost is not None:
+            is_late = now > self._patient_until
+            return "ranks in init() do not end: the launcher is ended" if is_late else ""
         if self._folder.ends():  # ranks are through init(), where they see each loss
             self._look_at = float("inf")
             return ""
         here = ranks_here(self._folder)
-        gone = [rank for rank, pid in here.items() if not lives(pid)]
-        if not gone or len(gone) == len(here):
+        live = {rank for rank, pid in here.items() if lives(pid)}
+        gone = sorted(here.keys() - live)
+        if not gone or not live & self._folder.starts():
             self._patient_until = float("inf")
         elif self._patient_until == float("inf"):
             self._patient_until = now + _PATIENCE_S
         elif now > self._patient_until:
             self.lost = gone[0]
-            return f"rank {gone[0]} ended before init(), where others wait for it: all are ended"
+            self._patient_until = now + 2 * _PATIENCE_S
+            self._folder.end_those_in_init(
+                f"ringcomm.init: rank {self.lost} ended before it was through init()\n"
+            )
         return ""
