@@ -191,6 +191,81 @@ def test_a_shard_of_another_save_is_refused_on_every_rank(tmp_path):
     assert "step-7.rank-1-of-2.pt: has changed" in text
 
 
+@pytest.mark.parametrize("damage_to", ["a shard", "a shard and the file before", "a deletion"])
+def test_a_checkpoint_with_a_broken_shard_is_skipped_with_a_warning(damage_to, tmp_path, caplog):
+    def save(rank):
+        for step in (1, 2, 3):
+            hvd.Checkpoint(tmp_path).save(step, shard=torch.full((3,), step + rank), x=step)
+
+    run_ranks(2, save)
+    broken = tmp_path / "step-3.rank-1-of-2.pt"
+    if damage_to == "a deletion":
+        broken.unlink()
+    else:
+        damage(broken, "a bit")
+    if damage_to == "a shard and the file before":
+        damage(tmp_path / "step-2.pt", "a bit")
+    step = 1 if damage_to == "a shard and the file before" else 2
+    found = run_ranks(2, lambda _: hvd.Checkpoint(tmp_path).restore(rng=False))
+    assert [each.step for each in found] == [step, step]
+    assert [each.values["x"] for each in found] == [step, step]
+    assert [int(each.shard[0]) for each in found] == [step, step + 1]
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 3 - step
+    assert "rank 1: " in warned[0]
+    assert broken.name in warned[0]
+    errors = errors_of_ranks(2, lambda _: hvd.Checkpoint(tmp_path).restore(step=3))
+    assert all(broken.name in str(error) for error in errors)
+
+
+def test_a_rank_that_does_not_see_the_folder_of_shards_goes_back_to_none(tmp_path):
+    def save(rank):
+        checkpoint = hvd.Checkpoint(tmp_path / "seen")
+        checkpoint.save(1, x=1)
+        checkpoint.save(2, shard=rank)
+
+    run_ranks(2, save)
+    folders = [tmp_path / "seen", tmp_path / "empty"]
+    errors = errors_of_ranks(2, lambda rank: hvd.Checkpoint(folders[rank]).restore())
+    assert all("all ranks must see the folder" in str(error) for error in errors)
+
+
+def test_what_torch_saves_comes_back_of_any_dtype_and_layout(tmp_path):
+    x = torch.arange(6.0)
+    saved = {
+        "small": x.to(torch.float8_e4m3fn),
+        "none": x[:0].to(torch.float8_e5m2),
+        "one": x[3].to(torch.float8_e5m2),
+        "half": x.to(torch.bfloat16),
+        "sparse": x.reshape(2, 3).to_sparse(),
+        "turned": x.reshape(2, 3).t(),
+        "repeated": x[3].expand(4),
+    }
+
+    def body(rank):
+        checkpoint = hvd.Checkpoint(tmp_path)
+        checkpoint.save(1, saved=saved)
+        return checkpoint.restore(rng=False).values["saved"]
+
+    for found in run_ranks(2, body):
+        for name, mine in saved.items():
+            assert (found[name].dtype, found[name].layout) == (mine.dtype, mine.layout)
+            assert torch.equal(found[name].to_dense().float(), mine.to_dense().float()), name
+
+
+def test_a_lazy_module_takes_the_shapes_of_the_checkpoint(tmp_path):
+    model = nn.Linear(4, 3)
+    lazy = [nn.Sequential(nn.LazyLinear(3)) for _ in range(2)]
+
+    def body(rank):
+        checkpoint = hvd.Checkpoint(tmp_path)
+        checkpoint.save(1, model=nn.Sequential(model))
+        checkpoint.restore(model=lazy[rank], rng=False)
+
+    run_ranks(2, body)
+    assert all(torch.equal(each[0].weight, model.weight) for each in lazy)
+
+
 RANDOM = """
 import random, sys
 import numpy as np, torch
@@ -495,7 +570,7 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
 
 # --- files --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("keep", [1, 2, None])
-def test_the_last_so_many_stay(keep, tmp_path):
+def test_the_last_so_many_stay_and_the_one_just_saved(keep, tmp_path):
     (tmp_path / "step-notes.pt").write_text("of the user")
 
     def body(rank):
@@ -507,10 +582,26 @@ def test_the_last_so_many_stay(keep, tmp_path):
 
     run_ranks(2, body)
     steps = files.steps_in(tmp_path)
-    assert steps == ([1, 2, 9, 10] if keep is None else [1, 2, 9, 10][-keep:])
+    assert steps == ([1, 2, 9, 10] if keep is None else [9, 10])
     shards = {f"step-{step}.rank-{r}-of-2.pt" for step in steps for r in range(2)}
     mains = {f"step-{step}.pt" for step in steps}
     assert {path.name for path in tmp_path.iterdir()} == shards | mains | {"step-notes.pt"}
+
+
+def test_a_job_that_went_back_keeps_what_it_saves_and_is_warned_once(tmp_path, caplog):
+    def body(rank):
+        checkpoint = hvd.Checkpoint(tmp_path, keep=2)
+        for step in (1, 10, 11):
+            checkpoint.save(step, shard=rank, x=step)
+        for step in (3, 4):
+            assert checkpoint.save(step, shard=rank, x=step).exists()
+            found = checkpoint.restore(step=step, rng=False)
+            assert (found.values["x"], found.shard) == (step, rank)
+
+    run_ranks(2, body)
+    assert files.steps_in(tmp_path) == [4, 10, 11]
+    (record,) = caplog.records
+    assert "later steps than 3, which was saved: 10, 11" in record.getMessage()
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path):

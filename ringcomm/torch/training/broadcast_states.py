@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine, rank
 from ringcomm.engine.core.group import Group
@@ -237,7 +238,7 @@ class _Packer(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not (isinstance(obj, torch.Tensor) and obj.layout is torch.strided):
             return None
-        self._tensors.append(obj)
+        self._tensors.append(_as_sent(obj))
         return tuple(obj.shape), obj.dtype, obj.device.type
 
 
@@ -250,5 +251,12 @@ class _Unpacker(pickle.Unpickler):
 
     def persistent_load(self, known: Any) -> torch.Tensor:
         shape, dtype, device = known  # this rank's current device of that type
-        self._tensors.append(torch.empty(shape, dtype=dtype, device=device))
-        return self._tensors[-1]
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        self._tensors.append(_as_sent(tensor))
+        return tensor
+
+
+def _as_sent(x: torch.Tensor) -> torch.Tensor:
+    """Return a view that collectives take: as bytes if x has a float8 dtype, else x itself."""
+    is_known = str(x.dtype).removeprefix("torch.") in DTYPES
+    return x if is_known or x.itemsize > 1 else x.view(torch.uint8)

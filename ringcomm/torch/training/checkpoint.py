@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ringcomm.atomic_files import BrokenFileError, checksum
 from ringcomm.data.sampler import ShardedSampler
@@ -64,7 +65,8 @@ class Checkpoint:
 
     Args:
         folder: folder of the files, which one job at a time may use; save() makes it if need be.
-        keep: number of newest checkpoints to keep; None: all.
+        keep: number of checkpoints to keep, those of the highest steps; None: all. The one that was
+            saved last stays, too. save() warns if its step is not the highest.
 
     Raises:
         ValueError: keep is less than 1.
@@ -75,6 +77,7 @@ class Checkpoint:
             raise ValueError(f"Checkpoint: keep is at least 1, or None, not {keep}")
         self.folder = Path(folder)
         self.keep = keep
+        self._has_warned_of_later = False
 
     def steps(self) -> list[int]:
         """Return the steps whose checkpoints this rank sees, in order; local."""
@@ -160,18 +163,11 @@ class Checkpoint:
                 part, or the model does not fit. The text gives each cause. Nothing is loaded then.
         """
         _refuse_our_name(parts)
-        attempts = _Attempts(str(self.folder))
-        content = None
-        if rank() == 0:
-            content = attempts.do(self._find, step, [*parts], sampler is not None)
-        attempts.gather(None)
-        content = broadcast_tree(content, name="checkpoint")
-        if content is None:
+        intact = self._read_intact(step, parts, has_sampler=sampler is not None)
+        if intact is None:
             return None
+        content, shard, paths = intact
         ours = content[_OURS]
-        attempts.do(_require_fit, content, parts)
-        shard, paths = attempts.do(self._read_shard, ours) or (None, ())
-        attempts.gather(None)
         for name, part in parts.items():
             part.load_state_dict(content[name])
         if sampler is not None:
@@ -199,7 +195,18 @@ class Checkpoint:
             for name, p in parts.items()
         }
         files.write(path, {**content, _OURS: ours}, shows_bar=True)
-        files.tidy(self.folder, self.keep)
+        files.tidy(self.folder, self.keep, step)
+        later = [each for each in self.steps() if each > step]
+        if later and not self._has_warned_of_later:
+            self._has_warned_of_later = True
+            _log.warning(
+                "%s has checkpoints of later steps than %d, which was saved: %s. restore() takes "
+                "step %d unless it gets step=. Delete those that are of no use",
+                self.folder,
+                step,
+                ", ".join(map(str, later)),
+                later[-1],
+            )
 
     def _write_shard(self, step: int, shard: Any) -> list[Any] | None:
         """Write this rank's shard; return the file's name, length and checksum."""
@@ -209,18 +216,61 @@ class Checkpoint:
         files.write(path, {"shard": shard})
         return [path.name, *checksum(path)]
 
-    def _find(self, step: int | None, names: list[str], has_sampler: bool) -> dict[str, Any] | None:
-        """Return the named parts of a checkpoint, and its values; only rank 0 calls this."""
-        problems = []
-        for each in self.steps()[::-1] if step is None else [_natural(step)]:
+    def _read_intact(
+        self, step: int | None, parts: Mapping[str, Any], *, has_sampler: bool
+    ) -> tuple[dict[str, Any], Any, tuple[Path, ...]] | None:
+        """Return the content, this rank's shard, and all shards' paths; None: no checkpoint.
+
+        Without a step, skips a checkpoint of which any rank cannot use its file.
+        """
+        below: int | None = None  # the step of the last one that was skipped
+        problems: list[str] = []
+        while True:
+            attempts = _Attempts(str(self.folder))
+            content = None
+            if rank() == 0:
+                content = attempts.do(self._find, step, below, [*parts], has_sampler, problems)
+            attempts.gather(None)
+            content = broadcast_tree(content, name="checkpoint")
+            if content is None:
+                return None
+            ours = content[_OURS]
+            attempts.do(_require_fit, content, parts)
+            attempts.gather(None)
+            shard, paths = attempts.do(self._read_shard, ours) or (None, ())
+            is_seen = files.main_path(self.folder, ours["step"]).exists()
+            damage = attempts.take_damage() if step is None and is_seen else None
+            reports = attempts.gather(damage)
+            damages = [f"rank {r}: {each}" for r, each in enumerate(reports) if each]
+            if not damages:
+                break
+            problems.append(damages[0])
+            below = ours["step"]
+        for problem in problems if rank() == 0 else []:
+            _log.warning("checkpoint skipped: %s", problem)
+        return content, shard, paths
+
+    def _find(
+        self,
+        step: int | None,
+        below: int | None,
+        names: list[str],
+        has_sampler: bool,
+        problems: list[str],
+    ) -> dict[str, Any] | None:
+        """Return the named parts of a checkpoint, and its values; only rank 0 calls this.
+
+        Without a step it is the last intact one, of a step below `below` unless that is None.
+        Appends to `problems` what is wrong with those that it skips.
+        """
+        steps = [each for each in self.steps()[::-1] if below is None or each < below]
+        for each in steps if step is None else [_natural(step)]:
             path = files.main_path(self.folder, each)
             try:
                 content = _checked(path, files.read(path, shows_bar=True))
             except BrokenFileError as error:
                 problems.append(str(error))
                 continue
-            for problem in problems:
-                _log.warning("checkpoint skipped: %s", problem)
             _require_parts(path, content, names, has_sampler=has_sampler)
             return {name: content[name] for name in {*names, *content[_OURS]["values"], _OURS}}
         if problems:
@@ -259,6 +309,14 @@ class _Attempts:
         except Exception as error:  # noqa: BLE001 - raised by gather(), on all ranks
             self._error = error
             return None
+
+    def take_damage(self) -> str | None:
+        """Return the text of the error and drop it, if a file cannot be used; else None. Local."""
+        error = self._error
+        if not isinstance(error, BrokenFileError):
+            return None
+        self._error = None
+        return str(error)
 
     def gather(self, mine: Any) -> list[Any]:
         """Return the objects of all ranks; if actions failed, raise the first error. Collective."""
@@ -350,6 +408,8 @@ def _require_fit(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
         if isinstance(part, torch.nn.Module):
             mine, saved = part.state_dict(), content[name]
             for key in [*mine, *saved]:
+                if key in mine and key in saved and is_lazy(mine[key]):
+                    continue  # it takes the saved shape
                 here, there = _shape(mine, key), _shape(saved, key)
                 if here != there:
                     raise BrokenFileError(

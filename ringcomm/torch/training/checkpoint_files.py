@@ -93,7 +93,7 @@ def _require_intact(
 def _nbytes(content: object) -> int:
     """Return about how many bytes a file with this content has: those of its tensors."""
     if isinstance(content, torch.Tensor):
-        return content.nbytes
+        return content.numel() * content.itemsize if content.layout is torch.strided else 0
     if isinstance(content, Mapping):
         content = list(content.values())
     return sum(map(_nbytes, content)) if isinstance(content, list | tuple) else 0
@@ -117,11 +117,15 @@ class _Counting(io.RawIOBase):
         return view.nbytes
 
 
-def tidy(folder: Path, keep: int | None) -> None:
-    """Remove all but the last `keep` checkpoints, and files that interrupted saves have left."""
+def tidy(folder: Path, keep: int | None, saved: int | None = None) -> None:
+    """Remove all but the last `keep` checkpoints, and files that interrupted saves have left.
+
+    That of step `saved` stays, too: it is not the last if a job went on from an earlier one.
+    """
     steps = steps_in(folder)
     for step in steps[:-keep] if keep is not None else []:
-        main_path(folder, step).unlink(missing_ok=True)  # before the shards that it refers to
+        if step != saved:
+            main_path(folder, step).unlink(missing_ok=True)  # before the shards that it refers to
     kept = {str(step) for step in steps_in(folder)}
     for path in folder.iterdir():
         shard = _SHARD.fullmatch(path.name)
