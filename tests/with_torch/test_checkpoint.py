@@ -644,6 +644,17 @@ def test_ranks_that_save_different_steps_are_told(tmp_path):
     assert not list(tmp_path.glob("step-*"))
 
 
+def test_a_shard_on_some_ranks_only_is_refused_for_it_would_not_come_back(tmp_path):
+    def body(rank):
+        checkpoint = hvd.Checkpoint(tmp_path)
+        with pytest.raises(rc.MismatchError, match=r"ranks \[0, 2\] pass no shard="):
+            checkpoint.save(1, x=1, shard=[1.5] if rank == 1 else None)
+        checkpoint.save(2, x=1, shard=[1.5] if rank == 1 else [])
+        return checkpoint.restore(rng=False).shard
+
+    assert run_ranks(3, body) == [[], [1.5], []]
+
+
 def test_save_says_which_ranks_are_in_join(tmp_path):
     def body(rank):
         hvd.barrier()

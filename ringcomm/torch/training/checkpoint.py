@@ -116,7 +116,7 @@ class Checkpoint:
                 tensors.
 
         Raises:
-            MismatchError: ranks save different steps.
+            MismatchError: ranks save different steps, or only some of them pass a shard.
             RingcommError: on every rank, if one of them could not write; the text names this rank
                 and the cause.
             TypeError: on every rank, if torch.load(weights_only=True) would refuse the class of a
@@ -136,6 +136,7 @@ class Checkpoint:
         }
         ranks = attempts.gather(mine)
         _require_same([theirs.pop("step") for theirs in ranks], self.folder)
+        _require_all_or_none([theirs["shard"] for theirs in ranks], self.folder)
         path = files.main_path(self.folder, step)
         if rank() == 0:
             attempts.do(self._write_main, path, step, ranks, parts, states)
@@ -338,6 +339,15 @@ def _require_same(steps: list[int], folder: Path) -> None:
         raise MismatchError(
             f"checkpoint[{folder}]: rank 0 saves step {steps[0]}, rank {other} step "
             f"{steps[other]}. Save the same step on every rank"
+        )
+
+
+def _require_all_or_none(shards: list[Any], folder: Path) -> None:
+    without = [r for r, shard in enumerate(shards) if shard is None]
+    if without and len(without) < len(shards):
+        raise MismatchError(
+            f"checkpoint[{folder}]: ranks {without} pass no shard=, the others do. Pass one on "
+            "every rank, such as an empty list, or on none"
         )
 
 
