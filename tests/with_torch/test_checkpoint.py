@@ -615,6 +615,31 @@ def test_a_step_saved_again_replaces_the_first(tmp_path):
     assert run_ranks(2, body) == [(2, [0, 2]), (2, [1, 2])]
 
 
+def test_a_step_whose_second_save_fails_is_as_the_first_left_it(tmp_path, monkeypatch):
+    write = files.write
+
+    def failing(path, content, **how):
+        if "shard" not in content and content["x"] == 2:
+            raise OSError(28, "No space left on device")
+        write(path, content, **how)
+
+    monkeypatch.setattr(files, "write", failing)
+
+    def body(rank):
+        checkpoint = hvd.Checkpoint(tmp_path, keep=1)
+        checkpoint.save(5, shard=[rank, 1], x=1)
+        with pytest.raises(rc.RingcommError, match="No space left"):
+            checkpoint.save(5, shard=[rank, 2], x=2)
+        first = checkpoint.restore(rng=False)
+        rc.barrier()
+        checkpoint.save(5, shard=[rank, 3], x=3)
+        then = checkpoint.restore(rng=False)
+        return [(each.values["x"], each.shard) for each in (first, then)]
+
+    assert run_ranks(2, body) == [[(1, [0, 1]), (3, [0, 3])], [(1, [1, 1]), (3, [1, 3])]]
+    assert len(list(tmp_path.iterdir())) == 3  # the main file, and a shard of each rank
+
+
 def test_a_file_has_the_permissions_of_any_new_file(tmp_path):
     files.write(tmp_path / "a.pt", {})
     (tmp_path / "b").touch()

@@ -196,7 +196,7 @@ class Checkpoint:
             for name, p in parts.items()
         }
         files.write(path, {**content, _OURS: ours}, shows_bar=True)
-        files.tidy(self.folder, self.keep, step)
+        files.tidy(self.folder, self.keep, step, [each[0] for each in ours["shard"] if each])
         later = [each for each in self.steps() if each > step]
         if later and not self._has_warned_of_later:
             self._has_warned_of_later = True
@@ -213,7 +213,7 @@ class Checkpoint:
         """Write this rank's shard; return the file's name, length and checksum."""
         if shard is None:
             return None
-        path = files.shard_path(self.folder, step, rank(), size())
+        path = files.new_shard_path(self.folder, step, rank(), size())
         files.write(path, {"shard": shard})
         return [path.name, *checksum(path)]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
@@ -17,7 +18,7 @@ from ringcomm.progress_bar import ProgressBar, progress_bar
 
 _PIECE: Final = 16 << 20
 _MAIN: Final = re.compile(r"step-(\d+)\.pt")
-_SHARD: Final = re.compile(r"step-(\d+)\.rank-\d+-of-\d+\.pt")
+_SHARD: Final = re.compile(r"step-(\d+)\.rank-\d+-of-\d+(\.again-\d+)?\.pt")
 _TEMPORARY: Final = re.compile(r"\.step-.*\.tmp")
 
 
@@ -26,9 +27,16 @@ def main_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step}.pt"
 
 
-def shard_path(folder: Path, step: int, rank: int, size: int) -> Path:
-    """Return the path of one rank's shard."""
-    return folder / f"step-{step}.rank-{rank}-of-{size}.pt"
+def new_shard_path(folder: Path, step: int, rank: int, size: int) -> Path:
+    """Return a path for one rank's shard that no file has.
+
+    The main file says which one counts. So if a step is saved again, the checkpoint that is there
+    stays whole until the new main file replaces it.
+    """
+    stem = f"step-{step}.rank-{rank}-of-{size}"
+    suffixes = itertools.chain([""], (f".again-{n}" for n in itertools.count(1)))
+    paths = (folder / f"{stem}{suffix}.pt" for suffix in suffixes)
+    return next(path for path in paths if not path.exists())
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -117,10 +125,13 @@ class _Counting(io.RawIOBase):
         return view.nbytes
 
 
-def tidy(folder: Path, keep: int | None, saved: int | None = None) -> None:
+def tidy(
+    folder: Path, keep: int | None, saved: int | None = None, shards: Collection[str] = ()
+) -> None:
     """Remove all but the last `keep` checkpoints, and files that interrupted saves have left.
 
-    That of step `saved` stays, too: it is not the last if a job went on from an earlier one.
+    That of step `saved` stays, too: it is not the last if a job went on from an earlier one. It has
+    the files `shards`, and no others.
     """
     steps = steps_in(folder)
     for step in steps[:-keep] if keep is not None else []:
@@ -129,7 +140,9 @@ def tidy(folder: Path, keep: int | None, saved: int | None = None) -> None:
     kept = {str(step) for step in steps_in(folder)}
     for path in folder.iterdir():
         shard = _SHARD.fullmatch(path.name)
-        if _TEMPORARY.fullmatch(path.name) or (shard and shard[1] not in kept):
+        is_of_none = shard and shard[1] not in kept
+        is_replaced = shard and shard[1] == str(saved) and path.name not in shards
+        if _TEMPORARY.fullmatch(path.name) or is_of_none or is_replaced:
             path.unlink(missing_ok=True)
 
 
