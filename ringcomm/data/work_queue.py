@@ -32,7 +32,8 @@ _AGAIN_S: Final = 1.0  # a question is asked again: who keeps the queue may not 
 _PAUSE_S: Final = 0.01  # before a rank asks again while others have the last parts
 _OTHERS_S: Final = 1e-3  # for which who keeps the queue looks for questions before its own
 _NO_ANSWER: Final = 0  # number of a message that is no question
-_STATE: Final = {"epoch", "next", "undone"}  # see Leases.state()
+_LEASES: Final = ("epoch", "next", "undone")  # of a state; see Leases.state()
+_ORDER: Final = ("n", "size", "shuffle", "seed")  # of a state: arguments that say what a part is
 _Spec = dict[str, Any]
 
 
@@ -240,7 +241,8 @@ class WorkQueue:
         state: a state_dict() to go on from; the number of ranks may be another one.
 
     Raises:
-        ValueError: n or size is less than 1.
+        ValueError: n or size is less than 1, or state is of a queue with another n, size, seed or
+            shuffle.
         TypeError: state is not of state_dict(), or name is no string.
         RingcommError: this rank has used another WorkQueue with this name.
     """
@@ -255,13 +257,21 @@ class WorkQueue:
         self._name, self._shuffle, self._seed = name, bool(shuffle), operator.index(seed)
         if not isinstance(name, str):
             raise TypeError(f"WorkQueue: name is {name!r}; it must be a string")
-        if state is not None and not (isinstance(state, dict) and state.keys() == _STATE):
+        if state is not None and not (
+            isinstance(state, dict) and state.keys() == {*_LEASES, *_ORDER}
+        ):
             raise TypeError(f"WorkQueue: state is {state!r}; it must be of state_dict()")
         parts = -(-self._n // self._size)
         self._spec = {
             "n": self._n, "size": self._size, "parts": parts, "shuffle": self._shuffle,
-            "seed": self._seed, "state": state,
+            "seed": self._seed, "state": state and {each: state[each] for each in _LEASES},
         }  # fmt: skip
+        for each, mine in self._order.items():
+            if state is not None and state[each] != mine:
+                raise ValueError(
+                    f"WorkQueue: the state has {each}={state[each]}, this queue {mine}: its parts "
+                    "have other samples. Pass the same, or no state"
+                )
         self.epoch = 0 if state is None else int(state["epoch"])
         self._part = -1
         queues = _queues_of(init_rank_size.engine())
@@ -299,7 +309,11 @@ class WorkQueue:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch stands, for WorkQueue(state=): what is not done comes again."""
-        return dict(self._ask("state"))
+        return {**self._ask("state"), **self._order}
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        return {each: self._spec[each] for each in _ORDER}
 
     def _take(self) -> int:
         engine = init_rank_size.engine()

@@ -94,9 +94,26 @@ def test_it_goes_on_from_a_state_on_another_number_of_ranks():
         return seen
 
     done, state = run_ranks(2, begin)[1]
-    assert state == {"epoch": 0, "next": 2, "undone": [1]}
+    order = {"n": 40, "size": 5, "shuffle": True, "seed": 0}
+    assert state == {"epoch": 0, "next": 2, "undone": [1], **order}
     rest = itertools.chain(*run_ranks(3, go_on))
     assert sorted([*done, *rest]) == [*range(40)]
+
+
+@pytest.mark.parametrize(
+    "other", [{"n": 41}, {"size": 10}, {"shuffle": False}, {"seed": 1}], ids=str
+)
+def test_a_state_of_other_parts_is_refused_for_samples_would_be_lost_or_come_twice(other):
+    def body(_rank):
+        made = {"n": 40, "size": 5, "shuffle": True, "seed": 0}
+        state = rc.data.WorkQueue(**made).state_dict()
+        (what,) = other
+        with pytest.raises(ValueError, match=f"the state has {what}={made[what]}, this queue "):
+            rc.data.WorkQueue(**{**made, **other}, name="again", state=state)
+        with pytest.raises(TypeError, match="must be of state_dict"):
+            rc.data.WorkQueue(**made, name="again", state={"epoch": 0})
+
+    run_ranks(1, body)
 
 
 def test_a_loop_that_is_broken_off_gives_its_part_back():
