@@ -105,8 +105,8 @@ class Checkpoint:
             sampler: a ShardedSampler or Loader, whose position on each rank is saved.
             consumed: number of samples that this rank has trained on in this epoch. Needed for a
                 ShardedSampler in the middle of an epoch, which cannot know the number: workers of a
-                DataLoader fetch samples ahead, in the last steps even all samples of the epoch. A
-                Loader needs no `consumed`.
+                DataLoader fetch samples ahead, in the last steps even all samples of the epoch, and
+                then save() cannot tell that it is missing. A Loader needs no `consumed`.
             rng: True: save the state of each rank's global random generators too: torch's for the
                 CPU, numpy's and Python's.
             shard: data of this rank alone: tensors, also in lists and dicts. The rank writes it to
