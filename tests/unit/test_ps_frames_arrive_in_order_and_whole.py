@@ -1,5 +1,6 @@
 """Frames and messages: in order whatever way their bodies take, and refused where they are cut."""
 
+import sys
 import threading
 
 import numpy as np
@@ -193,6 +194,39 @@ def test_memory_is_bounded_while_all_of_the_oldest_size_is_in_use():
     assert memory._nbytes == sum(k * len(free) for k, free in memory._free.items())
     del in_use
     assert memory._nbytes <= KEPT_NBYTES
+
+
+@pytest.mark.parametrize("has_kept", [False, True])
+@pytest.mark.parametrize("is_taking", [False, True])
+def test_memory_that_ends_in_the_midst_of_a_call_is_kept_once(is_taking, has_kept):
+    for at in range(12):  # calls of C functions, after each of which the collector may run
+        memory = MemoryForBodies()
+        taken = [memory.take(1 << 20) for _ in range(5)]
+        if has_kept:
+            taken.pop()
+        ending = [taken.pop()]
+        left = at
+
+        def end(_frame, event, _called, ending=ending):
+            nonlocal left
+            left -= event == "c_return"
+            if left < 0:
+                ending.clear()
+
+        last = [] if is_taking else [taken.pop()]
+        sys.setprofile(end)
+        try:
+            if is_taking:
+                taken.append(memory.take(1 << 20))
+            last.clear()
+        finally:
+            sys.setprofile(None)
+        ending.clear()
+        assert memory._nbytes == sum(k * len(free) for k, free in memory._free.items())
+        taken += [memory.take(1 << 20) for _ in range(3)]
+        places = {each.ctypes.data for each in taken}
+        assert len(places) == len(taken)  # none was given twice
+        assert memory._nbytes == 0
 
 
 def test_small_frames_share_a_message():

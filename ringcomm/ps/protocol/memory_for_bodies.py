@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -23,14 +24,16 @@ class MemoryForBodies:
         # By size, of which there is some; the size that came back last is last.
         self._free: dict[int, list[Bytes]] = {}
         self._nbytes = 0
-        # An array may end in this thread while it holds the lock.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        # An array may end in the midst of a change of `_free`, where the garbage collector runs.
+        self._ended: deque[Bytes] = deque()
 
     def take(self, nbytes: int) -> Bytes:
         """Return memory that holds anything, aligned as shared memory is."""
         if nbytes < _LEAST:
             return np.empty(nbytes, np.uint8)
         with self._lock:
+            self._keep_ended()
             kept = self._free.get(nbytes)
             raw = kept.pop() if kept else None
             if raw is not None:
@@ -44,7 +47,17 @@ class MemoryForBodies:
         return np.asarray(_Lent(raw, self._take_back))
 
     def _take_back(self, raw: Bytes) -> None:
-        with self._lock:
+        self._ended.append(raw)
+        while self._ended and self._lock.acquire(blocking=False):  # else who has it keeps it
+            try:
+                self._keep_ended()
+            finally:
+                self._lock.release()
+
+    def _keep_ended(self) -> None:
+        """Keep what has ended, up to the limit; with the lock."""
+        while self._ended:
+            raw = self._ended.popleft()
             self._free[raw.nbytes] = [*self._free.pop(raw.nbytes, ()), raw]
             self._nbytes += raw.nbytes
             while self._nbytes > KEPT_NBYTES:
