@@ -273,6 +273,14 @@ def test_a_scaler_keeps_its_scale_and_a_value_that_cannot_load_one_is_refused():
         state.restore()
 
 
+def test_a_scaler_that_is_not_enabled_is_no_hindrance():
+    state = ObjectState(scaler=torch.amp.GradScaler("cpu", enabled=False), step=0)
+    state.commit()
+    state.step = 1
+    state.restore()
+    assert state.step == 0
+
+
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_scaled_step_that_a_loss_has_cut_off_is_made_again_as_a_whole(has_stepped):
     torch = pytest.importorskip("torch")

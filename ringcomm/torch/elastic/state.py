@@ -77,7 +77,8 @@ class ObjectState(elastic.ObjectState, State):
         for name, position in self._positions.items():
             self._samplers[name].position = position
         for name in self._names:
-            if isinstance(scaler := getattr(self, name), torch.amp.GradScaler):
+            scaler = getattr(self, name)
+            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
                 # A step that has failed between unscale_() and update() is made anew.
                 scaler._per_optimizer_states.clear()
 
