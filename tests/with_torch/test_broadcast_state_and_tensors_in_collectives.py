@@ -128,6 +128,58 @@ def test_broadcast_optimizer_state_keeps_the_dtypes_of_the_state(make, dtype):
     assert torch.equal(loaded, expected)
 
 
+def test_broadcast_optimizer_state_keeps_the_dtypes_of_lists_of_tensors():
+    def body(rank):
+        params = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.bfloat16, None)]
+        lbfgs = torch.optim.LBFGS(params, max_iter=3)
+
+        def closure():
+            lbfgs.zero_grad()
+            loss = sum(((p.float() - 3) ** 4).sum() for p in params)
+            loss.backward()
+            return loss
+
+        if rank == 0:
+            lbfgs.step(closure)
+        hvd.broadcast_optimizer_state(lbfgs, root_rank=0)
+        return [each.dtype for each in lbfgs.state[params[0]]["old_dirs"]]
+
+    loaded, of_root = run_ranks(2, body)
+    assert loaded == of_root == [torch.float32]
+
+
+class CountsInInts(torch.optim.Adam):
+    """Has steps that are int, as Adam's were once, whose __setstate__() makes tensors of them."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["step"] = 5
+
+
+class WithFormat(torch.optim.SGD):
+    """Has a state_dict() of its own format."""
+
+    def state_dict(self):
+        return {"inner": super().state_dict()}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state["inner"])
+
+
+@pytest.mark.parametrize("make", [CountsInInts, WithFormat])
+def test_broadcast_optimizer_state_takes_what_the_optimizer_makes_of_it(make):
+    def body(rank):
+        p = nn.Parameter(torch.ones(2))
+        optimizer = make([p], lr=0.1 if rank == 0 else 0.2)
+        if rank == 0:
+            optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        return optimizer.param_groups[0]["lr"], float(optimizer.state[p].get("step", 0))
+
+    first, second = run_ranks(2, body)
+    assert first == second
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
 def test_broadcast_optimizer_state_leaves_zero_gradients_where_there_was_no_state(kind):
     models = [nn.Embedding(7, 3, sparse=kind is torch.optim.SparseAdam) for _ in range(2)]

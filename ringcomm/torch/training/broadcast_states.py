@@ -169,14 +169,24 @@ def broadcast_optimizer_state(
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Give the loaded state the root's dtypes: torch has cast it to those of the parameters."""
+    if not state.keys() >= {"state", "param_groups"}:
+        return  # a format of the optimizer's own, which it has loaded itself
     numbers = [i for group in state["param_groups"] for i in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in zip(numbers, parameters, strict=True):
-        mine = optimizer.state.get(p, {})
-        for key, value in state["state"].get(number, {}).items():
-            known = mine.get(key)
-            if isinstance(known, torch.Tensor) and known.dtype != value.dtype:
-                mine[key] = value.to(known.device)
+        if (mine := optimizer.state.get(p)) and number in state["state"]:
+            mine.update(_uncast(mine, state["state"][number]))
+
+
+def _uncast(loaded: Any, sent: Any) -> Any:
+    """Return `loaded` with the dtypes of `sent`; an optimizer may have changed it as it loaded."""
+    if isinstance(loaded, torch.Tensor) and isinstance(sent, torch.Tensor):
+        return loaded if loaded.dtype == sent.dtype else sent.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(sent, dict):
+        return {key: _uncast(each, sent.get(key)) for key, each in loaded.items()}
+    if isinstance(loaded, list) and isinstance(sent, list) and len(loaded) == len(sent):
+        return [_uncast(*each) for each in zip(loaded, sent, strict=True)]
+    return loaded
 
 
 def _make_gradients(optimizer: torch.optim.Optimizer) -> None:
