@@ -160,6 +160,8 @@ model, sgd = make()
 ddp = DistributedDataParallel(model)
 HOOK
 history, live, uuid = [], list(range(len(handles))), 10
+saved = []
+rc.on_checkpoint(saved.append)
 while len(history) < STEPS:
     step = len(history)
     x, y = data(step, me)
@@ -178,8 +180,15 @@ while len(history) < STEPS:
         AGAIN
         continue
     sgd.step()
+    rc.step()
     history.append(live)
 
+if me == live[0]:
+    os.kill(os.getpid(), signal.SIGUSR1)
+while not rc.should_stop():
+    dist.barrier()
+    rc.step()
+assert saved[0] > STEPS, saved
 total = torch.ones(3)
 dist.all_reduce(total)
 assert total.tolist() == [len(live)] * 3

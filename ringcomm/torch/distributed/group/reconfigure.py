@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from ringcomm.elastic.current_view_and_listeners import tell_listeners
 from ringcomm.engine.api.begin_next_view import heal, require_all_live
 from ringcomm.engine.api.world import World, current
+from ringcomm.engine.control.commands_missed_in_a_loss import take_missed_commands
 from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError
 
 _PREFIX = "ringcomm process "
@@ -48,6 +49,7 @@ def go_on_with(handles: Collection[str], timeout_s: float) -> None:
         if not others:
             break
         heal(_wait_for_loss(world, others, deadline))
+        take_missed_commands(in_new_view=True)
         tell_listeners()
     if not isinstance(handles, set | frozenset) and wanted != list(members):
         raise ValueError(
