@@ -41,12 +41,12 @@ class Slot:
     @property
     def dtype_complaint(self) -> str | None:
         """Error text if .grad cannot be reduced as one of the parameter's dtype; None if it can."""
-        p = self.parameter
-        if p.grad is None or p.grad.dtype == p.dtype:
+        gradient, dtype = self.parameter.grad, self.parameter.dtype  # each read costs, in each step
+        if gradient is None or gradient.dtype is dtype:
             return None
         return (
-            f"DistributedOptimizer: {self.name}.grad is {p.grad.dtype} by the grad_dtype of its "
-            f"parameter, which is {p.dtype}: gradients must have the dtype of their parameter here"
+            f"DistributedOptimizer: {self.name}.grad is {gradient.dtype} by the grad_dtype of its "
+            f"parameter, which is {dtype}: gradients must have the dtype of their parameter here"
         )
 
     def densify(self) -> None:
