@@ -214,6 +214,28 @@ def test_in_another_view_a_process_set_is_over_and_nobody_waits_or_trains_alone(
     assert run_ranks(3, go_on) == [([1, 2], -1), ([1, 2], 0), ([1, 2], -1)]
 
 
+def test_a_communicator_that_is_added_again_stands_for_the_numbers_of_its_processes_today():
+    class Comm:
+        """An mpi4py communicator of processes 0 and 2, or 1 and 3; the wire has none."""
+
+        def Get_group(self):
+            """Not called."""
+
+    sets = [hvd.ProcessSet(Comm()) for _ in range(4)]
+
+    def add(rank):
+        engine().transport.ranks_of = lambda _: (rank % 2, rank % 2 + 2)
+        return hvd.add_process_set(sets[rank]).ranks
+
+    def add_again(rank):  # without process 1
+        engine().transport.view = View(1, (0, 2, 3))
+        engine().transport.ranks_of = lambda _: (0, 1) if rank < 2 else (2,)
+        return hvd.add_process_set(sets[rank + (rank > 0)]).ranks
+
+    assert run_ranks(4, add) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert run_ranks(3, add_again) == [[0, 1], [0, 1], [2]]
+
+
 @pytest.mark.parametrize("ranks", [[0, 5], [0, 0], []])
 def test_process_sets_of_ranks_that_do_not_exist_are_refused(ranks):
     def body(rank):

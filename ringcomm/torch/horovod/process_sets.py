@@ -160,6 +160,8 @@ class _Registry(dict[ProcessSet, dict[str, Group]]):
         """Give ids to a process set and the other parts of its Comm.Split(); return the set."""
         if which.view != engine().transport.view.number:
             which.view = None  # who adds it means the ranks of today
+            if which.mpi_comm is not None:
+                which.ranks = None  # its processes may have other numbers
         mine = tuple(which.resolve())
         parts = _agreed("add", mine, is_comm=which.mpi_comm is not None) if self else [mine]
         known = next((each for part in parts if (each := self.with_ranks(part))), None)
