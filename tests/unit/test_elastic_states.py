@@ -8,7 +8,7 @@ import pytest
 from harness import run_ranks
 
 import ringcomm as rc
-from ringcomm.elastic import ArrayState, ObjectState, State
+from ringcomm.elastic import ArrayState, ObjectState, State, current_view_and_listeners
 from ringcomm.elastic.checksum import checksum_of
 from ringcomm.engine.api import begin_next_view
 from ringcomm.errors import NewViewInterrupt
@@ -216,9 +216,8 @@ def test_callbacks_of_a_reset_are_called_in_their_order():
     assert seen == [1, 2]
 
 
-def test_listeners_of_new_views_live_as_long_as_their_objects():
-    from ringcomm.elastic.current_view_and_listeners import tell_listeners
-
+def test_listeners_of_new_views_live_as_long_as_their_objects(monkeypatch):
+    monkeypatch.setattr(current_view_and_listeners, "_listeners", [])  # not those of other tests
     seen = []
 
     class Holder:
@@ -232,7 +231,7 @@ def test_listeners_of_new_views_live_as_long_as_their_objects():
     for each in (kept, dropped):
         rc.elastic.on_new_view(each.note)
     del dropped, each
-    tell_listeners()
+    current_view_and_listeners.tell_listeners()
     assert seen == ["kept"]
 
 
