@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,15 @@ from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.arrays.self_overlap import overlaps
 
 _KNOWN = {getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasattr(torch, name)}
+
+
+def writing(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Return a context in which any thread may write x, without autograd.
+
+    A tensor made in inference mode may be written in that mode alone, and each thread has its own
+    mode: an operation may end in another thread than began it.
+    """
+    return torch.inference_mode() if x.is_inference() else torch.no_grad()
 
 
 class TorchTensors(AnyAdapter):
@@ -41,7 +51,7 @@ class TorchTensors(AnyAdapter):
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
+        with writing(target):
             target.copy_(source)
 
     def require_writable(self, x: torch.Tensor) -> None:
@@ -50,7 +60,8 @@ class TorchTensors(AnyAdapter):
 
     def written(self, x: torch.Tensor) -> None:
         # Autograd refuses a backward pass through values that have changed.
-        torch.autograd.graph.increment_version(x)
+        if not x.is_inference():  # those are no part of a graph
+            torch.autograd.graph.increment_version(x)
 
 
 class _TorchAdapter(TorchTensors, ArrayAdapter):

@@ -6,6 +6,7 @@ Run by every rank of a job at once; not collected by itself.
 import functools
 import itertools
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -191,6 +192,43 @@ def test_rule_8_ringcomms_own_operations_pass_beside_those_of_groups(rank, size)
     theirs.wait()
     assert (x == size).all()
     assert (y == size).all()
+
+
+@torch.inference_mode()
+def filled(kind, rank, size):
+    """Start to fill a tensor that is not contiguous and was made in inference mode."""
+    x, ones, n = torch.ones(2, 3).t(), torch.ones(3, 2), float(size)
+    every, s = [torch.zeros(3, 2) for _ in range(size)], torch.ones(3).to_sparse()
+    if kind == "premul":
+        factor = dist._make_nccl_premul_sum(2.0)
+        return dist.all_reduce(x, factor, async_op=True), x, 2 * n
+    if kind == "sparse":
+        return dist.all_reduce(s, async_op=True), s, n
+    if kind == "allgather":
+        return dist.all_gather(every, ones, async_op=True), every[-1], 1.0
+    if kind == "scatter":
+        return dist.scatter(x, None if rank else every, 0, async_op=True), x, 0.0
+    if kind == "recv":
+        sent = dist.isend(5 * ones, (rank + 1) % size)
+        work = dist.irecv(x, (rank - 1) % size)
+        sent.wait()
+        return work, x, 5.0
+    return rc.allreduce_async_(x), x, n
+
+
+KINDS = "premul", "sparse", "allgather", "scatter", "recv", "ringcomm"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_thread_fills_tensors_made_in_inference_mode(kind, rank, size):
+    work, x, expected = filled(kind, rank, size)
+    is_over = work.is_completed if isinstance(work, dist.Work) else work.done
+    deadline = time.monotonic() + HANG_S
+    while not is_over():  # a wait would make this thread end the operation
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    work.wait()
+    assert x.to_dense().unique().tolist() == [expected]
 
 
 @pytest.mark.parametrize("is_on", [False, True])

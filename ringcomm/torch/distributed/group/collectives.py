@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ringcomm.arrays.torch import writing
 from ringcomm.collectives.operators import AVERAGE, SUM, Op, ReductionOptions
 from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.engine.core.group import Group
@@ -76,7 +77,7 @@ def require_one_each(what: str, xs: Tensors, size: int) -> None:
 def scaled_(x: Tensor, reduction: Reduction) -> Op:
     """Multiply x by the factor of a PREMUL_SUM; return the operator for the reduction of x."""
     if reduction.factor is not None:
-        with torch.no_grad():
+        with writing(x):
             x.mul_(reduction.factor)
     return reduction.op
 
@@ -143,11 +144,11 @@ def allreduce_sparse(g: Group, x: Tensor, reduction: Reduction) -> Plan[Any]:
     if reduction.op not in (SUM, AVERAGE) or reduction.factor is not None:
         raise ValueError("sparse tensors can be reduced only by ReduceOp.SUM and ReduceOp.AVG")
 
-    @torch.no_grad()
     def write(elements: Tensors) -> None:
         # Write into x itself, which c10d's reducer reads. A detached alias of a sparse tensor is
         # another tensor: each rank would keep its own values without an error.
-        x.copy_(add_up(elements, x.shape, reduction.op.divisor(g.size)))
+        with writing(x):
+            x.copy_(add_up(elements, x.shape, reduction.op.divisor(g.size)))
 
     return followed_by(plan_elements(g, None, x), write)
 

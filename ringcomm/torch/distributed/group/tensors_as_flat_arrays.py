@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ringcomm.arrays.dtypes import DTYPES
+from ringcomm.arrays.torch import writing
 
 _KNOWN = {getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 
@@ -33,7 +34,7 @@ def write_back(x: torch.Tensor, line: torch.Tensor) -> None:
     """Fill x with the elements of a line, which may share the memory of x."""
     if line.data_ptr() != x.data_ptr():
         keep_while_read(line)
-        with torch.no_grad():
+        with writing(x):
             x.copy_(line.view(x.dtype).view(x.shape))
 
 
@@ -41,10 +42,10 @@ def write_parts(xs: Sequence[torch.Tensor], line: torch.Tensor) -> None:
     """Fill the tensors of xs with consecutive parts of a line."""
     start = 0
     keep_while_read(line)
-    with torch.no_grad():
-        for x in xs:
+    for x in xs:
+        with writing(x):
             x.copy_(line[start : start + x.numel()].view(x.shape))
-            start += x.numel()
+        start += x.numel()
 
 
 def keep_while_read(line: torch.Tensor) -> None:
