@@ -355,6 +355,7 @@ def test_both_forms_and_buffers_are_the_default():
         ["--sizes", "8:4"],
         ["--dtype", "float8"],
         ["--json", "/no/such/folder/x.json"],
+        ["--json", "/"],
         ["--iterations", "0"],
         ["--seconds", "-1"],
         ["--against", "gloo"],  # stands in ci/bench

@@ -321,4 +321,6 @@ def new_file(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise ArgumentTypeError(f"{path} is a folder: name a file in it")
     return path
