@@ -1,5 +1,7 @@
 """The chief leaves while others train: the next worker does what they could not do without one."""
 
+import threading
+
 import numpy as np
 from harness import DEADLINE_S
 from ps_ranks_as_threads import ended, run_all
@@ -23,6 +25,8 @@ def await_departure_of_the_chief():
 
 
 def test_the_next_worker_goes_on_with_saves_every_so_many_steps(tmp_path):
+    last_step = threading.Barrier(2)  # if worker 1 left before it, worker 2 would save in it
+
     def body(rank):
         opened = tables("sync")
         ps.save(tmp_path, every_steps=2, keep=None)
@@ -34,6 +38,7 @@ def test_the_next_worker_goes_on_with_saves_every_so_many_steps(tmp_path):
             train(*opened, [step])
             if session().last_save is not None:
                 session().last_save.wait()
+        last_step.wait(DEADLINE_S)
         assert not ps.is_chief()  # what a script does at its end is done once
         return "trained"
 
