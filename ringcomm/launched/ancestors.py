@@ -5,9 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # MPICH's variables are the same in every job, also in a job that a rank starts.
 _LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
+
+
+def is_launcher(pid: int) -> bool:
+    """Return True if this process is one that starts ranks. Raises OSError if there is none."""
+    return Path(f"/proc/{pid}/comm").read_text().startswith((*_LAUNCHERS, "slurmstepd"))
 
 
 def launcher_since(ancestor: int) -> bool:

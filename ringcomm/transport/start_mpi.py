@@ -90,7 +90,10 @@ def start_deadline(timeout_s: float) -> Iterator[None]:
     MPI_Init and the calls after it block in C until all ranks make them. If a rank ends without
     these calls, launchers do not always end the job; `ringcomm run` says so in a file.
     """
-    _note_start()
+    mark = run_file(f"rank-{launched_rank()}.starts")
+    with contextlib.suppress(OSError):  # the disk is full
+        if mark:
+            Path(mark).touch()
     watchdog = Watchdog(
         min(timeout_s, _LONGEST_WAIT_S),
         f"ringcomm.init: not all ranks came within {timeout_s:g} s: a rank ended before it called "
@@ -102,13 +105,9 @@ def start_deadline(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         watchdog.cancel()
-
-
-def _note_start() -> None:
-    """Tell `ringcomm run` that this rank waits for the others from now on."""
-    if path := run_file(f"rank-{launched_rank()}.starts"):
-        with contextlib.suppress(OSError):  # the disk is full
-            Path(path).touch()
+        with contextlib.suppress(OSError):
+            if mark:
+                Path(mark).unlink()
 
 
 def require_ranks(mpi: Any, comm: object) -> None:

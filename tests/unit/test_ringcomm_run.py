@@ -1,18 +1,21 @@
 """`ringcomm run` without a job: its flags, its records, its verdict, its output."""
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
-from harness import run_command
+from harness import DEADLINE_S, run_command
 
 from ringcomm._core import record_this_rank_in
 from ringcomm.errors import ConfigError
 from ringcomm.launch.job import become_rank_program, command, horovodrun_flags
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
+from ringcomm.launch.job.processes.ranks_of_this_host import lives, send_signal
 from ringcomm.launch.job.read_records import (
     Evidence,
     Failure,
@@ -24,6 +27,7 @@ from ringcomm.launch.job.read_records import (
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import Ending, judge_ending
+from ringcomm.transport.start_mpi import start_deadline
 
 # --- flags --------------------------------------------------------------------------------------
 # All of horovodrun 0.28's, with a value where it takes one.
@@ -243,6 +247,47 @@ def test_of_what_the_launcher_says_only_the_end_is_kept_in_memory(tmp_path, capf
     assert len(ending.launcher_text) < 1 << 20
     assert (folder.path / "launcher.log").stat().st_size == 3_000_009
     assert len(capfd.readouterr().err) == 3_000_009
+
+
+TITLED = """
+import ctypes, os, sys
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+start, end = int(fields[45]), int(fields[48])  # of the arguments and the environment
+ctypes.memset(start, 0, end - start)
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("parent", "is_rank"), [("mpirun", True), ("slurmstepd", True), ("another", False)]
+)
+def test_a_rank_is_known_though_setproctitle_has_overwritten_its_environment(
+    parent, is_rank, tmp_path
+):
+    launcher = tmp_path / parent
+    launcher.write_text('#!/bin/sh\n"$@"\nexit $?\n')
+    launcher.chmod(0o755)
+    argv = [launcher, sys.executable, "-S", "-c", TITLED]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(argv, **pipes) as process:
+        pid = int(process.stdout.readline())
+        assert lives(pid) is is_rank
+        send_signal(signal.SIGTERM, [pid])
+        process.stdin.close()  # ends who got no signal
+        code = process.wait(DEADLINE_S)
+    assert code == (128 + signal.SIGTERM if is_rank else 0)
+    assert not lives(pid)
+
+
+def test_who_has_caught_an_error_of_init_does_not_wait_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("RINGCOMM_RUN_FOLDER", f"{os.getpid()} {tmp_path}")
+    folder = RunFolder(tmp_path)
+    context = start_deadline(math.inf)
+    context.__enter__()
+    assert len(folder.in_init()) == 1
+    assert not context.__exit__(TypeError, TypeError("comm is no communicator"), None)
+    assert folder.in_init() == set()
 
 
 # --- the verdict --------------------------------------------------------------------------------

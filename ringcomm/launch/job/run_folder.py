@@ -92,8 +92,8 @@ class RunFolder:
                 found[rank] = (int(pid), host)
         return found
 
-    def starts(self) -> set[int]:
-        """Return the ranks that have called init()."""
+    def in_init(self) -> set[int]:
+        """Return the ranks that wait in init(), and those that have ended there."""
         return {rank for rank, _ in self._files("rank-", ".starts")}
 
     def end_those_in_init(self, text: str) -> None:

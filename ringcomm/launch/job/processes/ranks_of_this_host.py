@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launched.ancestors import is_launcher
 
 
 def send_signal(number: int, pids: Sequence[int]) -> None:
@@ -19,9 +20,18 @@ def send_signal(number: int, pids: Sequence[int]) -> None:
 
 
 def is_rank(pid: int) -> bool:
-    """Return True if `ringcomm run` started this process as a rank."""
-    mark = f"RINGCOMM_RUN_FOLDER={pid} ".encode()
-    return mark in Path(f"/proc/{pid}/environ").read_bytes()
+    """Return True if `ringcomm run` started this process as a rank, and it lives.
+
+    Raises OSError if there is no such process.
+    """
+    environ = b""
+    with contextlib.suppress(PermissionError):  # it has capabilities, as for RDMA
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    if b"=" in environ:
+        return f"RINGCOMM_RUN_FOLDER={pid} ".encode() in environ
+    # It is dead, or has overwritten its environment, as setproctitle does.
+    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    return state not in "ZX" and is_launcher(int(parent))
 
 
 def ranks_here(folder: RunFolder) -> dict[int, int]:

@@ -68,19 +68,18 @@ class Start:
         if now < self._look_at:
             return ""
         self._look_at = now + _LOOK_S
-        if self.lost is not None:
-            is_late = now > self._patient_until
-            return "ranks in init() do not end: the launcher is ended" if is_late else ""
         if self._folder.ends():  # ranks are through init(), where they see each loss
             self._look_at = float("inf")
             return ""
         here = ranks_here(self._folder)
         live = {rank for rank, pid in here.items() if lives(pid)}
         gone = sorted(here.keys() - live)
-        if not gone or not live & self._folder.starts():
+        if not gone or not live & self._folder.in_init():
             self._patient_until = float("inf")
         elif self._patient_until == float("inf"):
             self._patient_until = now + _PATIENCE_S
+        elif now > self._patient_until and self.lost is not None:
+            return "ranks in init() do not end: the launcher is ended"
         elif now > self._patient_until:
             self.lost = gone[0]
             self._patient_until = now + 2 * _PATIENCE_S
