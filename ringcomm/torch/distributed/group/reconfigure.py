@@ -32,6 +32,7 @@ def go_on_with(handles: Collection[str], timeout_s: float) -> None:
         ValueError: a handle is none, or names no process of the view, or they are in another order.
         ConfigError: this job does not go on without lost ranks.
         CommTimeoutError: other processes of the view live.
+        PeerFailedError: another process was lost in the new view: call this again without it.
     """
     wanted = [_process_of(handle) for handle in handles]
     deadline = time.monotonic() + timeout_s
