@@ -100,18 +100,19 @@ def test_no_pull_sees_half_of_what_a_function_does():
     assert run_workers(2, body) == [True, True]
 
 
-def test_a_function_that_raises_changes_nothing_and_its_text_is_told():
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit])
+def test_a_function_that_raises_changes_nothing_and_its_text_is_told(kind):
     @ps.function
     def picky(values):
         values += 1
         if values[0] > 200:
-            raise ZeroDivisionError("too large")
+            raise kind("too large")
 
     def body(rank):
         t = table(init=np.arange(1000.0))
         with pytest.raises(rc.RingcommError) as told:
             t.call("picky").wait()
-        for piece in ("call[w]: picky() raised ZeroDivisionError: too large", "block ", "elements"):
+        for piece in (f"call[w]: picky() raised {kind.__name__}: too large", "block ", "elements"):
             assert piece in str(told.value)
         values = t.pull().wait() - np.arange(1000)
         return [float(values[t.bounds_of(k)[0]]) for k in range(4)]

@@ -91,7 +91,7 @@ class Calls:
             result = encode_function_arguments.packed(
                 f"{label} returned", function(values, **arguments)
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit() would end one server after the other
             raise RingcommError(
                 f"{label} raised {type(error).__name__}: {error} (at {where}, elements "
                 f"{part.start} to {part.stop}, which it has not changed)"
