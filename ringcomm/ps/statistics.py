@@ -47,9 +47,19 @@ def stats() -> list[dict[str, Any]]:
     return [_summary(each, before.get(each["server"], {})) for each in answers]
 
 
+def counted_since(before: float, now: float) -> float:
+    """Return what a server has counted since `before`, which may be of a process that died.
+
+    Its copy has counted less: no reads, and what it was made of began before it.
+    """
+    return now - before if now >= before else now
+
+
 def _summary(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    seconds = max(now["seconds"] - before.get("seconds", 0.0), 1e-9)
-    rates = {rate: (now[key] - before.get(key, 0)) / seconds for key, rate in _RATES.items()}
+    seconds = max(counted_since(before.get("seconds", 0.0), now["seconds"]), 1e-9)
+    rates = {
+        rate: counted_since(before.get(key, 0), now[key]) / seconds for key, rate in _RATES.items()
+    }
     totals: Counter[str] = Counter()
     staleness: Counter[int] = Counter()
     dense = [part for parts in now["tables"].values() for part in parts.values()]

@@ -27,6 +27,7 @@ from ringcomm.ps.session import session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 MODES = ["sync", "async", ps.SSP(1), ps.FirstOf(2)]
+COUNTED = ("requests", "nbytes_in", "nbytes_out")
 
 
 def run(body, n_workers=2, n_dead=1, n_servers=3, **options):
@@ -532,6 +533,35 @@ def test_updates_have_the_same_bits_after_two_deaths(monkeypatch):
         for one, other in zip(alive, killed, strict=True):
             for values, wanted in zip(one, other, strict=True):
                 assert values.tobytes() == wanted.tobytes()
+
+
+def test_a_copy_has_counted_less_which_is_no_negative_traffic():
+    """Copies answer no reads, and one that is made again begins later than what it is made of."""
+
+    def body(rank):
+        _, rows = tables()
+        keys, told = np.arange(3000, dtype=np.uint64), []
+
+        def pull(n):
+            for _ in range(n):
+                rows.pull(keys).wait()
+            told.extend(ps.stats())
+
+        rows.push(keys, np.ones((3000, 2))).wait()
+        pull(50)
+        ps.rebalance().wait()
+        kill_server(0)
+        pull(20)
+        load = ps.rebalance().wait().load
+        await_copies()
+        pull(1)
+        kill_server(1)
+        pull(1)
+        return load, [each[f"{what}_per_s"] for each in told for what in COUNTED]
+
+    ((load, rates),) = run(body, n_workers=1, n_dead=2)
+    assert load == pytest.approx((1 / 3,) * 3, abs=0.1)
+    assert 0 <= min(rates) <= max(rates) < 1e9
 
 
 @pytest.mark.long

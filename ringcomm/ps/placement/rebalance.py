@@ -16,6 +16,7 @@ from ringcomm.ps.placement.partition_places_and_moves import Move, Partition, Vi
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Kind, Step
 from ringcomm.ps.session import Session, session
+from ringcomm.ps.statistics import counted_since
 
 R = TypeVar("R")
 # A request costs a server as much as so many bytes: it took 20-26 us with 1 KB and 606-857 us with
@@ -68,7 +69,7 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
     view, heat = measured(answers)
     before = _before.get(current, {})
     _before[current] = heat
-    recent = {partition: x - before.get(partition, 0.0) for partition, x in heat.items()}
+    recent = {part: counted_since(before.get(part, 0.0), x) for part, x in heat.items()}
     servers = current.client.servers
     vacant = vacant_in(answers, current.client.leader)
     heads = heads_of([n for n in servers if n not in vacant], current.layout.rank_of)
