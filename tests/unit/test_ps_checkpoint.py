@@ -1,5 +1,6 @@
 """Checkpoints: one moment on all servers, whole or not there, read by any number of them."""
 
+import errno
 import json
 import logging
 import os
@@ -436,6 +437,29 @@ def test_a_file_of_which_little_is_of_use_is_written_anew(tmp_path):
     sizes = [path.stat().st_size for path in folder.glob("*.data-*")]
     assert sum(sizes) < 2 * 400_000
     assert ps.load_state_dict(tmp_path)["w"].sum() == 240_000
+
+
+def test_a_save_has_not_failed_if_an_older_one_cannot_be_removed(tmp_path, monkeypatch, caplog):
+    real = shutil.rmtree
+
+    def remove(path, *, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "somebody reads it over NFS", str(path))
+        real(path, ignore_errors=True)
+
+    def body(rank):
+        opened(ps.optim.Add(), "async")
+        ps.save(tmp_path, step=0, keep=1).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", remove)
+            folder = ps.save(tmp_path, step=1, keep=1).wait()
+        assert checkpoint_files.complete(tmp_path) == [folder]
+        ps.save(tmp_path, step=2, keep=1).wait()
+        return ps.restore(tmp_path)["step"]
+
+    assert run_workers(1, body) == [2]
+    assert "save-00000001" in caplog.text
+    assert len([*tmp_path.iterdir()]) == 1  # the next save has removed the rest
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, 1), (2, 2), (None, 4)])

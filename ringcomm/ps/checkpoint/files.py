@@ -115,12 +115,16 @@ def complete(root: Path) -> list[Path]:
 
 
 def tidy(root: Path, keep: int | None) -> None:
-    """Remove all but the last `keep` checkpoints. To be called while nobody writes."""
+    """Remove all but the last `keep` checkpoints, as far as that goes. While nobody writes."""
     kept = complete(root)[:keep]
     for _, folder in _folders(root):
-        if folder not in kept:
+        if folder in kept:
+            continue
+        try:
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what has none is no checkpoint
             shutil.rmtree(folder)
+        except OSError as error:  # the new checkpoint is complete, whatever an old one is
+            _log.warning("ps.save: an older checkpoint could not be removed: %s", error)
 
 
 def discard(folder: Path) -> None:
