@@ -296,7 +296,7 @@ self.steps = int(state.meta["steps"])
         "ps-traffic-of-long-ago-decides",
         "ps",
         "ps/placement/rebalance.py",
-        "recent = {partition: x - before.get(partition, 0.0) for partition, x in heat.items()}",
+        "recent = {part: counted_since(before.get(part, 0.0), x) for part, x in heat.items()}",
         "recent = dict(heat)",
         "what was busy an hour ago moves, not what is busy now",
         ("unit/test_ps_rebalance.py",),
