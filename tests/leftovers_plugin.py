@@ -18,6 +18,7 @@ from shm_leftovers import MARK, Watch, pids, read
 
 NAME = "leftovers of files"  # of the plugin
 LIMIT_S = float(os.environ.get("LEFTOVERS_LIMIT_S", "60"))  # for what is ending under load
+EXEC_LIMIT_S = 2.0  # for exec to give a process its environment
 LISTENING = "0A"  # the state of a socket in /proc/net/tcp
 BY_PYTHON = ("multiprocessing.resource_tracker",)  # lives as long as the process that needed it
 NOT_OF_A_TEST = {"PYTEST_CURRENT_TEST", MARK, "TORCHINDUCTOR_CACHE_DIR"}  # torch sets it for good
@@ -108,10 +109,25 @@ def is_guardian(pid):
 def processes_of_this_run():
     mark = f"{MARK}={os.getpid()}"
     for pid in pids():
-        if mark in read(pid, "environ").split("\0"):
+        if mark in environment_of(pid).split("\0"):
             command = read(pid, "cmdline").replace("\0", " ").strip()
             if not any(each in command for each in BY_PYTHON):
                 yield pid, command
+
+
+def environment_of(pid):
+    """Return it as /proc does, but not the empty one that a child has for a moment in exec."""
+    deadline = time.monotonic() + EXEC_LIMIT_S
+    while True:
+        found = read(pid, "environ")
+        if found or not is_running_child(pid) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.001)
+
+
+def is_running_child(pid):
+    state, parent, *_ = read(pid, "stat").rpartition(")")[2].split() or ("X", "0")
+    return int(parent) == os.getpid() and state not in "ZX"
 
 
 def listening_ports():

@@ -324,7 +324,7 @@ def train(state):
                 die()
             while me > 1:  # they hear of it outside of an operation, and stop
                 state.check_host_updates()
-                time.sleep(1e-3)
+                time.sleep(1e-3)  # so that the others have the core
         rc.allreduce(np.ones(3), group=mine)  # rank 0 waits for rank 2, not for the dead one
         step(state)
 

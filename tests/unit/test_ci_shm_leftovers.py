@@ -1,6 +1,7 @@
 """Who has made what is left, this run of tests or another job of the machine; how it is ended."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,3 +56,22 @@ def test_what_a_failed_test_has_started_is_ended_and_waited_for():
         assert job.returncode == -signal.SIGKILL
         assert earlier.poll() is None
         earlier.kill()
+
+
+def test_a_child_is_of_this_run_from_the_moment_of_its_exec(monkeypatch):
+    late = []
+
+    def read(pid, name):
+        found = shm_leftovers.read(pid, name)
+        if pid == str(child.pid) and name == "environ" and len(late) < 3:
+            late.append(found)
+            return ""  # as /proc has it until exec is through
+        return found
+
+    monkeypatch.setattr(leftovers_plugin, "read", read)
+    command = [shutil.which("sleep"), "100"]
+    with subprocess.Popen(command) as child:
+        found = dict(leftovers_plugin.processes_of_this_run())
+        child.kill()
+    assert found[str(child.pid)] == " ".join(command)
+    assert len(late) == 3

@@ -283,9 +283,6 @@ def test_a_scaler_that_is_not_enabled_is_no_hindrance():
 
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_scaled_step_that_a_loss_has_cut_off_is_made_again_as_a_whole(has_stepped):
-    torch = pytest.importorskip("torch")
-    from ringcomm.torch.elastic import TorchState
-
     weight = torch.nn.Parameter(torch.zeros(1))
     sgd = torch.optim.SGD([weight], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
