@@ -313,8 +313,9 @@ PS_DEATHS = [
     Mutation(
         "a-second-death-ends-the-new-group",
         "ps",
-        "ps/session.py",
-        "            if not peers.are_parted(members, or_left=True):\n                raise",
+        "ps/members/live_workers.py",
+        "            if not current.engine.watch.peers.are_parted(members, or_left=True):\n"
+        "                raise",
         "            raise",
         "ps.live_workers() fails if another worker dies meanwhile",
         _OF_GROUPS,

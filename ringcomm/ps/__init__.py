@@ -23,10 +23,11 @@ from ringcomm.ps.job import (
     stop,
     workers,
 )
+from ringcomm.ps.members.live_workers import live_workers
 from ringcomm.ps.placement.add_and_remove_servers import add_servers, remove_server
 from ringcomm.ps.placement.rebalance import Rebalanced, rebalance
 from ringcomm.ps.row_policies import Admit, Evict
-from ringcomm.ps.session import is_chief, live_workers
+from ringcomm.ps.session import is_chief
 from ringcomm.ps.statistics import stats
 from ringcomm.ps.update_modes import SSP, FirstOf
 

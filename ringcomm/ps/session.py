@@ -24,7 +24,6 @@ from ringcomm.engine.core.layer_hooks import Extension
 from ringcomm.errors import (
     ConfigError,
     NotInitializedError,
-    PeerFailedError,
     RingcommError,
     ServerLostError,
 )
@@ -89,6 +88,7 @@ class Session:
         drops_step: the step that this worker is in trains nothing, for it has recovered within it.
         between_steps: called after each step of this worker, if set.
         newcomers: wait until this worker has ended its step, and stands still.
+        members_said: who is in the next group of ps.live_workers(), by the worker that says so.
         begins: on a rank that took the place of a worker: the rounds that are not its own, by
             number of the table; on others empty.
         recovering: called by ps.recover() once tables have values again.
@@ -118,6 +118,7 @@ class Session:
     drops_step: bool = False
     between_steps: Callable[[], None] | None = None
     newcomers: set[int] = field(default_factory=set)
+    members_said: dict[int, list[int]] = field(default_factory=dict)
     begins: Mapping[int, int] = field(default_factory=dict)
     recovering: WeakSet[Recovering] = field(default_factory=WeakSet)
     takeovers: Takeovers = field(init=False)
@@ -330,32 +331,6 @@ def acts_as_chief() -> bool:
     current = session()
     me, gone = current.engine.job_rank, current.engine.watch.peers.gone
     return me == current.layout.acting_chief(gone)
-
-
-def live_workers() -> Group:
-    """Return a new group of the workers that live, and have not left. Collective among them.
-
-    After the death of a worker, collectives of each group that it belongs to raise a
-    PeerFailedError: call this on all other workers, and pass the result as group=. The operation in
-    which it died may have ended well on some of them, so first agree in the new group on the step
-    to go on from, e.g. by max(rc.allgather_object(step, group=group)).
-
-    Raises:
-        RingcommError: this rank is no worker.
-        PeerFailedError: a rank died without which the job does not go on.
-        CommTimeoutError: another worker has not called it within RINGCOMM_TIMEOUT_S.
-    """
-    current = session()
-    layout, peers = current.layout, current.engine.watch.peers
-    if current.engine.job_rank not in layout.workers:
-        raise RingcommError("ps.live_workers: this rank is no worker")
-    while True:
-        members = [rank for rank in layout.workers if rank not in peers.gone]
-        try:
-            return Group.of_job(members)
-        except PeerFailedError:
-            if not peers.are_parted(members, or_left=True):
-                raise
 
 
 def memory_of(engine: Engine, nbytes: int) -> Bytes:

@@ -19,6 +19,7 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.data import WorkQueue
+from ringcomm.engine.core.group import Group
 from ringcomm.ps import evaluation
 from ringcomm.ps.members import let_in
 from ringcomm.ps.members.let_in import end_step
@@ -380,6 +381,30 @@ def test_a_newcomer_takes_parts_of_a_work_queue():
     assert [rank for rank, _ in results] == [0, 2]
     assert all(taken for _, taken in results)
     assert sorted(each for _, taken in results for each in taken) == [*range(80)]
+
+
+def test_who_waits_for_a_group_is_in_it_with_a_newcomer_that_comes_meanwhile(monkeypatch):
+    """Worker 2 waits before the newcomer has a place, and the chief lets it in after that."""
+    has_asked = threading.Event()
+    of_job = Group.of_job
+
+    def ask(ranks):
+        if [*ranks] == [0, 2]:
+            has_asked.set()
+        return of_job(ranks)
+
+    def body(rank):
+        table, _ = tables("sync")
+        table.pull().wait()
+        if rank == 1:
+            raise Boom
+        if rank == 0:
+            has_asked.wait(2.0)  # it may wait for the chief's word instead
+            await_newcomers(1)
+        return [*ps.live_workers().ranks]
+
+    monkeypatch.setattr(Group, "of_job", staticmethod(ask))
+    assert run(body, 3, 1) == [[0, 3, 2]] * 3
 
 
 def test_collectives_of_a_newcomer_say_that_its_group_has_ended():

@@ -68,11 +68,13 @@ def send(current: Session, to: int, option: Coming, meta: bytes = b"") -> None:
 
 
 def hear(current: Session, frame: Delivery) -> None:
-    """Take a frame of a newcomer, on a rank that is none; called in the loop."""
+    """Take a frame of a newcomer, or about those that live; called in the loop."""
     layout, rank, option = current.layout, frame.source, frame.header.option
     is_worker = layout.role_of(current.engine.job_rank) == "worker"
     if option == Coming.ASK:
         current.newcomers.add(rank)
+    elif option == Coming.MEMBERS:
+        current.members_said[rank] = json.loads(frame.meta)
     elif option == Coming.IN:
         newcomer = Newcomer(*json.loads(frame.meta))
         if layout.join(newcomer):

@@ -103,6 +103,7 @@ class Coming(IntEnum):
     HERE = 1  # the worker, which stands still: here you begin
     IN = 2  # the newcomer, to all: it has a place
     SEEN = 3  # a worker, to the newcomer: it knows that
+    MEMBERS = 4  # the chief, to workers: who is in the next group of ps.live_workers()
 
 
 class Copy(IntEnum):

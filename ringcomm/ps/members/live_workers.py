@@ -1,0 +1,79 @@
+"""ps.live_workers(): a group of the workers that live, after a death."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ringcomm.engine.core.group import Group
+from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
+from ringcomm.ps.members.let_in import send
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import Coming
+from ringcomm.ps.session import Session, session
+
+_LABEL: Final = "ps.live_workers"
+
+
+def live_workers() -> Group:
+    """Return a new group of the workers that live, and have not left. Collective among them.
+
+    After the death of a worker, collectives of each group that it belongs to raise a
+    PeerFailedError: call this on all other workers, and pass the result as group=. The operation in
+    which it died may have ended well on some of them, so first agree in the new group on the step
+    to go on from, e.g. by max(rc.allgather_object(step, group=group)).
+
+    Raises:
+        RingcommError: this rank is no worker.
+        PeerFailedError: a rank died without which the job does not go on.
+        CommTimeoutError: another worker has not called it within RINGCOMM_TIMEOUT_S.
+    """
+    current = session()
+    if current.engine.job_rank not in current.layout.workers:
+        raise RingcommError(f"{_LABEL}: this rank is no worker")
+    while True:
+        members = _members(current) if current.layout.waiting else _live(current)
+        try:
+            return Group.of_job(members)
+        except PeerFailedError:
+            if not current.engine.watch.peers.are_parted(members, or_left=True):
+                raise
+
+
+def _live(current: Session) -> list[int]:
+    gone = current.engine.watch.peers.gone
+    return [rank for rank in current.layout.workers if rank not in gone]
+
+
+def _members(current: Session) -> list[int]:
+    """Return who is to be in the group: the chief says so, where newcomers may come in.
+
+    One comes in while the chief is between two steps, and others may be here by then. Once the
+    chief is here, none does.
+    """
+    engine, layout, me = current.engine, current.layout, current.engine.job_rank
+    found: dict[int, list[int]] = {}  # by who says so
+
+    def chief() -> int:
+        return layout.acting_chief(engine.watch.peers.gone)
+
+    def is_known() -> bool:
+        if not found and (who := chief()) == me:
+            found[who] = _live(current)
+        elif not found and who in current.members_said:
+            found[who] = current.members_said.pop(who)
+        return bool(found)
+
+    limit_s = engine.settings.timeout_or_inf
+    if not current.client.drive_until(is_known, _LABEL, limit_s):
+        raise CommTimeoutError(
+            f"{_LABEL}: {engine.transport.label(chief())}, the chief, has not called it within "
+            f"{limit_s:g} s; all workers that live must. Call it again, or raise the limit with "
+            "RINGCOMM_TIMEOUT_S",
+            missing=[chief()],
+        )
+    ((who, members),) = found.items()
+    if who == me:
+        for rank in members:
+            if rank != me:
+                send(current, rank, Coming.MEMBERS, packed_json(members))
+    return members
