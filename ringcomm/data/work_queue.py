@@ -275,7 +275,8 @@ class WorkQueue:
         self.epoch = 0 if state is None else int(state["epoch"])
         self._part = -1
         queues = _queues_of(init_rank_size.engine())
-        self._queues: weakref.ref[Queues] | None = None  # those that the first question went to
+        self._queues = weakref.ref(queues)
+        self._has_asked = False
         self._home = queues.home  # it dies with what it has
         queues.require_unused(name, self._home, self._spec)
 
@@ -340,14 +341,15 @@ class WorkQueue:
         except NotInitializedError:
             return
         queues = engine.extensions.get(QUEUES)
-        if queues is not None and self._queues is not None and self._queues() is queues:
+        if queues is not None and self._queues() is queues:
             queues.leave(self._question("leave"))
 
     def _ask(self, do: str) -> Any:
         engine = init_rank_size.engine()
-        if self._queues is None:
-            queues = _queues_of(engine)
-            self._queues, self._home = weakref.ref(queues), queues.home
+        if not self._has_asked:
+            self._has_asked, queues = True, _queues_of(engine)
+            if self._queues() is not queues:  # it was made before ps.init()
+                self._queues, self._home = weakref.ref(queues), queues.home
         own = self._queues()
         if own is None or own is not engine.extensions.get(QUEUES):
             raise RingcommError(

@@ -17,6 +17,7 @@ from ringcomm.config import Settings
 from ringcomm.data.leases import OVER, WAIT, Leases
 from ringcomm.data.work_queue import QUEUES
 from ringcomm.engine.core.current_engine import engine
+from ringcomm.ps.session import session
 from ringcomm.transport.control_header import Kind
 
 
@@ -306,6 +307,30 @@ def test_after_its_keeper_has_died_a_queue_is_made_again_on_all_ranks_once_they_
     results = ended(run_all(2, body, 2, settings=Settings(timeout_s=DEADLINE_S, elastic=1)), 1)
     taken = [each for each in results if isinstance(each, list)]
     assert sorted(itertools.chain(*taken)) == [*range(40)]
+
+
+def test_a_queue_that_a_rank_has_yet_to_use_is_lost_with_its_keeper_too():
+    """Else this rank would begin it anew, and do again what others have done."""
+
+    def body(rank):
+        table = ps.table("w", 3, "float64", updater=ps.optim.Add())
+        queue = rc.data.WorkQueue(40, 5)
+        if rank == 0:
+            take_three_parts(queue)
+            kill_server(0)
+        else:
+            rc.broadcast_object(None)  # of take_three_parts()
+        keeper = session().layout.servers[0]
+        while keeper not in session().layout.dead:
+            table.push(np.ones(3)).wait()
+        table.push(np.ones(3)).wait()  # another server goes on by now
+        with pytest.raises(rc.PeerFailedError, match="which kept the queue"):
+            next(iter(queue))
+        rc.barrier()
+        return rank
+
+    elastic = Settings(timeout_s=DEADLINE_S, elastic=1)
+    assert ended(run_all(2, body, 2, settings=elastic, replication=2), 1)[:2] == [0, 1]
 
 
 @pytest.mark.long
