@@ -332,6 +332,8 @@ class FTRL(Updater):
 class RowwiseAdagrad(Updater):
     """Adagrad with one accumulator per row: the mean of its squared gradients.
 
+    It is for hash tables. In a dense table each element is a row.
+
     Source: as in FBGEMM; Naumov et al. 2019, arXiv:1906.00091.
     """
 

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from functools import partial
 
 import harness
 import numpy as np
@@ -467,6 +468,21 @@ def test_an_int8_pull_is_right_on_average():
 
     step = np.abs(x).max() / 127
     assert 0 < np.abs(run_workers(1, body)[0]).max() < 5 * step / 2 / n**0.5
+
+
+def test_an_int8_pull_depends_on_the_version_and_not_on_who_pulled_before():
+    """A round in which nobody had a gradient is a version of the same values."""
+
+    def body(_, pulls_before):
+        t = table(mode="sync", pull_compression="int8")
+        t.push(gradients(1)[0, 0])
+        if pulls_before:
+            t.pull().wait()
+        t.push(None)
+        return t.pull().wait()
+
+    first, second = (run_workers(1, partial(body, pulls_before=each))[0] for each in (True, False))
+    np.testing.assert_array_equal(first, second)
 
 
 # --- mistakes -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ UPDATERS = {
     "Adam": ps.optim.Adam(0.1, weight_decay=0.1),
     "NAdam": ps.optim.NAdam(0.1),
     "Adagrad": ps.optim.Adagrad(0.1, lr_decay=0.1),
+    "RowwiseAdagrad": ps.optim.RowwiseAdagrad(0.1),
 }
 
 

@@ -15,7 +15,7 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.ps.compression import pull_codec
 from ringcomm.ps.optim import from_json
-from ringcomm.ps.partition_state import State
+from ringcomm.ps.partition_state import State, slots_by_element
 from ringcomm.ps.protocol.frame_meta import ABSENT, ASSIGN, ENCODED, INITIAL, SKIP, PushMeta
 from ringcomm.ps.segments_with_or_without_gradient import Mask, Segments, taken
 from ringcomm.ps.server.dense.block import Block
@@ -85,13 +85,14 @@ class DensePartition(Block):
     def __init__(self, spec: Spec, start: int, stop: int, memory: Callable[[int], Bytes]) -> None:
         super().__init__(stop - start, np.dtype(spec.dtype), from_json(spec.updater), memory)
         self.spec, self.start, self.stop = spec, start, stop
+        self._n_by_element = len(slots_by_element(self.updater))  # these are the first slots
         self.segments: Segments | None = None
         if spec.segments:
-            scalars = self.slots[self.updater.n_full_slots :]
+            scalars = self.slots[self._n_by_element :]
             self.segments = Segments(spec.segments, start, stop, scalars)
         self.held: Mean | None = None
         self._pull_codec = pull_codec(spec.compression)
-        self._encoded: tuple[int, Bytes] | None = None
+        self._encoded: tuple[tuple[int, int], Bytes] | None = None
         if spec.initial != "chief":
             self.is_ready = True
             self._block.write(np.full(self.count, spec.initial, self.dtype))
@@ -103,9 +104,10 @@ class DensePartition(Block):
         """
         if self._pull_codec is None:
             return None
-        if self._encoded is None or self._encoded[0] != self.stamp:
+        now = self.stamp, self.version  # a round that is empty changes no value
+        if self._encoded is None or self._encoded[0] != now:
             draw = codec.draw_number("pull", self.spec.name, self.start, self.version)
-            self._encoded = (self.stamp, self._pull_codec.encode(self.values, draw=draw))
+            self._encoded = (now, self._pull_codec.encode(self.values, draw=draw))
         return self._encoded[1]
 
     # --- pushes, as the core decides ------------------------------------------------------------
@@ -287,7 +289,7 @@ class DensePartition(Block):
             present: the segments that have a gradient.
             within: the elements that change.
         """
-        code, full = self.updater.code, self.slots[: self.updater.n_full_slots]
+        code, full = self.updater.code, self.slots[: self._n_by_element]
         runs = list(segments.runs(present))
         is_all = len(runs) == 1 and runs[0].elements == within == slice(0, self.count)
         whole = None if is_all else self.values.copy()
@@ -311,7 +313,7 @@ class DensePartition(Block):
         oldest = int(np.argmax(segments.steps))
         self.steps = int(segments.steps[oldest])
         for slot, value in zip(
-            self.slots[self.updater.n_full_slots :], segments.scalars[oldest], strict=True
+            self.slots[self._n_by_element :], segments.scalars[oldest], strict=True
         ):
             slot[:] = value
 
@@ -351,7 +353,7 @@ class DensePartition(Block):
         self.slots = [np.array(arrays[f"slot{k}"], self.dtype) for k in slots]
         self.steps = int(state.meta["steps"])
         if self.segments is not None:
-            scalars = self.slots[self.updater.n_full_slots :]
+            scalars = self.slots[self._n_by_element :]
             self.segments.load(taken(arrays), self.steps, scalars)
         self.is_ready = True
 
