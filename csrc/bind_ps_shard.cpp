@@ -59,10 +59,10 @@ std::size_t gather(const Shard& shard, Keys keys, Values out, int missing,
 
 std::tuple<std::size_t, std::size_t, std::size_t> push(
     Shard& shard, const std::vector<Contribution>& contributions, int code, Hyper hyper,
-    double divisor, double now, std::uint64_t stamp) {
+    double divisor, double now, std::uint64_t stamp, std::uint64_t draw) {
   if (!(divisor > 0)) throw std::invalid_argument("divisor: more than 0");
   const ps::RowSpec& spec = shard.spec();
-  ps::Push push{nullptr, 0, {}, rule_of(code, hyper), now, stamp, divisor};
+  ps::Push push{nullptr, 0, {}, rule_of(code, hyper), now, stamp, divisor, draw};
   for (const auto& [keys, grads, weight, places] : contributions) {
     const std::size_t n_rows = places ? grads.size() / spec.dim : keys.size();
     const DType dtype = grad_dtype(grads, spec.dtype, n_rows * spec.dim);
@@ -180,7 +180,7 @@ void bind_shard(nb::module_& m) {
       .def("n_keys", &n_keys)
       .def("add_keys", &Shard::add_keys, "partition"_a, "n"_a)
       .def("push", &push, "contributions"_a.noconvert(), "code"_a, "hyper"_a.noconvert(),
-           "divisor"_a, "now"_a, "stamp"_a)
+           "divisor"_a, "now"_a, "stamp"_a, "draw"_a)
       .def("erase", &erase, "keys"_a.noconvert(), "stamp"_a)
       .def("metadata", &metadata, "keys"_a.noconvert(), "counts"_a.noconvert(),
            "steps"_a.noconvert(), "times"_a.noconvert())

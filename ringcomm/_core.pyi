@@ -484,6 +484,7 @@ class Shard:
         divisor: float,
         now: float,
         stamp: int,
+        draw: int,
     ) -> tuple[int, int, int]: ...
     def erase(self, keys: Keys, stamp: int) -> int: ...
     def metadata(

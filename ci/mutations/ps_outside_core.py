@@ -194,8 +194,8 @@ self.steps = int(state.meta["steps"])
         "ps-rows-of-a-round-uncounted",
         "ps",
         "ps/server/rows/hash_shard.py",
-        "rejected = self._apply(sources, gradients[0].hyper, divisor)",
-        "rejected = self._apply(sources, gradients[0].hyper, 1.0)",
+        "rejected = self._apply(sources, gradients[0].hyper, divisor, number=number)",
+        "rejected = self._apply(sources, gradients[0].hyper, 1.0, number=number)",
         "a round of a hash table is a sum, not a mean",
         (
             "unit/test_ps_hashtables.py",

@@ -158,11 +158,11 @@ void HashPartition::take_out(Row row, std::uint64_t stamp) {
   store_.give_back(row);
 }
 
-bool HashPartition::is_admitted(std::uint64_t key, std::uint64_t stamp) {
+bool HashPartition::is_admitted(std::uint64_t key, std::uint64_t draw) {
   const Admission& policy = spec_->admission;
   if (policy.probability < 1) {
     const std::uint64_t table = scatter(spec_->initial.seed) + spec_->initial.table;
-    const std::uint64_t bits = scatter(scatter(scatter(table) + key) + stamp);
+    const std::uint64_t bits = scatter(scatter(scatter(table) + key) + draw);
     if (static_cast<double>(bits >> 11) * 0x1p-53 >= policy.probability) return false;
   }
   if (policy.min_count <= 1) return true;

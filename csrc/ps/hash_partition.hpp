@@ -79,7 +79,8 @@ struct Push {
   Rule rule;  // the table's, with the hyper-parameters of now; or assign or add
   double now;
   std::uint64_t stamp;
-  double divisor = 1;  // of the weighted sums
+  double divisor = 1;      // of the weighted sums
+  std::uint64_t draw = 0;  // of admission by chance: another number in each push
 };
 
 struct Pushed {  // distinct keys
@@ -176,7 +177,7 @@ class HashPartition {
   Row find(std::uint64_t key) const { return static_cast<Row>(index_.find(key) - 1); }
   Side& side();
   static void fill_missing(const RowSpec& spec, std::uint64_t key, void* out, Missing missing);
-  bool is_admitted(std::uint64_t key, std::uint64_t stamp);
+  bool is_admitted(std::uint64_t key, std::uint64_t draw);
   Row add(std::uint64_t key);
   void take_out(Row row, std::uint64_t stamp);
   void keep(Row row) {  // for snapshots: it is about to change

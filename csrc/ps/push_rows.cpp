@@ -140,7 +140,7 @@ class HashPartition::Pusher {
   Row row_for(HashPartition& home, std::uint64_t key) {
     home.stamp_ = push_.stamp;
     Row row = home.find(key);
-    if (row == kNoRow && home.is_admitted(key, push_.stamp)) {
+    if (row == kNoRow && home.is_admitted(key, push_.draw)) {
       row = home.add(key);
       ++pushed_.admitted;
     }

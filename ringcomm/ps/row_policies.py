@@ -22,8 +22,8 @@ class Admit:
     Attributes:
         min_count: pushes that a key must stand in, the one that admits it included. A push counts a
             key once, however often the key stands in it.
-        probability: with which each push of a key admits it (instead of min_count). A function of
-            seed, table, key and push: replicas decide alike.
+        probability: with which each push of a key admits it (instead of min_count). In a table
+            with rounds it is a function of seed, table, key and round, on any number of servers.
         max_candidates: keys of one partition (a table has 1024) that are counted at a time, 26-51
             bytes each. Counts are exact until there are more; then they are all halved, and keys
             that were seen once are forgotten. So a key is never admitted too early.

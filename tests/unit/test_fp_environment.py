@@ -170,7 +170,7 @@ def test_rows_have_the_same_bits(bits):
     def results():
         spec = row_spec(4, updater, init=initializers.normal(std=1e-39, seed=3))
         rows = _core.Shard(spec, np.zeros(1, np.uint32), 0)
-        rows.push([(keys, grads, 1.0, None)], updater.code, updater.hyper, 1.0, 0.0, 1)
+        rows.push([(keys, grads, 1.0, None)], updater.code, updater.hyper, 1.0, 0.0, 1, 0)
         out = np.empty((60, 4), np.float32)
         rows.gather(
             np.arange(60, dtype=np.uint64), out, MISSING.index("init")

@@ -128,6 +128,24 @@ def test_rounds_have_the_same_bits_on_any_number_of_servers(updater):
     assert len(bits) == 1
 
 
+def test_who_is_admitted_by_chance_to_rounds_does_not_depend_on_servers():
+    """Nor on what servers do besides: one of them has erased a row."""
+    keys = np.arange(200)
+
+    def body(rank):
+        admit = ps.Admit(probability=0.3)
+        kv = ps.hashtable("emb", 1, updater=ps.optim.Add(), mode="sync", admit=admit)
+        for number in range(4):
+            kv.push(keys, np.ones((200, 1), np.float32)).wait()
+            if number == 1 and rank == 0:
+                kv.erase([7]).wait()
+            rc.barrier()
+        return kv.pull(keys).wait().tobytes()
+
+    bits = {each for n in (1, 2, 3) for each in run_workers(2, body, n)}
+    assert len(bits) == 1
+
+
 def test_a_worker_with_no_keys_takes_part_in_a_round():
     def body(rank):
         kv = ps.hashtable("emb", 2, updater=ps.optim.SGD(1.0), mode="sync")
@@ -421,5 +439,5 @@ def test_a_shard_refuses_keys_of_others_and_changes_nothing():
     keys = np.arange(100, dtype=np.uint64)
     grads = np.ones((100, 2), np.float32)
     with pytest.raises(ValueError, match="which another server owns"):
-        shard.push([(keys, grads, 1.0, None)], 1, np.empty(0), 1.0, 0.0, 1)
+        shard.push([(keys, grads, 1.0, None)], 1, np.empty(0), 1.0, 0.0, 1, 1)
     assert len(shard) == 0

@@ -354,7 +354,7 @@ def test_a_snapshot_costs_what_changes_and_nothing_once_it_is_over():
 
     def push(keys, stamp):
         grads = np.ones((len(keys), DIM), np.float32)
-        shard.push([(keys, grads, 1.0, None)], updater.code, updater.hyper, 1.0, 0.0, stamp)
+        shard.push([(keys, grads, 1.0, None)], updater.code, updater.hyper, 1.0, 0.0, stamp, 0)
 
     def pull(**options):
         out = np.empty((UNIVERSE, DIM), np.float32)
@@ -401,7 +401,7 @@ def test_a_checkpoint_with_arrays_that_are_not_known_any_more_is_loaded(load):
     run_workers(1, body)
     shards = [hashed.Shard(spec[0], [0] * HASH_PARTITIONS, 0, lambda: 0.0) for _ in range(2)]
     grads = np.ones((len(keys), DIM), np.float32)
-    shards[0].rows.push([(keys, grads, 1.0, None)], ps.optim.Add.code, np.empty(0), 1.0, 0.0, 1)
+    shards[0].rows.push([(keys, grads, 1.0, None)], ps.optim.Add.code, np.empty(0), 1.0, 0.0, 1, 0)
     for number in range(HASH_PARTITIONS):
         state = RowsPartition(shards[0], number).state()
         if state.arrays:

@@ -30,7 +30,8 @@ def shard_of(spec):
 
 
 def push(rows, keys, grads, updater=SGD, *, now=0.0, stamp=1):
-    return rows.push([(u64(keys), grads, 1.0, None)], updater.code, updater.hyper, 1.0, now, stamp)
+    sources = [(u64(keys), grads, 1.0, None)]
+    return rows.push(sources, updater.code, updater.hyper, 1.0, now, stamp, stamp)
 
 
 def ones(n, dim=4, dtype=np.float32):
@@ -335,7 +336,7 @@ def test_arguments_are_checked_and_never_converted():
     ]
     for keys, grads in bad:
         with pytest.raises((TypeError, ValueError), match=r"grad|incompatible"):
-            rows.push([(keys, grads, 1.0, None)], SGD.code, SGD.hyper, 1.0, 0.0, 1)
+            rows.push([(keys, grads, 1.0, None)], SGD.code, SGD.hyper, 1.0, 0.0, 1, 1)
     with pytest.raises(ValueError, match="missing"):
         rows.gather(u64([1]), ones(1), 3)
     assert len(rows) == 0

@@ -40,6 +40,7 @@ from ringcomm.ps.table_spec import Spec
 Array = NDArray[Any]
 METADATA_ITEM: Final = np.dtype([("time", "<f8"), ("pushes", "<u4"), ("steps", "<u4")])
 _EVERYTHING: Final = 1 << 62
+_OUTSIDE_ROUNDS: Final = 1 << 63
 
 
 def work_after_push(n_keys: int) -> int:
@@ -164,19 +165,21 @@ class Shard:
         if not why:
             factor = 1.0 if factor is None else factor
             divisor = sum(weights) / factor if factor else math.inf
-            rejected = self._apply(sources, gradients[0].hyper, divisor)
+            rejected = self._apply(sources, gradients[0].hyper, divisor, number=number)
         self.version = number
         return why, rejected
 
     def _apply(
         self, sources: list[Source], hyper: NDArray[np.float64],
-        divisor: float, *, code: int | None = None,
+        divisor: float, *, code: int | None = None, number: int | None = None,
     ) -> int:  # fmt: skip
-        """Update rows; return how many keys were not admitted."""
+        """Update rows, in a round with its number; return how many keys were not admitted."""
         code = self.updater.code if code is None else code
         began, at = time.perf_counter(), self.now()
-        _, rejected, admitted = self.rows.push(sources, code, hyper, divisor, at, self.stamp + 1)
-        self.stamp += 1
+        stamp = self.stamp + 1
+        draw = _OUTSIDE_ROUNDS + stamp if number is None else number  # alike on all servers
+        _, rejected, admitted = self.rows.push(sources, code, hyper, divisor, at, stamp, draw)
+        self.stamp = stamp
         self.n_rejected += rejected
         self.n_admitted += admitted
         if self.can_evict:
