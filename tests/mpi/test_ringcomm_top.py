@@ -358,6 +358,42 @@ def test_long_names_are_shortened():
     assert row.texts[COLUMNS.index("operation")] == "x" * 37 + "..."
 
 
+def lines_at_width(width, samples):
+    rich_console = pytest.importorskip("rich.console", reason="the core is tested without rich")
+    console = rich_console.Console(width=width, file=io.StringIO())
+    console.print(_rich(Jobs("none"), samples, {}))
+    return console.file.getvalue().splitlines()
+
+
+def test_a_terminal_of_80_columns_has_room_for_each_rank_on_one_line():
+    scalars = [("loss", 5, 0.25), ("lr", 5, 0.1), ("accuracy", 5, 0.875)]
+    waiting = {"op_state": 1, "op_name": "allreduce_[gradients of bias+1 (optimizer 1)]"}
+    samples = [
+        replace(
+            sample(12, rank=rank, pid=4_194_300 + rank, step=123_456, **waiting),
+            scalars=scalars,
+            process=Process(2.0, 123_000_000),
+        )
+        for rank in range(3)
+    ]
+    _, heads, *rows = lines_at_width(80, samples)
+    assert heads.split() == [each for each in COLUMNS if each != "GPU"], heads
+    for rank, row in enumerate(rows):
+        start = rf"{rank} +{4_194_300 + rank} +waits +123456 +allreduce.* +12\.0 s +.*123 MB +loss="
+        assert re.search(start, row), row
+    assert len(rows) == 3
+
+
+def test_a_failure_is_shown_whole_in_80_columns():
+    text = " ".join(lines_at_width(80, [sample(10, ending="was killed by SIGKILL", step=17)]))
+    assert all(word in text for word in ("was", "killed", "SIGKILL")), text
+
+
+def test_a_job_on_gpus_has_a_column_for_them():
+    _, heads, row = lines_at_width(120, [sample(10, process=Process(2.0, 1, 3_000_000_000))])
+    assert ("GPU" in heads, "3.0 GB" in row) == (True, True)
+
+
 def test_rows_need_neither_rich_nor_mpi():
     names = "[n for n in ('rich', 'mpi4py') if n in sys.modules]"
     code = f"import sys, ringcomm.launch.watch.top; print({names})"

@@ -28,12 +28,14 @@ from ringcomm.launch.watch.what_is_slow import Verdicts
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.text import Text
 
 _EVENTS: Final = 5
 _SEARCH_S: Final = 2.0
 _LOOKS: Final = 3  # of --once, in the interval
 _INTERVAL_S: Final = 1.0
 _ONCE_S: Final = 2.4  # what_is_slow needs some intervals, which are not shorter than 0.7 s
+_SHRINKING: Final = ("state", "operation", "scalars")  # of the live table on a narrow terminal
 _Samples = dict[tuple[str, int], RankSample]
 
 
@@ -229,11 +231,26 @@ def _rich(jobs: Jobs, samples: Sequence[RankSample], before: _Samples) -> Group:
 
     parts: list[Any] = []
     for title, rows, events in _tables(jobs, samples, before):
-        table = Table(title=title, title_justify="left", expand=False)
-        for column in COLUMNS:
-            is_text = column in ("state", "operation", "scalars")
-            table.add_column(column, justify="left" if is_text else "right")
-        for row in rows:  # Text: brackets in the names of operations are no markup
-            table.add_row(*map(Text, row.texts), style="bold red" if row.is_bad else None)
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+        shown = [i for i, name in enumerate(COLUMNS) if name != "GPU" or _has_values(rows, i)]
+        for name in (COLUMNS[i] for i in shown):
+            is_text = name in _SHRINKING
+            table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
+        for row in rows:
+            cells = [_cell(COLUMNS[i], row.texts[i]) for i in shown]
+            table.add_row(*cells, style="bold red" if row.is_bad else None)
         parts += [table, *map(Text, events)]
     return Group(*parts)
+
+
+def _has_values(rows: Sequence[Row], column: int) -> bool:
+    return any(row.texts[column] for row in rows)
+
+
+def _cell(column: str, text: str) -> Text:
+    """Return a text without markup, as brackets in the names of operations are none."""
+    from rich.text import Text
+
+    if column == "state":  # how a rank failed takes several lines, if it must
+        return Text(text)
+    return Text(text, no_wrap=True, overflow="ellipsis")
