@@ -57,6 +57,23 @@ def test_the_summary_names_who_comes_last():
     assert summary([]) == "no operation has ended"
 
 
+def test_time_in_operations_that_overlap_counts_once():
+    events = [
+        {"pid": 0, "tid": tid, "ph": ph, "ts": ts, "name": name}
+        for ts, ph, tid, name in [
+            (0.0, "B", 1, "allreduce[a]"),
+            (1e5, "B", 2, "allreduce[b]"),
+            (3e5, "E", 2, ""),
+            (4e5, "E", 1, ""),
+            (8e5, "B", 1, "allreduce[c]"),
+            (9e5, "B", 2, "allreduce[d]"),
+            (9.5e5, "E", 1, ""),
+            (1e6, "E", 2, ""),
+        ]
+    ]
+    assert summary(events).splitlines()[-1].split()[:2] == ["0", "60%"]
+
+
 def test_a_merged_file_is_json_with_an_end_for_each_operation(tmp_path, capsys):
     for rank in range(2):
         unfinished = [("barrier #7", 2e6, None)] if rank else []

@@ -138,14 +138,14 @@ def summary(events: Sequence[Event]) -> str:
         return "no operation has ended"
     meetings: defaultdict[tuple[str, int], list[Span]] = defaultdict(list)
     operations: defaultdict[str, _Operation] = defaultdict(_Operation)
-    busy_us: Counter[int] = Counter()
+    of_rank: defaultdict[int, list[Span]] = defaultdict(list)
     for span in spans:
         meetings[span.label, span.number].append(span)
         each = operations[span.label]
         each.n += 1
         each.total_us += span.end - span.begin
         each.nbytes += span.nbytes
-        busy_us[span.rank] += span.end - span.begin  # type: ignore[assignment]
+        of_rank[span.rank].append(span)
     last_of: Counter[int] = Counter()
     for (label, _), meeting in meetings.items():
         if len(meeting) > 1:
@@ -154,15 +154,25 @@ def summary(events: Sequence[Event]) -> str:
             last_of[late.rank] += 1
             operations[label].late_us.append(late.begin - min(s.begin for s in meeting))
     seconds = (max(s.end for s in spans) - min(s.begin for s in spans)) / 1e6
-    n_ranks, n_meetings = len(busy_us), sum(last_of.values())
+    n_ranks, n_meetings = len(of_rank), sum(last_of.values())
     lines = [f"{n_ranks} ranks, {len(spans)} operations in {seconds:.1f} s", "", _HEAD]
     by_time = sorted(operations.items(), key=lambda item: -item[1].total_us)
     lines += [_operation_row(label, each) for label, each in by_time[:_MOST_ROWS]]
     lines += ["", "rank  in operations  comes last"]
-    for rank, busy in sorted(busy_us.items()):
+    for rank, mine in sorted(of_rank.items()):
         share = f"{last_of[rank] / n_meetings:.0%}" if n_meetings else ""
-        lines.append(f"{rank:<4}  {busy / 1e6 / max(seconds, 1e-9):>12.0%}  {share:>10}")
+        busy = _covered_us(mine) / 1e6 / max(seconds, 1e-9)
+        lines.append(f"{rank:<4}  {busy:>12.0%}  {share:>10}")
     return "\n".join(lines)
+
+
+def _covered_us(spans: Iterable[Span]) -> float:
+    """Return the time in which at least one of the operations was under way."""
+    covered, until = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda each: each.begin):
+        covered += max(span.end - max(span.begin, until), 0.0)
+        until = max(until, span.end)
+    return covered
 
 
 _HEAD: Final = "   count   total s   mean ms        MB  last rank    late ms  operation"
