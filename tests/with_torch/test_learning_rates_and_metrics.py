@@ -247,3 +247,18 @@ def test_a_rank_in_join_does_not_count_in_metrics():
         return means
 
     assert run_ranks(2, body) == [{"loss": 3.0}, None]
+
+
+def test_a_loss_that_requires_gradients_is_logged_without_a_warning():
+    def body(_):
+        rc.log(step=1, loss=loss)
+
+    loss = torch.ones(1, requires_grad=True).sum()
+    warns_always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else once per process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run_ranks(1, body)
+    finally:
+        torch.set_warn_always(warns_always)

@@ -145,8 +145,9 @@ def _step(step: int) -> int:
 
 
 def _number(name: str, value: Any) -> float:
+    detach = getattr(value, "detach", None)  # float() of a tensor that requires gradients warns
     try:
-        return float(value)
+        return float(value if detach is None else detach())
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"log: {name} is {value!r}, which is no number") from error
 
