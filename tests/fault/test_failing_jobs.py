@@ -65,6 +65,22 @@ def test_an_error_alike_on_all_ranks_is_printed_once(tmp_path):
 
 
 @above_mpi
+def test_an_error_in_init_is_reported_as_such_when_the_others_already_watch(tmp_path):
+    body = """
+    if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) == "1":
+        os.environ["RINGCOMM_TIMELINE"] = "no such folder/trace"
+    rc.init()
+    """
+    for _ in range(3):  # the guardian cannot report a rank that is gone before it starts
+        job = run_script(2, script(body), cwd=tmp_path)
+        if "x rank 1" in job.output:
+            break
+    assert job.code != 0
+    report = report_of(job.output)
+    assert re.match(r"x rank 1 \(.*\) raised FileNotFoundError", report), job.output
+
+
+@above_mpi
 def test_an_error_in_init_is_printed_once_though_no_rank_knows_another(tmp_path):
     body = """
     open(f"{os.getpid()}.here", "w").close()

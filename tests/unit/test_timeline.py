@@ -111,3 +111,11 @@ def test_a_full_disk_ends_the_timeline_and_not_the_training(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="ringcomm"):
         timeline.begin("allreduce[w]", 8).end("done")
     assert [record.getMessage().count("the timeline ends here") for record in caplog.records] == [1]
+
+
+def test_a_disk_that_is_full_from_the_start_ends_it_too(tmp_path, caplog):
+    os.symlink("/dev/full", tmp_path / "trace.0.json")
+    with caplog.at_level(logging.WARNING, logger="ringcomm"):
+        timeline = Timeline(str(tmp_path / "trace"), 0)
+        timeline.begin("allreduce[w]", 8).end("done")
+    assert [record.getMessage().count("the timeline ends here") for record in caplog.records] == [1]

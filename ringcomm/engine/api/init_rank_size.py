@@ -132,9 +132,9 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
             n_reserves=settings.reserves,
         )
         transport = MpiTransport(presence)
+    words = LastWords(transport.page, tell_the_others, blamed)  # first: the others watch this rank
     engine = engine_for(transport, settings)
     PROGRAM.scale = request_size
-    words = LastWords(transport.page, tell_the_others, blamed)
     world = World(engine, transport, words, None, partial(start, read, comm), find_gap(presence))
     world = replace(world, guardian=_start_guardian(world, settings))
     presence.close_handed()

@@ -72,7 +72,7 @@ class Timeline:
         self._n_lanes = 0
         self._free: list[int] = []  # numbers of the free lanes, a heap
         self._offset_ns = time.time_ns() - time.monotonic_ns()
-        os.write(self._fd, b"[\n")
+        self._append("[\n")
         host = os.uname().nodename
         self.write("M", 0, name="process_name", args={"name": f"rank {rank}", "host": host})
 
@@ -105,7 +105,9 @@ class Timeline:
         now_ns = time.monotonic_ns() if at_ns is None else at_ns
         at_us = (now_ns + self._offset_ns) / 1000
         event = {"pid": self._rank, "tid": lane, "ph": phase, "ts": at_us, **fields}
-        line = json.dumps(event) + ",\n"
+        self._append(json.dumps(event) + ",\n")
+
+    def _append(self, line: str) -> None:
         try:
             with self._lock:
                 if self._fd >= 0:
