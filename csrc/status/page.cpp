@@ -41,6 +41,7 @@ bool claim(Page::End& end) {
 
 // --- what the kernel tells this process about itself ------------------------------------------
 Page* recorded_page = nullptr;
+bool is_recorded_page_ownerless = false;  // it stays mapped, for the end of the process, until the next
 constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM};
 struct sigaction previous[NSIG];
 
@@ -208,7 +209,11 @@ MappedPage::MappedPage(MappedPage&& other) noexcept
       lifeline_(std::move(other.lifeline_)) {}
 
 MappedPage::~MappedPage() {
-  if (page_ == nullptr || page_ == recorded_page) return;
+  if (page_ == nullptr) return;
+  if (page_ == recorded_page) {
+    is_recorded_page_ownerless = true;
+    return;
+  }
   stop_heart_of(page_);
   munmap(page_, sizeof(Page));
 }
@@ -350,8 +355,9 @@ void wait_for_report(const Page& page, std::int64_t timeout_ns) {
 
 void record_this_process(Page* page) {
   const bool first = recorded_page == nullptr;
-  recorded_page = page;
+  Page* const before = std::exchange(recorded_page, page);
   start_heart(page);
+  if (std::exchange(is_recorded_page_ownerless, false)) munmap(before, sizeof(Page));
   if (!first) return;
   for (const int signal : kSignals) {
     struct sigaction current{};

@@ -188,3 +188,25 @@ def n_open():
 def address_nbytes():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+RECORD = """
+from ringcomm._core import StatusPage
+for rank in range(5):
+    StatusPage.create("j", "h", rank, 5, rank, 5).record_this_process()
+print(sum("ringcomm-status" in line for line in open("/proc/self/maps")))
+"""
+
+
+def test_the_page_of_an_earlier_init_does_not_stay_mapped():
+    # In a process of its own, whose end the pages record.
+    ended = run_command([sys.executable, "-P", "-c", RECORD])
+    assert ended.stdout == "1\n", ended.stdout + ended.stderr
+
+
+def test_a_rank_without_memory_is_no_missing_file():
+    page = StatusPage.create("j", "h", 0, 1, 0, 5)
+    neighbour = Neighbour.reached(Offer(os.getpid(), 5, page.fd, page.lifeline_fd))
+    with pytest.raises(OSError, match=r"^it has none$"):
+        neighbour.memory()
+    neighbour.close()

@@ -81,10 +81,10 @@ class Neighbour:
     def memory(self) -> NodeMemory:
         """Map and return the rank's memory; call this once. Raises the errors of reached()."""
         its = self.offer
+        if its.board < 0:
+            raise OSError("it has none")
         if self._lifeline is None:
             return NodeMemory.open(its.pid, its.board, its.arena, its.nonce)
-        if not self._memory:
-            raise OSError("it shares no memory")
         (board, arena), self._memory = self._memory, ()
         return NodeMemory.adopt(board, arena, its.nonce)  # closes them in any case
 
