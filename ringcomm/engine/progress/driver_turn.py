@@ -43,8 +43,9 @@ class Turn:
             raise RingcommError(
                 f"{what}: waited for by thread {threading.current_thread().name!r} while it "
                 "carries out this rank's operations, so the wait would never end. A callback "
-                "of when_done() must not wait, and an array that is passed to a collective "
-                "must not wait when it is read: wait before the call, or in another thread"
+                "of when_done() must not wait, nor a signal handler or __del__ that interrupts a "
+                "wait, and an array that is passed to a collective must not wait when it is read: "
+                "wait before the call, or in another thread"
             )
 
     def request(self, waiter: Waiter, *, takes: bool = False) -> bool:
