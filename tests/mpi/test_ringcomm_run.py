@@ -381,6 +381,20 @@ def test_sigusr1_is_the_programs_own(tmp_path):
     assert job.finish().code == 0
 
 
+def test_ranks_that_are_not_among_those_of_init_end_well(tmp_path):
+    body = """
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    members = world.Split(0 if world.rank < 2 else MPI.UNDEFINED)
+    if world.rank < 2:
+        rc.init(members)
+        print(rc.allreduce(np.ones(1)))
+    """
+    done = run(tmp_path, 3, body)
+    assert done.code == 0, done
+    assert done.out.count("[2.]") == 2, done
+
+
 def test_nothing_is_left_when_ringcomm_run_itself_is_killed(tmp_path):
     job = Started(tmp_path, "-np", 2, script(tmp_path, WAITING))
     job.wait_for(2)

@@ -274,6 +274,11 @@ def test_a_rank_is_known_though_setproctitle_has_overwritten_its_environment(
         pid = int(process.stdout.readline())
         assert lives(pid) is is_rank
         send_signal(signal.SIGTERM, [pid])
+    "beside the ranks of init(comm)": ([GOOD, None], [], 0, "", {}, 0, None),
+    "a failure there, without a guardian": ([GOOD, None], [], 3, OPENMPI_EXIT, {}, 3, 1),
+    "likewise in an elastic job, whose launcher returns 0 for each": (
+        [GOOD, None], [], 0, "", {"goes_on_after_deaths": True}, 1, 1,
+    ),
         process.stdin.close()  # ends who got no signal
         code = process.wait(DEADLINE_S)
     assert code == (128 + signal.SIGTERM if is_rank else 0)

@@ -144,10 +144,12 @@ def _are_done(e: Ending) -> bool:
     ends = {rank: e.ends.get(rank, RankEnd()) for rank in range(e.size) if rank not in dead}
     if not e.ends or not ends or any(end.code for end in ends.values()):
         return False
-    # os._exit() after shutdown() leaves no exit code. Then, too, the launcher's counts.
+    # os._exit() after shutdown() leaves no exit code, nor does a rank that never calls init(), as
+    # beside those of init(comm). Then, too, the launcher's counts, unless that is 0 in any case.
+    without_init = set() if e.goes_on_after_deaths else ends.keys() - e.ends.keys()
     is_good = e.launcher_code == 0
     return all(
-        end.code == 0 or (is_good and (end.has_left or rank not in e.seen))
+        end.code == 0 or (is_good and (end.has_left or rank not in e.seen or rank in without_init))
         for rank, end in ends.items()
     )
 
