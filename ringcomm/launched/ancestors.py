@@ -5,31 +5,25 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 # MPICH's variables are the same in every job, also in a job that a rank starts.
 _LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
 
 
-def is_launcher(pid: int) -> bool:
-    """Return True if this process is one that starts ranks. Raises OSError if there is none."""
-    return Path(f"/proc/{pid}/comm").read_text().startswith((*_LAUNCHERS, "slurmstepd"))
-
-
 def launcher_since(ancestor: int) -> bool:
     """Return True if a launcher is between this process and that ancestor."""
-    names = itertools.takewhile(lambda each: each[0] != ancestor, _ancestors())
+    names = itertools.takewhile(lambda each: each[0] != ancestor, ancestors())
     return any(name.startswith(_LAUNCHERS) for _, name in names)
 
 
 def mpirun_and_above() -> Iterator[int]:
     """Yield the pids of this process's mpirun, if that is on this host, and of its ancestors."""
     names = ("prterun", "mpirun", "mpiexec", "orterun")
-    above = itertools.dropwhile(lambda each: not each[1].startswith(names), _ancestors())
+    above = itertools.dropwhile(lambda each: not each[1].startswith(names), ancestors())
     return (pid for pid, _ in above)
 
 
-def _ancestors() -> Iterator[tuple[int, str]]:
+def ancestors() -> Iterator[tuple[int, str]]:
     """Yield pid and name of the processes from which this one descends, the nearest first."""
     pid = os.getppid()
     while pid not in (0, 1):

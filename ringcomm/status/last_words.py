@@ -19,6 +19,7 @@ from ringcomm._core import StatusPage, record_this_rank_in
 from ringcomm.errors import PeerFailedError
 from ringcomm.launched.children_are_no_ranks import run_file
 from ringcomm.launched.launcher import launched_rank
+from ringcomm.launched.rank_process import note_rank_process
 from ringcomm.status.page_enums import Ending
 
 _OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -62,6 +63,7 @@ class LastWords:
         sys.exit = self._on_sys_exit
         os._exit = self._on_os_exit
         page.record_this_process()
+        note_rank_process()
         if path := run_file(f"rank-{launched_rank()}.end"):
             record_this_rank_in(path)
 

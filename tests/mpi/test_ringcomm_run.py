@@ -381,6 +381,20 @@ def test_sigusr1_is_the_programs_own(tmp_path):
     assert job.finish().code == 0
 
 
+def test_a_rank_that_a_shell_script_starts_gets_signals_and_is_shown(tmp_path):
+    (tmp_path / "rank.sh").write_text('"$@"\ncode=$?\nsleep 0.1\nexit $code\n')
+    program = script(tmp_path, HANDLED)
+    job = Started(tmp_path, "-np", 2, "sh", "rank.sh", BIN / "python", program)
+    job.wait_for(2)
+    shown = run_command([BIN / "ringcomm", "top", "run", "--json"], cwd=tmp_path)
+    assert [each["rank"] for each in json.loads(shown.stdout)] == [0, 1], shown
+    job.process.send_signal(signal.SIGTERM)
+    done = job.finish()
+    assert done.code == 75, done
+    assert {path.name for path in tmp_path.glob("checkpoint.*")} == {"checkpoint.0", "checkpoint.1"}
+    assert processes_of(done.folder) == []
+
+
 def test_ranks_that_are_not_among_those_of_init_end_well(tmp_path):
     body = """
     from mpi4py import MPI

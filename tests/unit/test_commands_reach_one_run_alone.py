@@ -91,7 +91,7 @@ def test_a_rank_is_of_no_old_run_whose_ranks_had_its_pid(runs, tmp_path, capsys)
     old = RunFolder(tmp_path / "old")
     old.create({}, {})
     for rank, pid in enumerate(runs["a"]):
-        (old.path / f"rank-{rank}.at").write_text(f"{pid} {os.uname().nodename}\n")
+        (old.path / f"rank-{rank}.at").write_text(f"{pid} {os.uname().nodename} 1\n")
     assert top.main([str(old.path), "--json"]) == 1
     assert ctl.main([str(old.path), "stop"]) == 1
     assert "no rank of the run" in capsys.readouterr().err

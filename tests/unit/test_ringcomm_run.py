@@ -3,19 +3,17 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 
 import pytest
-from harness import DEADLINE_S, run_command
+from harness import run_command
 
 from ringcomm._core import record_this_rank_in
 from ringcomm.errors import ConfigError
 from ringcomm.launch.job import become_rank_program, command, horovodrun_flags
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
-from ringcomm.launch.job.processes.ranks_of_this_host import lives, send_signal
 from ringcomm.launch.job.read_records import (
     Evidence,
     Failure,
@@ -131,7 +129,7 @@ def test_a_rank_writes_into_its_log(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     job = start(tmp_path, *SHOW, environ=OF_MPI)
     assert (job.returncode, job.stdout, job.stderr) == (3, "", "")
-    pid, _ = RunFolder(tmp_path).ranks()[1]
+    pid = RunFolder(tmp_path).ranks()[1].pid
     assert (tmp_path / "rank-1.log").read_text() == f"1 of 2: {pid} {tmp_path}\nerr\n"
 
 
@@ -249,42 +247,6 @@ def test_of_what_the_launcher_says_only_the_end_is_kept_in_memory(tmp_path, capf
     assert len(capfd.readouterr().err) == 3_000_009
 
 
-TITLED = """
-import ctypes, os, sys
-fields = open("/proc/self/stat").read().rpartition(")")[2].split()
-start, end = int(fields[45]), int(fields[48])  # of the arguments and the environment
-ctypes.memset(start, 0, end - start)
-print(os.getpid(), flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize(
-    ("parent", "is_rank"), [("mpirun", True), ("slurmstepd", True), ("another", False)]
-)
-def test_a_rank_is_known_though_setproctitle_has_overwritten_its_environment(
-    parent, is_rank, tmp_path
-):
-    launcher = tmp_path / parent
-    launcher.write_text('#!/bin/sh\n"$@"\nexit $?\n')
-    launcher.chmod(0o755)
-    argv = [launcher, sys.executable, "-S", "-c", TITLED]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(argv, **pipes) as process:
-        pid = int(process.stdout.readline())
-        assert lives(pid) is is_rank
-        send_signal(signal.SIGTERM, [pid])
-    "beside the ranks of init(comm)": ([GOOD, None], [], 0, "", {}, 0, None),
-    "a failure there, without a guardian": ([GOOD, None], [], 3, OPENMPI_EXIT, {}, 3, 1),
-    "likewise in an elastic job, whose launcher returns 0 for each": (
-        [GOOD, None], [], 0, "", {"goes_on_after_deaths": True}, 1, 1,
-    ),
-        process.stdin.close()  # ends who got no signal
-        code = process.wait(DEADLINE_S)
-    assert code == (128 + signal.SIGTERM if is_rank else 0)
-    assert not lives(pid)
-
-
 def test_who_has_caught_an_error_of_init_does_not_wait_there(monkeypatch, tmp_path):
     monkeypatch.setenv("RINGCOMM_RUN_FOLDER", f"{os.getpid()} {tmp_path}")
     folder = RunFolder(tmp_path)
@@ -312,6 +274,11 @@ VERDICTS = {
     "a rank died, and mpirun returned 0": ([GOOD, KILLED], [], 0, "", {}, 1, 1),
     "a host that does not see the folder": ([GOOD, None], [], 0, "", {"seen": [0]}, 0, None),
     "a failure there": ([GOOD, None], [], 3, OPENMPI_EXIT, {"seen": [0]}, 3, 1),
+    "beside the ranks of init(comm)": ([GOOD, None], [], 0, "", {}, 0, None),
+    "a failure there, without a guardian": ([GOOD, None], [], 3, OPENMPI_EXIT, {}, 3, 1),
+    "likewise in an elastic job, whose launcher returns 0 for each": (
+        [GOOD, None], [], 0, "", {"goes_on_after_deaths": True}, 1, 1,
+    ),
     "os._exit after shutdown()": ([LEFT, GOOD], [], 0, "", {}, 0, None),
     "killed after shutdown()": ([LEFT, GOOD], [], 137, OPENMPI_SIGNAL, {}, 137, 1),
     "the culprit's code": ([BAD, RankEnd(False, 3)], [failed(1, 3)], 1, "", {}, 3, 1),

@@ -65,8 +65,10 @@ def _log_to(folder: str, environ: MutableMapping[str, str]) -> bool:
                 flush=True,
             )
         return False
-    with open(f"{folder}/rank-{rank}.at", "w") as file:
-        file.write(f"{os.getpid()} {host}\n")
+    with open("/proc/self/stat") as stat:
+        start = stat.read().rpartition(")")[2].split()[19]
+    with open(f"{folder}/rank-{rank}.at", "w") as file:  # as in ringcomm.launched.rank_process
+        file.write(f"{os.getpid()} {host} {start}\n")
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

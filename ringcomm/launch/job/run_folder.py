@@ -19,6 +19,7 @@ from ringcomm.launch.job.read_records import (
     parse_rank_end,
 )
 from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT
+from ringcomm.launched.rank_process import RankProcess
 
 CONFIG: Final = "run.json"
 END: Final = "end.json"
@@ -83,14 +84,11 @@ class RunFolder:
         """Return the path of a rank's log."""
         return self.path / f"rank-{rank}.log"
 
-    def ranks(self) -> dict[int, tuple[int, str]]:
-        """Return rank -> (pid, host), for ranks that have started on hosts that see the folder."""
-        found = {}
-        for rank, text in self._files("rank-", ".at"):
-            pid, _, host = text.decode().strip().partition(" ")
-            if host:
-                found[rank] = (int(pid), host)
-        return found
+    def ranks(self) -> dict[int, RankProcess]:
+        """Return the process of each rank that has started on a host that sees the folder."""
+        texts = self._files("rank-", ".at")
+        found = {rank: RankProcess.parse(text.decode()) for rank, text in texts}
+        return {rank: process for rank, process in found.items() if process is not None}
 
     def in_init(self) -> set[int]:
         """Return the ranks that wait in init(), and those that have ended there."""

@@ -18,7 +18,6 @@ from typing import IO, Any, Final
 
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.processes.ranks_of_this_host import (
-    lives,
     ranks_here,
     send_signal,
     session_members,
@@ -27,6 +26,7 @@ from ringcomm.launch.job.processes.waits_in_vain import Orphan, Start
 from ringcomm.launch.job.run_folder import LAUNCHER_LOG, RunFolder
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, Ending
+from ringcomm.launched.rank_process import RankProcess
 
 _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job to stop
 _PASSED: Final = (signal.SIGUSR1, signal.SIGUSR2)  # mean what the program makes of them
@@ -169,8 +169,8 @@ class Supervisor:
             else:
                 send_signal(number, self._local_ranks())
 
-    def _local_ranks(self) -> list[int]:
-        """Return the pids of the ranks on this host."""
+    def _local_ranks(self) -> list[RankProcess]:
+        """Return the processes of the ranks on this host."""
         return [*ranks_here(self._folder).values()]
 
     # --- output -----------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Supervisor:
         if self._orphan is None or not self._orphan.is_due:
             return ""
         here = self._local_ranks()
-        is_idle = bool(here) and not any(map(lives, here))
+        is_idle = bool(here) and not any(rank.lives for rank in here)
         return self._orphan.look(is_idle=is_idle and (self._goes_on or self._has_failed()))
 
     def _has_failed(self) -> bool:
@@ -290,11 +290,11 @@ class _Stop:
     def __init__(self, grace_s: float) -> None:
         self.signal: int | None = None
         self._grace_s = grace_s
-        self._asked: set[int] = set()  # pids
+        self._asked: set[RankProcess] = set()
         self._next_at = float("inf")
         self._next = signal.SIGTERM
 
-    def ask(self, number: int, pids: Sequence[int]) -> None:
+    def ask(self, number: int, ranks: Sequence[RankProcess]) -> None:
         """Pass a signal on to the ranks, or go on to the next step if that was done."""
         if self.signal is not None:
             self._next_at = 0.0
@@ -302,10 +302,12 @@ class _Stop:
         self.signal = number
         name = SIGNAL_NAMES[number]
         say(f"{name}: the ranks have {self._grace_s:g} s to end")
-        self._next_at = time.monotonic() + (self._grace_s if pids else 0.0)
-        self._ask_new(pids)
+        self._next_at = time.monotonic() + (self._grace_s if ranks else 0.0)
+        self._ask_new(ranks)
 
-    def go_on(self, process: subprocess.Popen[bytes], ranks: Callable[[], list[int]]) -> None:
+    def go_on(
+        self, process: subprocess.Popen[bytes], ranks: Callable[[], list[RankProcess]]
+    ) -> None:
         """Take the next step if it is time."""
         if self.signal is None or process.poll() is not None:
             return
@@ -321,10 +323,10 @@ class _Stop:
                 os.killpg(process.pid, signal.SIGKILL)
             self._next_at = float("inf")
 
-    def _ask_new(self, pids: Sequence[int]) -> None:
+    def _ask_new(self, ranks: Sequence[RankProcess]) -> None:
         assert self.signal is not None
-        send_signal(self.signal, [pid for pid in pids if pid not in self._asked])
-        self._asked.update(pids)
+        send_signal(self.signal, [rank for rank in ranks if rank not in self._asked])
+        self._asked.update(ranks)
 
 
 class _Signals:

@@ -14,18 +14,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ringcomm._core import monotonic_ns
+from ringcomm.launch.job.processes.ranks_of_this_host import ranks_here
 from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.rank_rows import Process, RankSample
 from ringcomm.launch.watch.slow_link import Traffic
 from ringcomm.launch.watch.tcp_counters import traffic_of
 from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
+from ringcomm.launched.rank_process import RankProcess
 
 _INTERVAL_S: Final = 1.0
 _SILENT_S: Final = 10.0  # a host that has written nothing for so long is not heard of
@@ -92,18 +94,16 @@ def run_folder_named(what: str) -> Path | None:
 
 def of_run(samples: Sequence[RankSample], folder: Path) -> list[RankSample]:
     """Return the ranks of the run with this folder, on hosts that see it."""
-    started = set(RunFolder(folder).ranks().values())
-    found = [each for each in samples if (each.page["pid"], each.page["host"]) in started]
-    jobs = {each.job for each in found if not _is_of_another(each, folder)}
+    ranks = {(each.pid, each.host): each for each in RunFolder(folder).ranks().values()}
+    found = [each for each in samples if (each.page["pid"], each.page["host"]) in ranks]
+    jobs = {each.job for each in found if not _is_of_another(each, ranks)}
     return [each for each in samples if each.job in jobs]
 
 
-def _is_of_another(sample: RankSample, folder: Path) -> bool:
+def _is_of_another(sample: RankSample, ranks: Mapping[tuple[int, str], RankProcess]) -> bool:
     """Return True if a rank of this host has a pid that a rank of this run had before it."""
-    if sample.process is None or sample.page["host"] != os.uname().nodename:
-        return False
-    own = _folder_of(sample.page["pid"])
-    return own is None or not own.exists() or not own.samefile(folder)
+    pid, host = sample.page["pid"], sample.page["host"]
+    return sample.process is not None and host == os.uname().nodename and not ranks[pid, host].lives
 
 
 def _ranks_of(report: Report) -> list[RankSample]:
@@ -130,8 +130,9 @@ def main(folder: Path) -> None:
     mine: list[RankSample] = []
     is_over = False
     while not is_over:
-        pids = {each for each, place in _started(folder) if place == host}
-        is_over = not any(map(_is_live, pids))  # one more report follows
+        started = ranks_here(RunFolder(folder)).values()
+        pids = {each.pid for each in started}
+        is_over = not any(each.lives for each in started)  # one more report follows
         if {each.page["pid"] for each in mine} != pids:
             ranks.search()
         mine = [each for each in ranks.sample(monotonic_ns()) if each.page["pid"] in pids]
@@ -147,13 +148,6 @@ def _folder_of(pid: int) -> Path | None:
         return None
     match = re.search(rb"(?:^|\0)" + RUN_FOLDER.encode() + rb"=\d+ ([^\0]+)", environ)
     return Path(os.fsdecode(match[1])) if match else None
-
-
-def _started(folder: Path) -> Iterator[tuple[int, str]]:
-    for path in folder.glob("rank-*.at"):
-        pid, _, host = path.read_text().strip().partition(" ")
-        if pid.isdigit():
-            yield int(pid), host
 
 
 def _write(path: Path, host: str, ranks: Sequence[RankSample]) -> None:
@@ -176,12 +170,6 @@ def _parsed(content: Mapping[str, Any]) -> Report:
         ranks.append(RankSample(**each | {"process": process}))
     traffic = {(own, other): Traffic(*rest) for own, other, *rest in content["traffic"]}
     return Report(content["host"], time.time() - content["time"], tuple(ranks), traffic)
-
-
-def _is_live(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 if __name__ == "__main__":

@@ -8,43 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringcomm.launch.job.run_folder import RunFolder
-from ringcomm.launched.ancestors import is_launcher
+from ringcomm.launched.rank_process import RankProcess
 
 
-def send_signal(number: int, pids: Sequence[int]) -> None:
-    """Send a signal to ranks of this run; a pid may belong to another process by now."""
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            if is_rank(pid):
-                os.kill(pid, number)
+def send_signal(number: int, ranks: Sequence[RankProcess]) -> None:
+    """Send a signal to those of these processes that live; all are of this host."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):  # it has ended in this moment, or has got rights
+            if rank.lives:
+                os.kill(rank.pid, number)
 
 
-def is_rank(pid: int) -> bool:
-    """Return True if `ringcomm run` started this process as a rank, and it lives.
-
-    Raises OSError if there is no such process.
-    """
-    environ = b""
-    with contextlib.suppress(PermissionError):  # it has capabilities, as for RDMA
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
-    if b"=" in environ:
-        return f"RINGCOMM_RUN_FOLDER={pid} ".encode() in environ
-    # It is dead, or has overwritten its environment, as setproctitle does.
-    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    return state not in "ZX" and is_launcher(int(parent))
-
-
-def ranks_here(folder: RunFolder) -> dict[int, int]:
-    """Return rank -> pid, for the ranks of this host."""
+def ranks_here(folder: RunFolder) -> dict[int, RankProcess]:
+    """Return the processes of the ranks of this host, by rank."""
     here = os.uname().nodename
-    return {rank: pid for rank, (pid, host) in folder.ranks().items() if host == here}
-
-
-def lives(pid: int) -> bool:
-    """Return True if it is the pid of a rank that has not ended."""
-    with contextlib.suppress(OSError):  # it has ended
-        return is_rank(pid)
-    return False
+    return {rank: process for rank, process in folder.ranks().items() if process.host == here}
 
 
 def session_members(session: int) -> list[int]:

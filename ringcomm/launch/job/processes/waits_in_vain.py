@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
-from ringcomm.launch.job.processes.ranks_of_this_host import lives, ranks_here
+from ringcomm.launch.job.processes.ranks_of_this_host import ranks_here
 from ringcomm.launch.job.run_folder import RunFolder
 
 _LOOK_S: Final = 1.0  # between two looks whether ranks of this host live
@@ -72,7 +72,7 @@ class Start:
             self._look_at = float("inf")
             return ""
         here = ranks_here(self._folder)
-        live = {rank for rank, pid in here.items() if lives(pid)}
+        live = {rank for rank, process in here.items() if process.lives}
         gone = sorted(here.keys() - live)
         if not gone or not live & self._folder.in_init():
             self._patient_until = float("inf")

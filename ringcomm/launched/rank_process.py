@@ -1,0 +1,67 @@
+"""The process of a rank, as `ringcomm run` finds it again: by a record in the folder of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringcomm.launched.ancestors import ancestors
+from ringcomm.launched.children_are_no_ranks import RUN_FOLDER, run_file
+from ringcomm.launched.launcher import launched_rank
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A process that nothing mistakes for another: not a new title, program or environment.
+
+    Attributes:
+        pid: its pid, which may be that of another process after its end.
+        host: the name of its host.
+        start: when it was started, in ticks since its host was.
+    """
+
+    pid: int
+    host: str
+    start: int
+
+    @classmethod
+    def parse(cls, text: str) -> RankProcess | None:
+        """Return the process of a record; None if that is not whole."""
+        match text.split():
+            case [pid, host, start] if pid.isdigit() and start.isdigit():
+                return cls(int(pid), host, int(start))
+        return None
+
+    @property
+    def lives(self) -> bool:
+        """True if it has not ended; of this host's processes."""
+        with contextlib.suppress(OSError):  # it has ended
+            state, start = _state_and_start(self.pid)
+            return state not in "ZX" and start == self.start
+        return False
+
+
+def note_rank_process(environ: Mapping[str, str] = os.environ) -> None:
+    """Record that this process is the rank, and not the shell script that has started it.
+
+    become_rank_program.py has recorded the script. It stays the one on record if this process does
+    not see it, as in a container, because then `ringcomm run` does not know this process's pid.
+    """
+    starter = environ.get(RUN_FOLDER, "").partition(" ")[0]
+    path = run_file(f"rank-{launched_rank(environ)}.at", environ)
+    if not path or starter not in {str(pid) for pid, _ in ancestors()}:
+        return
+    _, start = _state_and_start(os.getpid())
+    with contextlib.suppress(OSError):  # the disk is full
+        new = Path(f"{path}.new")
+        new.write_text(f"{os.getpid()} {os.uname().nodename} {start}\n")
+        new.replace(path)
+
+
+def _state_and_start(pid: int) -> tuple[str, int]:
+    """Return the state of a process and when it was started. Raises OSError if there is none."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
