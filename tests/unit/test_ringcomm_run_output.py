@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 
 import pytest
 from harness import BIN, run_command
@@ -96,6 +97,24 @@ def test_a_job_whose_log_cannot_be_written_goes_on(tmp_path, capfd):
     assert said.count("launcher.log: No space left") == 1
     assert "one\n" in said
     assert "two\n" in said
+
+
+def test_a_job_may_have_more_ranks_than_a_process_has_files(tmp_path, capfd):
+    folder, size = RunFolder(tmp_path / "run"), 100
+    folder.create({}, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + size // 2
+    says = f"for i in $(seq 0 {size - 1}); do echo $(ulimit -Sn) >{folder.path}/rank-$i.log; done"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        ending = Supervisor(["sh", "-c", says], os.environ, folder, size=size, grace_s=1).run()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (few, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ending.launcher_code == 0
+    assert sorted(capfd.readouterr().out.split("\n")) == sorted(
+        ["", *(f"[{rank}] {few}" for rank in range(size))]
+    )
 
 
 def test_a_job_whose_folder_is_removed_keeps_its_exit_code(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -37,6 +38,7 @@ _DRAIN_S: Final = 2.0
 _PIECE: Final = 1 << 16
 _TAIL: Final = 1 << 18  # bytes of what the launcher says that are kept, to find out how it ended
 _PR_SET_PDEATHSIG: Final = 1
+_OTHER_FILES: Final = 64  # that are open beside the logs of the ranks
 
 
 class Supervisor:
@@ -84,7 +86,11 @@ class Supervisor:
 
         Raises OSError if the launcher cannot be started.
         """
-        with _Signals() as signals, open(self._folder.path / LAUNCHER_LOG, "wb", 0) as log:
+        with (
+            _room_for_files(self._size + _OTHER_FILES) as limits,
+            _Signals() as signals,
+            open(self._folder.path / LAUNCHER_LOG, "wb", 0) as log,
+        ):
             process = subprocess.Popen(
                 self._argv,
                 stdin=subprocess.DEVNULL,  # Open MPI 5.0.11 loses some of it, or hangs (measured)
@@ -92,7 +98,7 @@ class Supervisor:
                 stderr=subprocess.PIPE,
                 env=dict(self._environ),
                 start_new_session=True,  # Ctrl-C reaches this process alone
-                preexec_fn=_end_with_parent(os.getpid()),  # noqa: PLW1509 - one thread is here
+                preexec_fn=_in_child(os.getpid(), limits),  # noqa: PLW1509 - one thread is here
             )
             with process, selectors.DefaultSelector() as selector:
                 try:
@@ -360,11 +366,27 @@ class _Signals:
             os.write(self._writer, b"!")
 
 
-def _end_with_parent(parent: int) -> Any:
-    """Return a function for the child: it will get SIGTERM if this process is killed."""
+@contextlib.contextmanager
+def _room_for_files(count: int) -> Iterator[tuple[int, int]]:
+    """Let this process have so many files open; yield the limits for its children, as before."""
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count:  # 1024 most often
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, hard), hard))
+    try:
+        yield before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def _in_child(parent: int, limits: tuple[int, int]) -> Any:
+    """Return a function for the child, which has these limits of open files.
+
+    It will get SIGTERM if this process is killed.
+    """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def ask_kernel() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it was killed before the call
             os._exit(1)
