@@ -80,6 +80,26 @@ def test_a_wrong_command_line_is_refused(argv, text, capsys):
     assert any(each in capsys.readouterr().err for each in text.split("|"))
 
 
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["-H", ""], "-H has ''"),  # of a script whose variable is not set
+        (["--hostfile", "image"], "--hostfile image: it is no text"),
+        (
+            ["--launcher-options", "--bind-to 'core"],
+            "--launcher-options --bind-to 'core: No closing",
+        ),
+        (["--elastic", "1:²"], "--elastic 1:²: it must be MIN:MAX"),
+    ],
+)
+def test_what_is_wrong_with_an_option_is_said_in_one_line(argv, text, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "image").write_bytes(b"\xff\xd8")
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments([*argv, "train.py"], "python")
+    assert str(caught.value).startswith(text)
+
+
 # --- what a rank starts with --------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("environ", "expected"),

@@ -41,7 +41,7 @@ def parse_arguments(argv: Sequence[str], python: str) -> Arguments:
         python: the interpreter that runs scripts and modules.
 
     Raises:
-        ConfigError: a host, a range or a host file is wrong.
+        ConfigError: a host, a range, a host file or a quote is wrong.
         SystemExit: after --help, or if the command line is wrong (code 2).
     """
     parser = _parser()
@@ -62,7 +62,7 @@ def parse_arguments(argv: Sequence[str], python: str) -> Arguments:
         timeline=args.timeline,
         launcher=args.launcher,
         oversubscribes=args.oversubscribe,
-        options=tuple(shlex.split(" ".join(args.options))),
+        options=_options(args),
         variables=dict(args.variables),
         interfaces=tuple(name for each in args.interfaces for name in each.split(",")),
         ssh=_ssh(args),
@@ -204,9 +204,9 @@ def _program(args: argparse.Namespace, python: str) -> tuple[str, ...]:
 
 
 def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
-    if args.hosts and args.hostfile:
+    if args.hosts is not None and args.hostfile is not None:
         raise ConfigError("pass -H or --hostfile, not both")
-    if args.hosts:
+    if args.hosts is not None:
         return parse_hosts(args.hosts)
     if args.hostfile is None:
         return ()
@@ -214,7 +214,17 @@ def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
         text = args.hostfile.read_text()
     except OSError as error:
         raise ConfigError(f"--hostfile {args.hostfile}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--hostfile {args.hostfile}: it is no text, {error}") from error
     return parse_host_file(text)
+
+
+def _options(args: argparse.Namespace) -> tuple[str, ...]:
+    text = " ".join(args.options)
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:  # a quote that is not closed
+        raise ConfigError(f"--launcher-options {text}: {error}") from error
 
 
 def _elastic(args: argparse.Namespace) -> tuple[int, int] | None:
@@ -227,7 +237,7 @@ def _elastic(args: argparse.Namespace) -> tuple[int, int] | None:
     if text is None:
         return None
     low, _, high = text.partition(":")
-    if not (low.isdigit() and high.isdigit() and 1 <= int(low) <= int(high)):
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         raise ConfigError(f"--elastic {text}: it must be MIN:MAX with 1 <= MIN <= MAX, as in 2:8")
     if args.np is not None and not int(low) <= args.np <= int(high):
         raise ConfigError(f"--elastic {text}: -np {args.np} is not in this range")
@@ -247,7 +257,7 @@ def _positive(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
     return int(text)
 
