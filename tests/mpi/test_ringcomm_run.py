@@ -395,6 +395,18 @@ def test_a_rank_that_a_shell_script_starts_gets_signals_and_is_shown(tmp_path):
     assert processes_of(done.folder) == []
 
 
+@above_mpi
+def test_a_shell_script_that_goes_on_after_its_rank_ends_at_a_signal(tmp_path):
+    (tmp_path / "rank.sh").write_text('"$@"\ntouch 0.here\nsleep 1000\n')
+    program = script(tmp_path, "rc.init()")
+    job = Started(tmp_path, "-np", 1, "--grace", "1000", "sh", "rank.sh", BIN / "python", program)
+    job.wait_for(1)
+    job.process.send_signal(signal.SIGTERM)
+    done = job.finish()
+    assert done.code == 75, done
+    assert processes_of(done.folder) == []
+
+
 def test_ranks_that_are_not_among_those_of_init_end_well(tmp_path):
     body = """
     from mpi4py import MPI

@@ -308,7 +308,9 @@ class _Stop:
         self.signal = number
         name = SIGNAL_NAMES[number]
         say(f"{name}: the ranks have {self._grace_s:g} s to end")
-        self._next_at = time.monotonic() + (self._grace_s if ranks else 0.0)
+        # A shell script may go on when its rank has ended.
+        has_ranks = any(rank.lives for rank in ranks)
+        self._next_at = time.monotonic() + (self._grace_s if has_ranks else 0.0)
         self._ask_new(ranks)
 
     def go_on(
