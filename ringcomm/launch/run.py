@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -24,6 +25,7 @@ R = TypeVar("R")
 # The guardian names the first rank that failed. MPICH ends the other ranks before they can name it.
 _GUARDIANS_LINE = re.compile(r"^x rank (\d+) \(host [^)]*\) (.+?)(?: - exit \d+)?$", re.MULTILINE)
 _TAIL = 20  # lines of a failed job's output
+_PATIENCE_S = 3.0
 
 
 def run(
@@ -88,6 +90,7 @@ def run(
             [*mpirun, *mpirun_options, sys.executable, "-P", "-c", _start(folder)],
             {**outside_of_a_job(environ), **variables, **(env or {})},
             deadline_s=math.inf if timeout_s is None else timeout_s,
+            is_in_vain=_Start(folder, np).is_in_vain,
         )
         reports = [_read(folder, rank) for rank in range(np)]
     if not quiet:
@@ -136,6 +139,25 @@ def _start(folder: Path) -> str:
         f"import sys; sys.path[:] = {sys.path!r}\n"
         f"from ringcomm.launch.run_rank import main; main({str(folder)!r})"
     )
+
+
+class _Start:
+    """Looks whether a rank has raised before it started MPI, where others may wait for it.
+
+    MPICH's mpiexec does not end such a job. The others are left some time for errors of their own.
+    """
+
+    def __init__(self, folder: Path, np: int) -> None:
+        self._folder = folder
+        self._np = np
+        self._patient_until = math.inf
+
+    def is_in_vain(self) -> bool:
+        """Return True once a rank has done so some seconds ago."""
+        reports = (_read(self._folder, rank) for rank in range(self._np))
+        if self._patient_until == math.inf and any(each and each.is_before_mpi for each in reports):
+            self._patient_until = time.monotonic() + _PATIENCE_S
+        return time.monotonic() > self._patient_until
 
 
 def _read(folder: Path, rank: int) -> Report | None:

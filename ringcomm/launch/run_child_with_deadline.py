@@ -8,11 +8,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 _PATIENCE_S = 5.0  # between SIGTERM, on which mpirun ends its ranks, and SIGKILL
 _CANNOT_START = 127
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,17 @@ class Outcome:
         return [line for line in lines if line][-count:]
 
 
-def run_child(argv: Sequence[str], environ: Mapping[str, str], *, deadline_s: float) -> Outcome:
-    """Run `argv` with an empty stdin; after `deadline_s`, end it and its children."""
+def run_child(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    deadline_s: float,
+    is_in_vain: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Run `argv` with an empty stdin; after `deadline_s`, end it and its children.
+
+    So it does once is_in_vain() is true, which is asked twice a second. The code is not None then.
+    """
     start = time.monotonic()
     # Not a pipe: a grandchild could keep it open after the deadline.
     with tempfile.TemporaryFile() as output:
@@ -45,7 +55,7 @@ def run_child(argv: Sequence[str], environ: Mapping[str, str], *, deadline_s: fl
             )
         except OSError as error:
             return Outcome(_CANNOT_START, str(error), time.monotonic() - start)
-        code = _wait(process, deadline_s)
+        code = _wait(process, deadline_s, is_in_vain)
         seconds = time.monotonic() - start
         output.seek(0)
         return Outcome(code, output.read().decode(errors="replace"), seconds)
@@ -78,10 +88,17 @@ _OF_A_JOB = (
 _OF_THE_USER = ("PMIX_MCA_",)
 
 
-def _wait(process: subprocess.Popen[bytes], deadline_s: float) -> int | None:
+def _wait(
+    process: subprocess.Popen[bytes], deadline_s: float, is_in_vain: Callable[[], bool]
+) -> int | None:
+    deadline = time.monotonic() + deadline_s
     try:
-        return process.wait(deadline_s)
-    except subprocess.TimeoutExpired:
+        while (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(left, _LOOK_S))
+            if is_in_vain():
+                _end(process)
+                return process.returncode
         return None
     finally:
         if process.returncode is None:  # after the deadline, or at a KeyboardInterrupt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class Report:
     exception: bytes = b""  # pickled; empty if that is impossible
     blames: tuple[int, str] | None = None  # another rank that failed first, and how
     is_about_sending: bool = False  # the call or the result cannot be pickled
+    is_before_mpi: bool = False  # the error came before this rank had started MPI
     time_s: float = 0.0  # when the error came, by this machine's clock
 
 
@@ -90,8 +92,14 @@ def _failure(error: BaseException) -> Report:
         exception=_pickled(error),
         blames=(error.rank, error.reason) if isinstance(error, PeerFailedError) else None,
         is_about_sending=is_about_sending,
+        is_before_mpi=not _has_started_mpi(),
         time_s=time.monotonic(),
     )
+
+
+def _has_started_mpi() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())
 
 
 def _pickled(error: BaseException) -> bytes:

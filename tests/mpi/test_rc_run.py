@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import IS_MPICH, above_mpi, is_running, job_environment, wait_until
+from harness import HANG_S, IS_MPICH, above_mpi, is_running, job_environment, wait_until
 
 import ringcomm as rc
 
@@ -112,6 +112,19 @@ def test_what_a_rank_raises_comes_back_with_its_traceback():
     assert isinstance(error.__cause__, KeyError)
     assert "run: rank 1 raised KeyError: 'boom'" in str(error)
     assert "in raise_it" in str(error)
+
+
+def test_who_raises_before_init_is_not_waited_for_there():
+
+    def work():
+        if int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))) == 1:
+            raise KeyError("boom")
+        rc.init()
+
+    with pytest.raises(rc.PeerFailedError) as caught:
+        rc.run(work, np=2, quiet=True, timeout_s=HANG_S)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 @above_mpi
