@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 _PATIENCE_S = 5.0  # between SIGTERM, on which mpirun ends its ranks, and SIGKILL
 _CANNOT_START = 127
@@ -106,9 +108,35 @@ def _wait(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    files = [path for pid in _descendants(process.pid) for path in _mpi_files(pid)]
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(_PATIENCE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # also ends children that are left
     process.wait()
+    for path in files:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _descendants(ancestor: int) -> list[int]:
+    """Return the pids of the processes below this one; MPICH gives each a session of its own."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = [ancestor]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def _mpi_files(pid: int) -> list[str]:
+    """Return the files of MPI's shared memory in a process, which it leaves if it is killed."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
+    except OSError:  # it has ended
+        return []
+    return re.findall(r" (/dev/shm/(?:mpich_shm_|sm_segment\.|vader_segment\.)\S+)$", maps, re.M)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,7 @@ def test_who_raises_before_init_is_not_waited_for_there():
 
     def work():
         if int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))) == 1:
+            time.sleep(4)  # the other one has made MPI's shared memory, which is not to be left
             raise KeyError("boom")
         rc.init()
 
