@@ -28,7 +28,7 @@ from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.plan import Plan
 from ringcomm.errors import ConfigError
 from ringcomm.launch.bench.cases import parse_sizes
-from ringcomm.launch.seconds import seconds
+from ringcomm.launch.option_types import seconds
 from ringcomm.progress_bar import ProgressBar, progress_bar
 from ringcomm.transport.channel import Channel
 

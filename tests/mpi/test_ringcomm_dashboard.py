@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -332,11 +333,15 @@ def test_only_this_host_is_listened_to(dashboard, tmp_path):
     assert listeners == [f"0100007F{port}"]
 
 
-def test_a_port_that_there_is_not_is_refused():
+def test_a_port_that_is_taken_is_refused():
     pytest.importorskip("starlette", reason="the core is tested without it, too")
-    done = run_command([BIN / "ringcomm", "dashboard", "--port", "-1"], env=job_environment())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number = str(listener.getsockname()[1])
+        command = [BIN / "ringcomm", "dashboard", "--port", number]
+        done = run_command(command, env=job_environment())
     assert done.returncode == 1
-    assert re.fullmatch(r"ringcomm dashboard: port -1: .*0-65535.* Choose .*\n", done.stderr)
+    text = f"ringcomm dashboard: port {number}: Address already in use. Choose another by --port\n"
+    assert done.stderr == text
 
 
 def test_a_name_of_nothing_that_is_there_is_told(tmp_path):

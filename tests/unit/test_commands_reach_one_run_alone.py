@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 from harness import wait_until
 
+from ringcomm.launch.dashboard import command as dashboard
 from ringcomm.launch.dashboard.source import Source
 from ringcomm.launch.job import become_rank_program
 from ringcomm.launch.job.run_folder import RunFolder
@@ -109,6 +111,20 @@ def test_a_time_that_is_none_is_refused(main, arguments, number, capsys):
     assert f"'{number}' is not a number of seconds >= 0" in capsys.readouterr().err
 
 
-def test_a_port_that_is_none_is_refused(capsys):
-    assert top.main(["--prometheus-port", "99999999"]) == 1
-    assert "ringcomm top: port 99999999: " in capsys.readouterr().err
+@pytest.mark.parametrize("number", ["-1", "65536", "x", "²"])
+@pytest.mark.parametrize(
+    ("main", "option"), [(top.main, "--prometheus-port"), (dashboard.main, "--port")]
+)
+def test_a_port_that_is_none_is_refused(main, option, number, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main([f"{option}={number}"])
+    assert refused.value.code == 2
+    text = f"'{number}' is not a port: a number from 0 to 65535"
+    assert text in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number = str(listener.getsockname()[1])
+        assert top.main(["--prometheus-port", number]) == 1
+    assert capsys.readouterr().err == f"ringcomm top: port {number}: Address already in use\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import secrets
 import socket
 import sys
@@ -14,6 +15,7 @@ from typing import Final
 from ringcomm.launch.dashboard.access import Gate
 from ringcomm.launch.dashboard.source import Source
 from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
+from ringcomm.launch.option_types import port
 
 _END_S: Final = 5  # streams end at once; only a page that reads nothing, or a command, takes longer
 
@@ -29,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
         return _refuse(f"needs {error.name}: pip install 'ringcomm[dashboard]'")
     try:
         listener = socket.create_server(("127.0.0.1", args.port))
-    except (OSError, OverflowError) as error:  # the latter if it is not in 0 to 65535
-        why = error.strerror if isinstance(error, OSError) else error
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
         return _refuse(f"port {args.port}: {why}. Choose another by --port")
     gate = Gate(listener.getsockname()[1], secrets.token_urlsafe(32))
 
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "in `runs`, or else all live jobs",
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER")
-    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument("--port", type=port, default=0, help="default: a free one")
     return parser
 
 

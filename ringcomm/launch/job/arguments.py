@@ -13,7 +13,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.launch.job import horovodrun_flags
 from ringcomm.launch.job.hosts import Host, parse_host_file, parse_hosts
 from ringcomm.launch.job.plan_types import LAUNCHERS, Request
-from ringcomm.launch.seconds import seconds
+from ringcomm.launch.option_types import seconds
 
 GRACE_S: Final = 20.0
 RESTARTS: Final = 3

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ringcomm.engine.control.commands import COMMANDS, parse
-from ringcomm.launch.seconds import seconds
+from ringcomm.launch.option_types import seconds
 from ringcomm.launch.watch.rank_rows import RankSample
 from ringcomm.launch.watch.send_command import ask, look
 from ringcomm.status.stacks import stacks_of

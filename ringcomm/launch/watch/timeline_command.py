@@ -20,11 +20,17 @@ def main(argv: Sequence[str]) -> int:
             print(summary(events))
             return 0
         args.output.write_text(json.dumps({"traceEvents": merge(events)}))
-    except (OSError, LookupError) as error:
-        print(f"ringcomm timeline: {error}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        return _refuse(f"{error.filename}: {error.strerror}")
+    except LookupError as error:
+        return _refuse(str(error))
     print(f"{args.output}: open it in https://ui.perfetto.dev")
     return 0
+
+
+def _refuse(text: str) -> int:
+    print(f"ringcomm timeline: {text}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._core import monotonic_ns
-from ringcomm.launch.seconds import seconds
+from ringcomm.launch.option_types import port, seconds
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import (
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON list instead")
     parser.add_argument(
         "--prometheus-port",
-        type=int,
+        type=port,
         metavar="PORT",
         help="serve the same numbers to Prometheus, at 127.0.0.1:PORT, until Ctrl-C",
     )
@@ -156,7 +156,7 @@ def _watch(jobs: Jobs, interval_s: float) -> int:
     return 0
 
 
-def _serve(port: int, job: str) -> int:
+def _serve(at: int, job: str) -> int:
     try:
         from ringcomm.launch.watch.prometheus import serve
     except ModuleNotFoundError as error:
@@ -167,10 +167,9 @@ def _serve(port: int, job: str) -> int:
         )
         return 1
     try:
-        serve(port, job)
-    except (OSError, OverflowError) as error:  # the latter if it is not in 0 to 65535
-        why = error.strerror if isinstance(error, OSError) else error
-        print(f"ringcomm top: port {port}: {why}", file=sys.stderr)
+        serve(at, job)
+    except OSError as error:
+        print(f"ringcomm top: port {at}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 
