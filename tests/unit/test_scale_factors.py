@@ -1,5 +1,6 @@
 """Factors before and after a reduction."""
 
+import platform
 from functools import partial
 
 import ml_dtypes
@@ -142,6 +143,8 @@ def test_no_factor_changes_what_a_rank_gives_that_has_joined(op):
     dtypes = [np.int32] if op in {rc.BAND, rc.BOR, rc.BXOR} else [np.float16, np.float32, np.int32]
     factors = (2, -1, 0.5, 0, np.inf, np.nan)
     cases = [(dtype, factor) for dtype in dtypes for factor in factors]
+    if platform.machine() != "x86_64":  # integers that are out of range are as numpy's only there
+        cases = [(dtype, k) for dtype, k in cases if np.isfinite(k) or dtype is not np.int32]
 
     def results(x, factor):
         how = op, factor, 2.0
