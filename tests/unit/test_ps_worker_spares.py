@@ -1,6 +1,7 @@
 """A rank that stands by takes the place of a worker, or an evaluator, that died."""
 
 import itertools
+import logging
 import random
 import threading
 import time
@@ -9,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from harness import DEADLINE_S, at_length
+from harness import DEADLINE_S, at_length, wait_until
 from ps_core_steps import KEY, arrive, core_of, leave, names, push
 from ps_ranks_as_threads import Boom, ended, kill_server, run_all
 from ps_simulation import Members
@@ -405,6 +406,18 @@ def test_who_waits_for_a_group_is_in_it_with_a_newcomer_that_comes_meanwhile(mon
 
     monkeypatch.setattr(Group, "of_job", staticmethod(ask))
     assert run(body, 3, 1) == [[0, 3, 2]] * 3
+
+
+def test_who_waits_for_a_group_is_told_that_the_chief_is_late(caplog):
+    def body(rank):
+        if rank == 0:
+            wait_until(lambda: caplog.records, "worker 1 has not warned")
+        return [*ps.live_workers().ranks]
+
+    settings = Settings(timeout_s=DEADLINE_S, elastic=1, stall_warning_s=0.2)
+    with caplog.at_level(logging.WARNING, logger="ringcomm"):
+        assert run_all(2, body, settings=settings, worker_spares=1)[:2] == [[0, 1]] * 2
+    assert "rank 0, the chief, has not called it within 0.2 s" in caplog.records[0].getMessage()
 
 
 def test_collectives_of_a_newcomer_say_that_its_group_has_ended():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Final
 
 from ringcomm.engine.core.group import Group
@@ -11,6 +13,7 @@ from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Coming
 from ringcomm.ps.session import Session, session
 
+_log: Final = logging.getLogger("ringcomm")
 _LABEL: Final = "ps.live_workers"
 
 
@@ -51,29 +54,40 @@ def _members(current: Session) -> list[int]:
     chief is here, none does.
     """
     engine, layout, me = current.engine, current.layout, current.engine.job_rank
-    found: dict[int, list[int]] = {}  # by who says so
 
     def chief() -> int:
         return layout.acting_chief(engine.watch.peers.gone)
 
-    def is_known() -> bool:
-        if not found and (who := chief()) == me:
-            found[who] = _live(current)
-        elif not found and who in current.members_said:
-            found[who] = current.members_said.pop(who)
-        return bool(found)
+    while True:
+        _wait(current, lambda: chief() == me or chief() in current.members_said, chief)
+        if (who := chief()) == me:
+            members = _live(current)
+            for rank in members:
+                if rank != me:
+                    send(current, rank, Coming.MEMBERS, packed_json(members))
+            return members
+        if who in current.members_said:  # else another one is the chief since then
+            return current.members_said.pop(who)
 
+
+def _wait(current: Session, is_known: Callable[[], bool], chief: Callable[[], int]) -> None:
+    """Return once it is known. Warns, and raises CommTimeoutError, as a wait for an operation."""
+    engine, drive_until = current.engine, current.client.drive_until
     limit_s = engine.settings.timeout_or_inf
-    if not current.client.drive_until(is_known, _LABEL, limit_s):
-        raise CommTimeoutError(
-            f"{_LABEL}: {engine.transport.label(chief())}, the chief, has not called it within "
-            f"{limit_s:g} s; all workers that live must. Call it again, or raise the limit with "
-            "RINGCOMM_TIMEOUT_S",
-            missing=[chief()],
-        )
-    ((who, members),) = found.items()
-    if who == me:
-        for rank in members:
-            if rank != me:
-                send(current, rank, Coming.MEMBERS, packed_json(members))
-    return members
+    warn_after_s = min(engine.settings.stall_warning_or_inf, limit_s)
+
+    def waited(seconds: float) -> str:
+        name = engine.transport.label(chief())
+        return f"{_LABEL}: {name}, the chief, has not called it within {seconds:g} s"
+
+    if drive_until(is_known, _LABEL, warn_after_s):
+        return
+    if warn_after_s < limit_s:
+        _log.warning("%s. All workers that live must", waited(warn_after_s))
+        if drive_until(is_known, _LABEL, limit_s - warn_after_s):
+            return
+    raise CommTimeoutError(
+        f"{waited(limit_s)}; all workers that live must. Call it again, or raise the limit with "
+        "RINGCOMM_TIMEOUT_S",
+        missing=[chief()],
+    )
