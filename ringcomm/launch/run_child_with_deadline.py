@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ringcomm.launched.process_stat import all_processes
+
 _PATIENCE_S = 5.0  # between SIGTERM, on which mpirun ends its ranks, and SIGKILL
 _CANNOT_START = 127
 _LOOK_S = 0.5
@@ -123,10 +125,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _descendants(ancestor: int) -> list[int]:
     """Return the pids of the processes below this one; MPICH gives each a session of its own."""
     children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
+    for process in all_processes():
+        children.setdefault(process.parent, []).append(process.pid)
     found = [ancestor]
     for pid in found:
         found += children.get(pid, [])

@@ -11,6 +11,7 @@ from pathlib import Path
 from ringcomm.launched.ancestors import ancestors
 from ringcomm.launched.children_are_no_ranks import RUN_FOLDER, run_file
 from ringcomm.launched.launcher import launched_rank
+from ringcomm.launched.process_stat import ProcessStat
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class RankProcess:
     def lives(self) -> bool:
         """True if it has not ended; of this host's processes."""
         with contextlib.suppress(OSError):  # it has ended
-            state, start = _state_and_start(self.pid)
-            return state not in "ZX" and start == self.start
+            process = ProcessStat.of(self.pid)
+            return not process.is_dead and process.start == self.start
         return False
 
 
@@ -52,16 +53,10 @@ def note_rank_process(environ: Mapping[str, str] = os.environ) -> None:
     """
     starter = environ.get(RUN_FOLDER, "").partition(" ")[0]
     path = run_file(f"rank-{launched_rank(environ)}.at", environ)
-    if not path or starter not in {str(pid) for pid, _ in ancestors()}:
+    if not path or starter not in {str(each.pid) for each in ancestors()}:
         return
-    _, start = _state_and_start(os.getpid())
+    start = ProcessStat.of(os.getpid()).start
     with contextlib.suppress(OSError):  # the disk is full
         new = Path(f"{path}.new")
         new.write_text(f"{os.getpid()} {os.uname().nodename} {start}\n")
         new.replace(path)
-
-
-def _state_and_start(pid: int) -> tuple[str, int]:
-    """Return the state of a process and when it was started. Raises OSError if there is none."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[19])

@@ -10,7 +10,11 @@ import pytest
 from harness import DEADLINE_S, wait_until
 
 from ringcomm.launch.job import become_rank_program
-from ringcomm.launch.job.processes.ranks_of_this_host import ranks_here, send_signal
+from ringcomm.launch.job.processes.ranks_of_this_host import (
+    ranks_here,
+    send_signal,
+    session_members,
+)
 from ringcomm.launch.job.run_folder import RunFolder
 
 WAIT = "open('here', 'w').close(); sys.stdin.read()"
@@ -24,10 +28,16 @@ title = b"TITLE"
 ctypes.memmove(start, title, min(len(title), end - start - 1))
 {WAIT}
 """
+NAMED = f"""
+import ctypes, sys
+ctypes.CDLL(None).prctl(15, "a rank, \u8a13\u7df4\u4e2d".encode())  # PR_SET_NAME, which cuts it
+{WAIT}
+"""
 PYTHON = (sys.executable, "-S", "-c")
 PROGRAMS = {
     "a title": (*PYTHON, TITLED),
     "a long title with a value": (*PYTHON, TITLED.replace("TITLE", 150 * "a title, " + "lr=0.1")),
+    "a name that is cut in the middle of a character": (*PYTHON, NAMED),
     "a shell that becomes another program": (
         "sh", "-c", 'exec "$@"', "sh", *PYTHON, f"import sys; {WAIT}",
     ),
@@ -60,6 +70,7 @@ def test_a_rank_is_known_whatever_it_becomes(name, tmp_path):
     with process:
         rank = ranks_here(folder)[0]
         assert (rank.pid, rank.lives) == (process.pid, True)
+        assert rank.pid in session_members(os.getsid(rank.pid))
         send_signal(signal.SIGTERM, [rank])
         wait_until(lambda: not rank.lives, "it has ended, though nobody has waited for it yet")
         assert end(process) == -signal.SIGTERM

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Final
 
 from ringcomm._core import StatusPage
 from ringcomm.launch.watch.rank_rows import Process, RankSample
+from ringcomm.launched.process_stat import ProcessStat
 from ringcomm.nvidia.process_memory import ProcessMemory
 from ringcomm.status.ending_in_words import how_it_ended
 from ringcomm.status.page_enums import Ending
@@ -83,15 +83,13 @@ def _sample(page: StatusPage, now_ns: int, gpu_nbytes: Mapping[int, int]) -> Ran
 def _process(pid: int, gpu_nbytes: int) -> Process | None:
     """Return CPU time and memory of a process; None if it is dead."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        process = ProcessStat.of(pid)
     except OSError:
         return None
-    if fields[0] in "ZX":
+    if process.is_dead:
         return None
-    ticks = int(fields[11]) + int(fields[12])
-    pages = int(fields[21])
     return Process(
-        cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
-        nbytes=pages * os.sysconf("SC_PAGE_SIZE"),
+        cpu_s=process.cpu_ticks / os.sysconf("SC_CLK_TCK"),
+        nbytes=process.n_pages * os.sysconf("SC_PAGE_SIZE"),
         gpu_nbytes=gpu_nbytes,
     )

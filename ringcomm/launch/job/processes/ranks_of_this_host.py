@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launched.process_stat import all_processes
 from ringcomm.launched.rank_process import RankProcess
 
 
@@ -27,10 +27,5 @@ def ranks_here(folder: RunFolder) -> dict[int, RankProcess]:
 
 def session_members(session: int) -> list[int]:
     """Return the pids of the processes of a session, except those that are dead."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            state, _, _, of = path.read_text().rpartition(")")[2].split()[:4]
-            if of == str(session) and state not in "ZX":
-                found.append(int(path.parent.name))
-    return found
+    processes = all_processes()
+    return [each.pid for each in processes if each.session == session and not each.is_dead]
