@@ -65,6 +65,24 @@ def test_after_a_timeout_ranks_that_live_begin_anew(algorithm, count, tmp_path):
     assert "x rank" not in job.output
 
 
+def test_a_process_alone_whose_init_failed_is_no_rank(tmp_path):
+    body = """
+    exits = sys.exit, os._exit, sys.excepthook
+    os.environ["RINGCOMM_TIMELINE"] = "no such folder/trace"
+    try:
+        rc.init()
+    except OSError:
+        assert exits == (sys.exit, os._exit, sys.excepthook)
+    del os.environ["RINGCOMM_TIMELINE"]
+    rc.init()
+    assert rc.allreduce(X)[0] == 1
+    rc.shutdown()
+    assert exits == (sys.exit, os._exit, sys.excepthook)
+    """
+    job = run_script(1, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+
+
 def test_a_rank_that_no_error_reached_begins_anew_with_the_others(tmp_path):
     body = """
     rc.init()

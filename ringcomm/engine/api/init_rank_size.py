@@ -48,6 +48,7 @@ from ringcomm.status.print_alike_errors_once import print_alike_errors_once
 
 if TYPE_CHECKING:
     from ringcomm.status.guardian import Guardian
+    from ringcomm.transport.mpi import MpiTransport
     from ringcomm.transport.start_mpi import MPI, Started
 
 _log = logging.getLogger("ringcomm")
@@ -95,7 +96,6 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         return
     print_alike_errors_once(is_watched=lambda: current() is not None)
     settings = read()
-    from ringcomm.transport.membership.detect_launcher_fault_tolerance import find_gap
     from ringcomm.transport.mpi import MpiTransport
     from ringcomm.transport.presence import Presence
     from ringcomm.transport.start_mpi import (
@@ -133,13 +133,11 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         )
         transport = MpiTransport(presence)
     words = LastWords(transport.page, tell_the_others, blamed)  # first: the others watch this rank
-    engine = engine_for(transport, settings)
-    PROGRAM.scale = request_size
-    world = World(engine, transport, words, None, partial(start, read, comm), find_gap(presence))
-    world = replace(world, guardian=_start_guardian(world, settings))
-    presence.close_handed()
-    mark_children_of_this_rank()
     try:
+        world = _make_world(transport, words, settings, partial(start, read, comm))
+        PROGRAM.scale = request_size
+        presence.close_handed()
+        mark_children_of_this_rank()
         if world.is_outside:
             stay_outside(world)
             is_needed = sleep_until_needed()
@@ -148,11 +146,13 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
             is_needed = True
     except BaseException:
         enter(None)
+        if presence.size == 1:  # nobody watches: the program may go on without ringcomm
+            words.disarm()
         raise
     _is_mpi_broken = False
     if not is_needed:
         end_outside()
-    if engine.job_rank == 0:
+    if world.engine.job_rank == 0:
         _warn_at_start(world, _mpi)
 
 
@@ -163,6 +163,16 @@ def _begin_mpi() -> Started:
     atexit.register(_at_exit)  # calls MPI_Finalize, or prevents it
     before_finalize(started.mpi, _before_finalize)
     return started
+
+
+def _make_world(
+    transport: MpiTransport, words: LastWords, settings: Settings, start_again: Callable[[], None]
+) -> World:
+    from ringcomm.transport.membership.detect_launcher_fault_tolerance import find_gap
+
+    engine = engine_for(transport, settings)
+    world = World(engine, transport, words, None, start_again, find_gap(transport.presence))
+    return replace(world, guardian=_start_guardian(world, settings))
 
 
 def _warn_at_start(world: World, started: Started) -> None:
