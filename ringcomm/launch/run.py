@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ringcomm.config import environment
 from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError, RingcommError
-from ringcomm.launch.run_rank import CALL, Report, dumps, report_path
+from ringcomm.launch.run_rank import CALL, FAILED_BEFORE_MPI, Report, dumps, report_path
 
 if TYPE_CHECKING:
     from ringcomm.launch.run_child_with_deadline import Outcome
@@ -90,7 +90,7 @@ def run(
             [*mpirun, *mpirun_options, sys.executable, "-P", "-c", _start(folder)],
             {**outside_of_a_job(environ), **variables, **(env or {})},
             deadline_s=math.inf if timeout_s is None else timeout_s,
-            is_in_vain=_Start(folder, np).is_in_vain,
+            is_in_vain=_Start(folder).is_in_vain,
         )
         reports = [_read(folder, rank) for rank in range(np)]
     if not quiet:
@@ -147,15 +147,13 @@ class _Start:
     MPICH's mpiexec does not end such a job. The others are left some time for errors of their own.
     """
 
-    def __init__(self, folder: Path, np: int) -> None:
-        self._folder = folder
-        self._np = np
+    def __init__(self, folder: Path) -> None:
+        self._mark = folder / FAILED_BEFORE_MPI
         self._patient_until = math.inf
 
     def is_in_vain(self) -> bool:
         """Return True once a rank has done so some seconds ago."""
-        reports = (_read(self._folder, rank) for rank in range(self._np))
-        if self._patient_until == math.inf and any(each and each.is_before_mpi for each in reports):
+        if self._patient_until == math.inf and self._mark.exists():
             self._patient_until = time.monotonic() + _PATIENCE_S
         return time.monotonic() > self._patient_until
 

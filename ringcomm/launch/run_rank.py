@@ -16,6 +16,7 @@ from ringcomm.errors import PeerFailedError
 from ringcomm.launched.launcher import launched_rank
 
 CALL: Final = "call"
+FAILED_BEFORE_MPI: Final = "failed-before-mpi"  # a rank did; others may wait for it in init()
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,6 @@ class Report:
     exception: bytes = b""  # pickled; empty if that is impossible
     blames: tuple[int, str] | None = None  # another rank that failed first, and how
     is_about_sending: bool = False  # the call or the result cannot be pickled
-    is_before_mpi: bool = False  # the error came before this rank had started MPI
     time_s: float = 0.0  # when the error came, by this machine's clock
 
 
@@ -42,6 +42,8 @@ def main(folder: str) -> None:
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             _write(path, _failure(error))
+            if not _has_started_mpi():
+                (Path(folder) / FAILED_BEFORE_MPI).touch()
         raise
 
 
@@ -92,7 +94,6 @@ def _failure(error: BaseException) -> Report:
         exception=_pickled(error),
         blames=(error.rank, error.reason) if isinstance(error, PeerFailedError) else None,
         is_about_sending=is_about_sending,
-        is_before_mpi=not _has_started_mpi(),
         time_s=time.monotonic(),
     )
 

@@ -3,6 +3,7 @@
 import atexit
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -91,6 +92,24 @@ def test_variables_are_added_to_the_environment(monkeypatch):
         return os.environ["OURS"], os.environ["THEIRS"]
 
     assert rc.run(look, np=2, env={"THEIRS": "added"}) == [("kept", "added")] * 2
+
+
+@above_mpi
+def test_a_large_result_is_read_once_however_long_the_others_work():
+    nbytes = 50_000_000
+
+    def work():
+        if int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))) == 1:
+            time.sleep(4)
+            return b""
+        return bytes(nbytes)
+
+    def n_read():
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+    before = n_read()
+    assert [len(each) for each in rc.run(work, np=2)] == [nbytes, 0]
+    assert nbytes <= n_read() - before < 2 * nbytes
 
 
 # --- what goes wrong ----------------------------------------------------------------------------
