@@ -49,11 +49,13 @@ def note_rank_process(environ: Mapping[str, str] = os.environ) -> None:
     """Record that this process is the rank, and not the shell script that has started it.
 
     become_rank_program.py has recorded the script. It stays the one on record if this process does
-    not see it, as in a container, because then `ringcomm run` does not know this process's pid.
+    not see it, as in a container, because then `ringcomm run` does not know this process's pid. A
+    script that execs the rank may have started another one before.
     """
     starter = environ.get(RUN_FOLDER, "").partition(" ")[0]
     path = run_file(f"rank-{launched_rank(environ)}.at", environ)
-    if not path or starter not in {str(each.pid) for each in ancestors()}:
+    seen = (os.getpid(), *(each.pid for each in ancestors()))
+    if not path or starter not in map(str, seen):
         return
     start = ProcessStat.of(os.getpid()).start
     with contextlib.suppress(OSError):  # the disk is full

@@ -111,6 +111,15 @@ def test_the_process_that_a_script_starts_is_the_rank_from_init_on(tmp_path):
         assert end(process) == 5  # of the script
 
 
+def test_a_script_that_becomes_the_rank_after_another_program_was_it_is_known(tmp_path):
+    script = '"$@" </dev/null; exec "$@"'
+    process, folder = start(tmp_path, "sh", "-c", script, "sh", sys.executable, "-c", NOTES)
+    with process:
+        wait_until(lambda: ranks_here(folder)[0].pid == process.pid, "the script is not noted")
+        assert ranks_here(folder)[0].lives
+        assert end(process) == 0
+
+
 def test_a_process_that_does_not_see_its_script_is_not_noted(tmp_path):
     as_in_a_container = f"{2**22 + 1} {tmp_path}"  # above all pids
     program = ("sh", "-c", '"$@"; exit 5', "sh", sys.executable, "-c", NOTES, as_in_a_container)
