@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")  # for checkpoints
 SHAPE = (2, 3)
 KEYS = np.arange(6)
 DEADLINE_S = 60.0  # of a wait; only a hang reaches it
-BROKE = {"10**400", "1j", "-1"}
+BROKE = {"10**400", "1j", "-1", "endless"}
 
 
 def gradient():

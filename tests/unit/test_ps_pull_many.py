@@ -329,6 +329,8 @@ def test_what_is_no_pair_of_a_hash_table_and_keys_is_refused():
             ([(kv, [1]), (kv, [0.5])], None, TypeError, r"pull\[a\]: key 0.5 is a float"),
             ([(kv, [-1])], None, ValueError, r"pull\[a\]: key -1 is not in"),
             ([(kv, [1])], [], ValueError, "0 outs for 1 pairs"),
+            ([(kv, [1])], itertools.repeat(None), ValueError, "more than 1 outs for 1 pairs"),
+            (itertools.count(), None, TypeError, r"pulls\[0\] is 0"),
             ([(kv, [1])], [out], ValueError, r"pull\[a\]: out must be"),
         ):
             with pytest.raises(kind, match=match):

@@ -13,6 +13,7 @@ import numpy as np
 
 from ringcomm.ps.optim import SGD, Updater
 from ringcomm.ps.segments_with_or_without_gradient import MOST
+from ringcomm.ps.table_spec import Part
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -166,3 +167,9 @@ def require_segments(label: str, segments: Sequence[int], count: int) -> None:
             f"{label}: segments are {list(segments)[:10]}; they must begin with 0, ascend, "
             f"and lie within {count} elements"
         )
+
+
+def require_parts(label: str, parts: Sequence[Part]) -> None:
+    """Raise TypeError unless these are arrays that lie in a flat table."""
+    if not (isinstance(parts, Sequence) and all(isinstance(each, Part) for each in parts)):
+        raise TypeError(f"{label}: parts must be a list of {Part.__qualname__}, not {parts!r}")

@@ -21,6 +21,7 @@ from ringcomm.ps.client.check_arguments import (
     label_of,
     require_numbers,
     require_out,
+    require_parts,
     require_segments,
     require_weight,
     updater_of,
@@ -106,6 +107,7 @@ def table(
     if not isinstance(updater, Assign) and (values is None or acts_as_chief()):
         require_numbers(label, initial)
     require_segments(label, segments, count)
+    require_parts(label, parts)
     spec = Spec(
         name=name,
         kind="dense",

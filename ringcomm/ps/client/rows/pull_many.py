@@ -58,7 +58,7 @@ def pull_many(
         CommTimeoutError: the servers are so far behind that no more may be sent.
     """
     current = session()
-    prepared = _prepared(current, list(pulls), outs)
+    prepared = _prepared(_pairs(current, pulls), outs)
     parts = pull_together(current, prepared)
     return FutureOfAll(current.client, _label(prepared), parts)
 
@@ -72,14 +72,11 @@ def _label(pulls: Sequence[RowPull]) -> str:
     return f"pull_many[{len(pulls)} tables]"
 
 
-def _prepared(
-    current: Session, pulls: list[tuple[HashTable, ArrayLike]], outs: Sequence[Array | None] | None
-) -> list[RowPull]:
-    outs = [None] * len(pulls) if outs is None else list(outs)
-    if len(outs) != len(pulls):
-        raise ValueError(f"pull_many: got {len(outs)} outs for {len(pulls)} pairs (table, keys)")
-    prepared = []
-    for k, (pair, out) in enumerate(zip(pulls, outs, strict=True)):
+def _pairs(
+    current: Session, pulls: Iterable[tuple[HashTable, ArrayLike]]
+) -> list[tuple[HashTable, ArrayLike]]:
+    found = []
+    for k, pair in enumerate(pulls):  # which may be endless: the first that is wrong ends it
         if not (isinstance(pair, tuple | list) and len(pair) == 2):
             raise TypeError(f"pull_many: pulls[{k}] is {pair!r}; it must be a pair (table, keys)")
         table, keys = pair
@@ -90,7 +87,20 @@ def _prepared(
                 f"pull_many: pulls[{k}] has {table!r}, which was opened before this ps.init(). "
                 "Open it again"
             )
-        prepared.append(table.prepared_pull(keys, out))
+        found.append((table, keys))
+    return found
+
+
+def _prepared(
+    pairs: list[tuple[HashTable, ArrayLike]], outs: Iterable[Array | None] | None
+) -> list[RowPull]:
+    n = len(pairs)
+    outs = [None] * n if outs is None else list(itertools.islice(outs, n + 1))
+    if len(outs) != n:
+        got = f"more than {n}" if len(outs) > n else len(outs)
+        raise ValueError(f"pull_many: got {got} outs for {n} pairs (table, keys)")
+    zipped = zip(pairs, outs, strict=True)
+    prepared = [table.prepared_pull(keys, out) for (table, keys), out in zipped]
     _require_apart(outs)
     return prepared
 
