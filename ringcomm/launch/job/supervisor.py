@@ -388,7 +388,8 @@ def _in_child(parent: int, limits: tuple[int, int]) -> Any:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def ask_kernel() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        if resource.getrlimit(resource.RLIMIT_NOFILE) != limits:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it was killed before the call
             os._exit(1)

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         args.output.write_text(json.dumps({"traceEvents": merge(events)}))
     except OSError as error:
-        return _refuse(f"{error.filename}: {error.strerror}")
+        return _refuse(f"{error.filename or args.output}: {error.strerror}")
     except LookupError as error:
         return _refuse(str(error))
     print(f"{args.output}: open it in https://ui.perfetto.dev")
