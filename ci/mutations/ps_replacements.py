@@ -3,7 +3,7 @@
 from mutations.mutation import Mutation
 
 _OF_SPARES = ("unit/test_ps_spares.py",)
-_OF_NEWCOMERS = ("unit/test_ps_worker_spares.py",)
+_OF_NEWCOMERS = ("unit/test_ps_worker_spares.py", "unit/test_ps_newcomers_in_rounds.py")
 _NEWS_OF_NEWCOMERS = ("unit/test_ps_newcomers_know_and_are_known.py",)
 
 PS_REPLACEMENTS = [
