@@ -100,7 +100,7 @@ def test_a_large_result_is_read_once_however_long_the_others_work():
 
     def work():
         if int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))) == 1:
-            time.sleep(4)
+            time.sleep(4)  # it works on while the result of the other one lies there
             return b""
         return bytes(nbytes)
 
