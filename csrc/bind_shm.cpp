@@ -109,9 +109,9 @@ std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::s
   return std::make_shared<ReduceStep>(Meeting(team, slot, fingerprint), std::move(reduction));
 }
 
-std::shared_ptr<NodeStep> start_copy(
+std::shared_ptr<CopyStep> start_copy(
     const std::shared_ptr<Team>& team, std::size_t slot, std::uint64_t fingerprint, ConstBytes shown,
-    const std::vector<std::tuple<std::size_t, std::size_t, Bytes>>& pulls) {
+    const std::vector<std::tuple<std::size_t, std::size_t, Bytes>>& pulls, std::shared_ptr<Places> places) {
   std::vector<Pull> wanted;
   wanted.reserve(pulls.size());
   for (const auto& [member, offset, target] : pulls) {
@@ -120,7 +120,8 @@ std::shared_ptr<NodeStep> start_copy(
   }
   return std::make_shared<CopyStep>(
       Meeting(team, slot, fingerprint),
-      NodeCopy{reinterpret_cast<const std::byte*>(shown.data()), shown.nbytes(), std::move(wanted)});
+      NodeCopy{reinterpret_cast<const std::byte*>(shown.data()), shown.nbytes(), std::move(wanted),
+               std::move(places)});
 }
 
 bool drive_step(const std::shared_ptr<NodeStep>& step, double seconds) {
@@ -187,7 +188,10 @@ void bind_shm(nb::module_& m) {
         return run_known(self, slot, reinterpret_cast<void*>(address));
       })
       .def("run_on", &run_known_on);
-  m.def("start_copy", &start_copy, "team"_a, "slot"_a, "fingerprint"_a, "shown"_a.noconvert(), "pulls"_a);
+  nb::class_<Places>(m, "Places").def(nb::init<>()).def("take", &Places::take);
+  nb::class_<CopyStep, NodeStep>(m, "CopyStep").def_prop_ro("place", &CopyStep::place);
+  m.def("start_copy", &start_copy, "team"_a, "slot"_a, "fingerprint"_a, "shown"_a.noconvert(), "pulls"_a,
+        "places"_a.none() = nb::none());
 
   nb::class_<Loop>(m, "Loop")
       .def("__init__",

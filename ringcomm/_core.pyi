@@ -97,13 +97,23 @@ def start_reduce(
     divisor: int,
     is_widened: bool = ...,
 ) -> NodeStep: ...
+
+class Places:
+    def __init__(self) -> None: ...
+    def take(self) -> int: ...
+
+class CopyStep(NodeStep):
+    @property
+    def place(self) -> int: ...
+
 def start_copy(
     team: Team,
     slot: int,
     fingerprint: int,
     shown: Bytes,
     pulls: Sequence[tuple[int, int, Bytes]],
-) -> NodeStep: ...
+    places: Places | None = None,
+) -> CopyStep: ...
 
 class Loop:
     def __init__(self, memory: NodeMemory | None, is_crowded: bool) -> None: ...

@@ -40,6 +40,15 @@ GPU = [
         ("gpu/test_ipc_reuses_commands_of_a_reduction.py",),
     ),
     Mutation(
+        "gpu-who-cannot-prepare-does-not-agree",
+        "gpu",
+        "gpu/executor/group_on_gpus.py",
+        "                failure = error\n",
+        "                raise\n",
+        "a call that differs breaks the engine of a rank that has no room for it",
+        ("gpu/test_collectives.py",),
+    ),
+    Mutation(
         "gpu-every-rank-of-a-gpu-reduces",
         "gpu",
         "gpu/executor/transport_setup.py",

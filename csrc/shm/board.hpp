@@ -54,6 +54,8 @@ struct alignas(64) StepProgress {
   std::atomic<std::uint64_t> reduced;  // segments of its slice that others may fetch
   std::atomic<std::uint64_t> done;     // segments that it will not read any more
   std::uint64_t lane;  // offset in its arena; written before `ready`
+  std::uint64_t place;  // of the operation among those that member 0 has given a place;
+  std::atomic<std::uint64_t> placed;  // == seq: it has given this step one
 };
 
 // Written by this rank at every look, and read by who gives up alone: so it has a cache line of its own.

@@ -42,6 +42,7 @@ void CopyStep::meet() {
     take_lane_for(what_.shown);
   else if (n_segments_ != 0)
     signal(&StepProgress::ready, kAllDone);  // nobody waits for this rank
+  if (what_.places && index() == 0) give_place(what_.places->take());
 }
 
 Program::Step CopyStep::work() {
@@ -54,7 +55,7 @@ Program::Step CopyStep::work() {
     is_done_ = true;
     signal(&StepProgress::done, kAllDone);
   }
-  if (kind_ == Source::registered && !all_at(&StepProgress::done, kAllDone))
+  if (!has_place() || (kind_ == Source::registered && !all_at(&StepProgress::done, kAllDone)))
     return has_moved ? Step::moved : Step::waiting;
   finish();
   return Step::moved;
@@ -95,6 +96,12 @@ bool CopyStep::pull() {
   pull_segment(n_pulled_);
   signal(&StepProgress::done, ++n_pulled_);
   return true;
+}
+
+bool CopyStep::has_place() {
+  if (!what_.places || is_placed_) return true;
+  is_placed_ = find_place(place_);
+  return is_placed_;
 }
 
 void CopyStep::pull_segment(std::uint64_t number) {

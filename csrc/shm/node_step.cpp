@@ -60,6 +60,19 @@ bool NodeStep::all_at(std::atomic<std::uint64_t> StepProgress::* counter, std::u
   return meeting_.team->all_at(slot(), counter, at(n));
 }
 
+// The place is overwritten in the next step of the slot, once all have arrived there, and so have read it.
+void NodeStep::give_place(std::uint64_t place) {
+  progress(index()).place = place;
+  progress(index()).placed.store(seq_, std::memory_order_seq_cst);
+  meeting_.team->ring();
+}
+
+bool NodeStep::find_place(std::uint64_t& place) const {
+  if (progress(0).placed.load(std::memory_order_seq_cst) != seq_) return false;
+  place = progress(0).place;
+  return true;
+}
+
 void NodeStep::take_lane_for(const void* buffer) {
   lane_ = meeting_.team->take_lane();
   progress(index()).lane = lane_->offset + skew_from(buffer);

@@ -50,6 +50,9 @@ class NodeStep : public Program {
   std::uint64_t at(std::uint64_t n) const { return progress_of(seq_, n); }
   void signal(std::atomic<std::uint64_t> StepProgress::* counter, std::uint64_t n);
   bool all_at(std::atomic<std::uint64_t> StepProgress::* counter, std::uint64_t n) const;
+  // Member 0 gives the step its place; false as long as it has not.
+  void give_place(std::uint64_t place);
+  bool find_place(std::uint64_t& place) const;
   // Takes a lane through which `buffer`, private memory of this rank, passes; given back at the end.
   // If the step is abandoned, others may read it until the team is retired.
   void take_lane_for(const void* buffer);

@@ -45,7 +45,8 @@ CheckedOperation random_part(unsigned round, const std::shared_ptr<Team>& team, 
   const std::size_t count = kCounts[shared() % 5];
   const auto kind = static_cast<Kind>(shared() % 3);  // those that give each rank something
   const bool is_registered = shared() % 2 == 0 || own() % 2 == 0;
-  return {round, round, kind, count, team, memory, {is_registered, is_registered}};
+  return {round, round, kind, count, team, memory, {is_registered, is_registered},
+          std::make_shared<Places>()};
 }
 
 void take_memory_back(CheckedOperation& part) {

@@ -13,9 +13,10 @@ enum class Kind { allreduce, scatter, gather, to_root, mismatch };  // mismatch:
 class CheckedOperation {
  public:
   // Of `count` elements, in a slot of the team. is_registered: whether source and target are.
+  // places: those that this rank gives if it is the first one.
   CheckedOperation(unsigned round, std::size_t slot, Kind kind, std::size_t count,
                    const std::shared_ptr<Team>& team, NodeMemory& memory,
-                   std::pair<bool, bool> is_registered)
+                   std::pair<bool, bool> is_registered, const std::shared_ptr<Places>& places)
       : round_(round), rank_(team->index()), size_(team->size()), kind_(kind) {
     source = std::make_unique<Array>(memory, count, is_registered.first);
     for (std::size_t i = 0; i < count; ++i) source->data()[i] = value(round, rank_, i);
@@ -28,7 +29,7 @@ class CheckedOperation {
     std::byte* const out = has_result() ? target->bytes() : nullptr;
     const Meeting meeting{team, slot, kind == Kind::mismatch ? rank_ % 2 : 42};
     if (kind == Kind::gather || kind == Kind::mismatch) {
-      NodeCopy copy{source->bytes(), source->nbytes(), {}};
+      NodeCopy copy{source->bytes(), source->nbytes(), {}, places};
       for (std::size_t r = 0; r < size_ && kind == Kind::gather; ++r)
         copy.pulls.push_back({r, 0, source->nbytes(), out + r * source->nbytes()});
       step = std::make_shared<CopyStep>(meeting, std::move(copy));
@@ -42,10 +43,15 @@ class CheckedOperation {
     }
   }
 
-  // Both end the program if the step, which is over, has not come to what it must.
+  // All end the program if the step, which is over, has not come to what it must.
   void check_agreement() const {
     if (step->agrees() != (kind_ != Kind::mismatch || size_ == 1))
       fail("agreement is wrong", rank_, round_);
+  }
+  void check_place(PlacesTold& told) const {
+    const bool is_copy = kind_ == Kind::gather || kind_ == Kind::mismatch;
+    if (is_copy && step->agrees())
+      told.note(round_, rank_, static_cast<const CopyStep&>(*step).place());
   }
   void check_values() const {
     if (!has_result()) return;

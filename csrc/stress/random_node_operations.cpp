@@ -18,23 +18,25 @@ namespace {
 constexpr std::size_t kInFlight = 4;
 
 std::unique_ptr<CheckedOperation> random_operation(unsigned round, const std::shared_ptr<Team>& team,
-                                                   NodeMemory& memory, std::mt19937& shared,
-                                                   std::mt19937& own) {
+                                                   NodeMemory& memory,
+                                                   const std::shared_ptr<Places>& places,
+                                                   std::mt19937& shared, std::mt19937& own) {
   static constexpr std::size_t kCounts[] = {0, 1, 255, 2048, 5000, 70001, 600000};
   const std::size_t count = kCounts[shared() % 7];
   const auto kind = static_cast<Kind>(shared() % 5);
   const bool is_registered = shared() % 3 == 0 || own() % 2 == 0;
   return std::make_unique<CheckedOperation>(round, round % kInFlight, kind, count, team, memory,
-                                            std::pair{is_registered, own() % 2 == 0});
+                                            std::pair{is_registered, own() % 2 == 0}, places);
 }
 
-void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned seed) {
+void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned seed, PlacesTold& told) {
   NodeMemory& memory = *node.memories[rank];
   const auto team = std::make_shared<Team>(rank, node.mates, node.memories[rank],
                                            node.mates.size() > 2, nullptr);
   Loop loop(&memory.bell(), team->patience(), node.memories[rank]);
   loop.start_thread();
   std::mt19937 shared(seed), own(seed + 1 + static_cast<unsigned>(rank));
+  const auto places = std::make_shared<Places>();
   std::vector<std::unique_ptr<CheckedOperation>> flight;
   for (unsigned round = 0; round < n_rounds + kInFlight; ++round) {
     if (flight.size() == kInFlight || round >= n_rounds) {
@@ -42,11 +44,12 @@ void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned se
       const CheckedOperation& oldest = *flight.front();
       while (!oldest.step->is_over()) loop.park(0.01);
       oldest.check_agreement();
+      oldest.check_place(told);
       oldest.check_values();
       flight.erase(flight.begin());
     }
     if (round >= n_rounds) continue;
-    flight.push_back(random_operation(round, team, memory, shared, own));
+    flight.push_back(random_operation(round, team, memory, places, shared, own));
     const auto& step = flight.back()->step;
     if (own() % 2 == 0 || !drive(*step, memory.bell(), team->patience(), 50'000)) loop.add(step);
   }
@@ -60,10 +63,12 @@ int main(int argc, char** argv) {
   const unsigned seed = argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 1;
   for (const std::size_t size : {1u, 2u, 3u, 4u, 7u}) {
     const Node node(size);
+    PlacesTold told(n_rounds);
     std::vector<std::thread> ranks;
     for (std::size_t rank = 0; rank < size; ++rank)
-      ranks.emplace_back([&, rank] { run_rank(node, rank, n_rounds, seed); });
+      ranks.emplace_back([&, rank] { run_rank(node, rank, n_rounds, seed, told); });
     for (auto& each : ranks) each.join();
+    told.check();
     std::printf("%zu rank(s): %u operations agree\n", size, n_rounds);
   }
 }

@@ -1,5 +1,7 @@
 // Ranks as threads that share one mapping of every board and arena, for the stress programs.
 #pragma once
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +19,30 @@ constexpr std::size_t kArena = 256u << 20;
   std::fprintf(stderr, "rank %zu, round %u: %s\n", rank, round, what);
   std::_Exit(1);
 }
+
+// The places that the ranks have been told for their rounds; ends the program if they differ.
+class PlacesTold {
+ public:
+  explicit PlacesTold(unsigned n_rounds) : told_(n_rounds) {}
+
+  void note(unsigned round, std::size_t rank, std::uint64_t place) {
+    std::uint64_t before = 0;
+    if (!told_[round].compare_exchange_strong(before, place + 1) && before != place + 1)
+      fail("another rank was told another place", rank, round);
+  }
+  // Each place from 0 on was given once.
+  void check() const {
+    std::vector<std::uint64_t> given;
+    for (const auto& each : told_)
+      if (each != 0) given.push_back(each - 1);
+    std::sort(given.begin(), given.end());
+    for (std::size_t i = 0; i < given.size(); ++i)
+      if (given[i] != i) fail("a place was left out, or given twice", 0, static_cast<unsigned>(i));
+  }
+
+ private:
+  std::vector<std::atomic<std::uint64_t>> told_;
+};
 
 struct Node {
   std::vector<std::shared_ptr<NodeMemory>> memories;

@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 
 from ringcomm._core import (
     NodeStep,
+    Places,
     Schedule,
     WireFault,
     combine,
@@ -165,6 +166,19 @@ class Channel(Performer):
         assert self.meeting is not None
         what = NodeCopy(shown, pulls)
         await self.follow(what.begin(self.meeting), what)
+
+    async def place_and_bytes(
+        self, places: Places, mine: Bytes, of_others: list[tuple[int, int, Bytes]]
+    ) -> int:
+        """Copy as copy_in_node() does; return the place that the first rank has given to this.
+
+        It takes the place from its `places` once all ranks have agreed. Raises Disagreement.
+        """
+        assert self.meeting is not None
+        what = NodeCopy(mine, of_others, places)
+        step = what.begin(self.meeting)
+        await self.follow(step, what)
+        return step.place
 
     async def meet(self) -> None:
         """Return once all ranks have entered with the same fingerprint. Raises Disagreement."""

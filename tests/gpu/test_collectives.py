@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import simulated_gpu as sim
-from gpu_ranks import TRANSPORTS, choose, on_gpus
+from gpu_ranks import TRANSPORTS, choose, on_gpus, with_fault
 from harness import at_length
 from loopback import LoopbackTransport
 from random_programs import make_program, run_program
@@ -24,7 +24,7 @@ from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.grouped import plan_grouped_allreduce
 from ringcomm.engine.operations.into_array import plan_allgather_into
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
-from ringcomm.gpu.executor import plans
+from ringcomm.gpu.executor import group_on_gpus, plans
 from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.gpu.transports import slices
 from ringcomm.gpu.transports.ipc import IpcTransport
@@ -262,16 +262,52 @@ def test_ranks_that_pass_other_kinds_of_arrays_are_told(tmp_path):
     assert "rank 1 sent float32 (3,) in host memory" in texts[0]
 
 
+def test_calls_that_differ_take_no_place_among_the_launches(tmp_path):
+    def body(rank):
+        x = sim.array(np.ones(3, "f4"))
+        rc.allreduce(x)
+        rc.allreduce(x, name="known")
+        for name in (None, "known"):
+            for _ in range(2):
+                with pytest.raises(rc.MismatchError):
+                    rc.allreduce(sim.array(np.ones(2 + rank, "f4")), name=name)
+                assert rc.allreduce(x).get().tolist() == [3.0] * 3
+                assert rc.allreduce(x, name=f"after {name}").get().tolist() == [3.0] * 3
+
+    on_gpus(3, body, tmp_path)
+
+
+def test_who_cannot_prepare_a_call_hears_first_that_the_calls_differ(tmp_path, monkeypatch):
+    async def prepare(transport, jobs, launcher, *, as_ever=group_on_gpus.prepare):
+        if jobs[0].work.source.count == 5:
+            raise MemoryError("no room")
+        return await as_ever(transport, jobs, launcher)
+
+    monkeypatch.setattr(group_on_gpus, "prepare", prepare)
+
+    def body(rank, gpu):
+        x = sim.array(np.ones(3, "f4"))
+        rc.allreduce(x)
+        with pytest.raises(rc.MismatchError):
+            rc.allreduce(sim.array(np.ones(5 + rank, "f4")))
+        assert rc.allreduce(x).get().tolist() == [2.0] * 3
+        rc.allreduce(sim.array(np.ones(5, "f4")))
+
+    for error in with_fault(2, body, tmp_path, **choose("ipc")):
+        assert isinstance(error, MemoryError), error
+
+
 def test_named_operations_may_be_started_in_any_order(tmp_path):
     def body(rank):
         arrays = {name: sim.array(np.full(1000, i + rank)) for i, name in enumerate("abcdef")}
-        order = sorted(arrays, reverse=rank % 2)
-        handles = {n: rc.allreduce_async(arrays[n], name=n) for n in order}
-        return {n: handles[n].wait().get()[0] for n in "abcdef"}
+        for turn in range(3):  # from the second on the names are known
+            order = sorted(arrays, reverse=(rank + turn) % 2)
+            handles = {n: rc.allreduce_async(arrays[n], name=n) for n in order}
+            got = {n: handles[n].wait().get()[0] for n in "abcdef"}
+            assert got == {name: 4 * i + 6 for i, name in enumerate("abcdef")}
 
     for seed in range(3):
-        for got in on_gpus(4, body, tmp_path, seed=seed):
-            assert got == {name: 4 * i + 6 for i, name in enumerate("abcdef")}
+        on_gpus(4, body, tmp_path, seed=seed)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

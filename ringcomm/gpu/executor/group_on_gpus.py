@@ -23,7 +23,7 @@ from ringcomm.engine.core.ledger import NO_GROUP, base_of
 from ringcomm.engine.core.usable_or_broken import EngineState
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.cuda_call_thread import Launcher
-from ringcomm.gpu.executor.order_of_launches import PLACE_NBYTES, LaunchOrder
+from ringcomm.gpu.executor.order_of_launches import LaunchOrder
 from ringcomm.gpu.executor.points_on_streams import (
     Event,
     GpuMemory,
@@ -125,8 +125,6 @@ class GpuTeam:
             ConfigError: on all ranks, if RINGCOMM_GPU_TRANSPORT names an unusable transport.
             RingcommError: the arrays are on another GPU than those of earlier operations.
         """
-        if t.meeting is not None and not t.has_met:
-            await t.meet()
         if self._is_one_host is None:
             self._is_one_host = len(set(t.nodes)) == 1
         prepared = None
@@ -166,18 +164,23 @@ class GpuTeam:
         """Return the place, and the jobs if all ranks know the outlines of the first one.
 
         The ranks say all that in one round, which is always of the same form: this rank may not
-        have a transport yet when others have.
+        have a transport yet when others have. In shared memory they agree in it, too.
         """
-        prepared = None
+        prepared = failure = None
         transport = self.transport
         if jobs is not None and transport is not None and transport.has_outlines:
-            self._require_same_gpu(t, issue)
-            prepared = await prepare(transport, jobs, issue.memory.launcher)
-            await self._loaded.load(prepared.jobs, transport, issue.memory.idle_calls, t)
+            try:
+                self._require_same_gpu(t, issue)
+                prepared = await prepare(transport, jobs, issue.memory.launcher)
+                await self._loaded.load(prepared.jobs, transport, issue.memory.idle_calls, t)
+            except Exception as error:  # noqa: BLE001 - raised if the ranks agree
+                failure = error
         known = _NOTHING if prepared is None else b"\1" + prepared.outlines[0]
         place, of_all = await self.order.place_and_bytes(t, known)
+        if failure is not None:
+            raise failure
         if prepared is not None:
-            outlines = [each[1:-PLACE_NBYTES] for each in of_all if each[0]]
+            outlines = [each[1:] for each in of_all if each[0]]
             if len(outlines) == len(of_all):
                 prepared.first = outlines
                 return place, prepared

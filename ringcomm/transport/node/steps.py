@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ringcomm._core import NodeStep, start_copy, start_reduce
+from ringcomm._core import CopyStep, NodeStep, Places, start_copy, start_reduce
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.node import To
 
@@ -68,10 +68,13 @@ class NodeCopy:
 
     shown: Bytes  # array that the other ranks may read
     pulls: Sequence[tuple[int, int, Bytes]] = ()  # (rank, offset in its `shown`, out to fill)
+    places: Places | None = None  # of the first rank: it gives the step one, for all ranks
 
-    def begin(self, where: Meeting) -> NodeStep:
+    def begin(self, where: Meeting) -> CopyStep:
         """Start the step."""
-        return start_copy(where.team.team, where.slot, where.shown, self.shown, self.pulls)
+        return start_copy(
+            where.team.team, where.slot, where.shown, self.shown, self.pulls, self.places
+        )
 
 
 MEET: Final = NodeCopy(np.empty(0, np.uint8))  # compares fingerprints, and copies nothing
