@@ -113,25 +113,25 @@ class PipeClient(Client):
     """
 
     def __init__(self, *args):
-        self.blocks, self.n_in_place = {}, 0  # by part: memory of its server, and of the block
+        self.blocks, self.n_in_place = {}, 0  # by part: epoch, memory of the server and the block
         super().__init__(*args)
 
     def take(self, reply):
         header = reply.header
         if header.option & KNOWN_BLOCK and header.kind == Kind.REPLY:
             memory = self.net.memories[reply.source]
-            self.blocks[header.partition] = memory, _core.view(memory, *PLACE.unpack(reply.meta))
+            block = _core.view(memory, *PLACE.unpack(reply.meta))
+            self.blocks[header.partition] = header.view, memory, block
         super().take(reply)
 
     def read(self, part):
         is_idle = not any(
             header.table and header.partition == part for _, header, *_ in self.asked.values()
         )
-        if is_idle and part in self.blocks:
+        epoch, *where = self.blocks.get(part, (None,))
+        if is_idle and epoch == self.owners.orders[self.table, part].epoch:
             values = np.empty(BLOCK)
-            clock = _core.read_open_block(
-                *self.blocks[part], values.view(np.uint8), 0, self.clock_of_pull
-            )
+            clock = _core.read_open_block(*where, values.view(np.uint8), 0, self.clock_of_pull)
             if clock >= 0:
                 self.n_in_place += 1
                 self.net.require(part, values, self.net.least(part))
