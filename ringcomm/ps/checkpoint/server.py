@@ -77,6 +77,7 @@ class _Source(NamedTuple):
     specs: dict[int, Spec]
     records: dict[int, list[Record]]
     by_partition: dict[Partition, Record]
+    rounds: dict[int, int]
     read: Callable[[Record], State]
 
 
@@ -101,6 +102,7 @@ class Store:
         self.is_copy = self.has_restored = False
         self._taken: dict[int, list[_Item]] = {}
         self._roots: dict[int, Path] = {}
+        self._rounds: dict[int, dict[int, int]] = {}  # of hash tables, with those of earlier jobs
         self._is_there: dict[Path, bool] = {}
         self._saved: dict[Partition, _Saved] = {}
         self._prepared: dict[int, list[tuple[_Wanted, State]]] = {}
@@ -116,12 +118,15 @@ class Store:
     def begin(self, number: int, root: str) -> None:
         """Know a moment that is saved in a folder."""
         self._taken[number], self._roots[number] = [], Path(root)
+        self._rounds[number] = {}
         self._is_there.clear()
 
     def take(self, number: int, key: Key, part: DensePartition | Shard) -> None:
         """Copy what a unit has now, as far as it has changed since it was saved."""
         applied = self._core.unit_of(key).applied_without_pending()
         if isinstance(part, Shard):
+            if part.spec.mode.has_rounds and part.partitions:  # without, it may lack some
+                self._rounds[number][key[0]] = part.rounds_before + part.version
             for each in part.partitions:
                 rows = RowsPartition(part, each)
                 if not rows.is_empty:
@@ -152,11 +157,13 @@ class Store:
         """Forget what was taken and has not been written."""
         self._taken.pop(number, None)
         self._roots.pop(number, None)
+        self._rounds.pop(number, None)
 
     def clear(self) -> None:
         """Know nothing of tables that are gone; what is being written is written."""
         self._taken.clear()
         self._roots.clear()
+        self._rounds.clear()
         self._prepared.clear()
         self._saved = {}
 
@@ -172,7 +179,7 @@ class Store:
         """Write what was taken, beside everything else; reply when it is on disk."""
         content = json.loads(request.meta)
         number = content["id"]
-        items = self._taken[number]
+        items, rounds = self._taken[number], self._rounds[number]
         self.drop(number)
         if self.is_copy:  # what a client gets that asks again, once the other one is dead
             raise RingcommError(
@@ -186,7 +193,7 @@ class Store:
             try:
                 for each in before:
                     each.wait()  # one that was given up soon ends
-                return self._write(number, folder, items)
+                return {**self._write(number, folder, items), "rounds": rounds}
             finally:
                 del self._writing[number]
                 is_over.set()
@@ -256,7 +263,7 @@ class Store:
             saved = files.specs_of(manifest)
             source = _Source(folder, saved, records, {
                 record.partition: record for each in records.values() for record in each
-            }, files.reading(folder))  # fmt: skip
+            }, _rounds_in(manifest), files.reading(folder))  # fmt: skip
             if content["values_only"]:
                 plan = plan_load(saved, specs)
                 require_values(plan, folder, is_strict=content["is_strict"])
@@ -393,7 +400,18 @@ def _read(source: _Source, number: int, wanted: _Wanted) -> State:
     if isinstance(part, DensePartition):
         return files.cut(source.folder, spec, source.records[number], part.start, part.stop)
     record = source.by_partition.get((number, wanted.partition[1]))
-    return State({}) if record is None else files.read_state(source.folder, record)
+    state = State({}) if record is None else files.read_state(source.folder, record)
+    if number in source.rounds:
+        state.meta["rounds"] = source.rounds[number]
+    return state
+
+
+def _rounds_in(manifest: dict[str, Any]) -> dict[int, int]:
+    """Return how many rounds tables have had, in all jobs that led to a checkpoint."""
+    rounds = {int(table): n for table, n in manifest.get("rounds", {}).items()}  # of its own job
+    for entry in manifest["servers"]:  # which all say the same of a table, if anything
+        rounds |= {int(table): n for table, n in entry.get("rounds", {}).items()}
+    return rounds
 
 
 def _values_for(source: _Source, plan: LoadPlan, wanted: _Wanted) -> State | None:

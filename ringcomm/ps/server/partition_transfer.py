@@ -85,7 +85,10 @@ class Transfer:
             values = RowsPartition(contents.shard, part)
             held = contents.shard.held.share_of(part)
             applied = values.applied(unit.applied_without_pending())
-            more = {"n_keys": int(contents.shard.rows.n_keys()[part])}
+            more = {
+                "n_keys": int(contents.shard.rows.n_keys()[part]),
+                "rounds_before": contents.shard.rounds_before,
+            }
         state = values.state()
         state.arrays.update(held)
         return State({**state.meta, **more, "applied": applied}, state.arrays)
@@ -165,4 +168,5 @@ def put_rows(shard: Shard, part: int, state: State) -> None:
     rows.load(state)
     rows.merge_applied(state.meta["applied"])
     shard.own(part, state.meta["n_keys"])
+    shard.rounds_before = state.meta["rounds_before"]
     shard.held.add(held)

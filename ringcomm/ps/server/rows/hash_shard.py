@@ -65,6 +65,7 @@ class Shard:
         along: of partitions that came from other servers, or from a checkpoint: what was so there.
         stamp: of the last change; each change of rows has the next one.
         held: what the mean of a round is made of that waits for its release.
+        rounds_before: of jobs that this one goes on from; chances of new keys go on with them.
     """
 
     def __init__(self, spec: Spec, owners: list[int], index: int, now: Callable[[], float]) -> None:
@@ -89,7 +90,7 @@ class Shard:
         self.rows = _core.Shard(rows, np.array(owners, np.uint32), index)
         self.can_evict = self._evicts is not None
         self.version = 0
-        self.stamp = 0
+        self.stamp = self.rounds_before = 0
         self.traffic = Traffic()
         self.along: dict[int, dict[int, int]] = {}
         self._along_last: dict[int, int] = {}  # of them all: pushes are soon beyond it
@@ -177,7 +178,8 @@ class Shard:
         code = self.updater.code if code is None else code
         began, at = time.perf_counter(), self.now()
         stamp = self.stamp + 1
-        draw = _OUTSIDE_ROUNDS + stamp if number is None else number  # alike on all servers
+        # Of a round it is alike on all servers.
+        draw = _OUTSIDE_ROUNDS + stamp if number is None else number + self.rounds_before
         _, rejected, admitted = self.rows.push(sources, code, hyper, divisor, at, stamp, draw)
         self.stamp = stamp
         self.n_rejected += rejected

@@ -70,6 +70,8 @@ class RowsPartition:
     def load(self, state: State) -> None:
         """Become what another partition of this number was; without arrays, empty."""
         self._load({name: np.array(array) for name, array in state.arrays.items()})
+        if "rounds" in state.meta:  # of a checkpoint
+            self.shard.rounds_before = state.meta["rounds"] - self.shard.version
 
     def load_values(self, state: State) -> None:
         """Load the values of another partition, as rows that were not updated yet."""
