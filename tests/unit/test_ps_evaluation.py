@@ -130,6 +130,17 @@ def test_pulls_of_a_snapshot_do_not_change_while_others_push():
     assert run_workers(1, body, 2) == [True]
 
 
+def test_a_dense_table_that_a_snapshot_does_not_hold_is_an_error():
+    def body(_):
+        with ps.snapshot():
+            table = ps.table("late", 4, updater=ps.optim.Add(), init=np.ones(4))
+            with pytest.raises(KeyError, match=r"pull\[late\]: the snapshot does not hold it"):
+                table.pull().wait()
+        return table.pull().wait().tolist()
+
+    assert run_workers(1, body, 2) == [[1.0] * 4]
+
+
 def test_a_mark_behind_init_is_refused():
     def body(rank):
         with pytest.raises(rc.ConfigError, match=r"must stand before ps.init"):

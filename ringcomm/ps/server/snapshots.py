@@ -45,6 +45,10 @@ class Snapshots:
         copy[:] = values.view(np.uint8)
         self._copies[number][key] = copy, part.version
 
+    def has(self, number: int, key: Key) -> bool:
+        """Return True if a snapshot holds a dense partition."""
+        return key in self._copies[number]
+
     def values(self, number: int, key: Key) -> tuple[Bytes, int]:
         """Return the bytes of a dense partition, and its version. Raises KeyError."""
         return self._copies[number][key]

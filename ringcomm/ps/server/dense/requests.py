@@ -107,12 +107,16 @@ class DenseRequests:
     # --- reads ----------------------------------------------------------------------------------
     def serve_held(self, request: Delivery, key: Key, part: DensePartition) -> bool:
         """Answer a pull of a snapshot; return False if it is none."""
-        del part
         number = request.header.place
         if not number:
             return False
         if number not in self._snapshots:
             raise KeyError(f"no snapshot {number} is held")
+        if not self._snapshots.has(number, key):
+            raise KeyError(
+                f"pull[{part.spec.name}]: the snapshot does not hold it. Open a table before "
+                "ps.snapshot()"
+            )
         body, version = self._snapshots.values(number, key)
         self._reply(request, body=body, clock=version)
         return True
