@@ -158,6 +158,19 @@ class Session:
         """True on a rank that has taken the place of another: nobody meets it in collectives."""
         return self.engine.job_rank in self.layout.joined
 
+    @property
+    def is_evaluator(self) -> bool:
+        """True on a rank that evaluates, also in the place of another."""
+        return self.layout.role_of(self.engine.job_rank) == "evaluator"
+
+    @property
+    def takes_what_servers_have(self) -> bool:
+        """True where wrapping a model is no collective call: it fetches what the others have made.
+
+        Each evaluator reads for itself, and goes on when another one dies.
+        """
+        return self.is_newcomer or self.is_evaluator
+
     def has_mode(self, *names: str) -> bool:
         """Return True if this process has opened a table whose mode has one of these names."""
         return any(table.mode.name in names for table in [*self.tables.values()])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -30,6 +32,17 @@ def next_number(group: Group) -> int:
     number = _counts.get(group, 0) + 1
     _counts[group] = number
     return number
+
+
+@contextlib.contextmanager
+def same_number_if_called_again(group: Group) -> Iterator[None]:
+    """Give back the numbers that were drawn in the block, if it raises."""
+    before = _counts.get(group, 0)
+    try:
+        yield
+    except BaseException:
+        _counts[group] = before
+        raise
 
 
 def checked_samples(n: float) -> float:

@@ -81,7 +81,7 @@ def convert(
         }  # fmt: skip
         new = _made(old, options)
         taken.add(name)
-        if not session().is_newcomer:  # else the servers have the rows
+        if not session().takes_what_servers_have:  # then they have the rows
             if is_chief():
                 new.load(old.weight)
             collectives.barrier(name=f"{_WHO}[{name}]", group=session().group)

@@ -40,7 +40,7 @@ def catch_up(session: Session, name: str) -> None:
     another's steps within a collective call, it would wait for ever.
     """
     mine = np.array([session.clock])
-    if session.is_newcomer:
+    if session.takes_what_servers_have:
         return
     most = int(collectives.allreduce(mine, MAX, name=name, group=session.group)[0])
     if most > session.clock:

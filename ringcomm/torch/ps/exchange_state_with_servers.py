@@ -87,9 +87,9 @@ class Recovery:
 def push_state(feeder: Feeder, state: Mapping[Any, Any]) -> None:
     """Give the chief's values and state to the servers, and the values to all. Collective.
 
-    A newcomer takes the servers' values: what they have is newer than what it begins with.
+    Newcomers and evaluators take the servers' values: what they begin with is older.
     """
-    if feeder.session.is_newcomer:
+    if feeder.session.takes_what_servers_have:
         feeder.pusher.forget_updaters()
         for bucket in feeder.pusher.buckets:
             bucket.table.updater = feeder.pusher.updater_for(bucket)

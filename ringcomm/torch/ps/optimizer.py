@@ -18,9 +18,12 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
 from ringcomm.ps.checkpoint.recover_by_itself import recovered_from, require_alone
 from ringcomm.ps.job import size
-from ringcomm.ps.session import is_chief, session
+from ringcomm.ps.session import Session, is_chief, session
 from ringcomm.ps.update_modes import Mode, mode_of
 from ringcomm.torch.backward.loss_of_all_ranks import goes_by_loss, loss_of_all_ranks
+from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
+    same_number_if_called_again,
+)
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import derive, name_last_group, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
@@ -154,16 +157,23 @@ def DistributedOptimizer(
                 "it. Leave worker_spares= out, or use an optimizer whose updates the servers make"
             )
     require_alone(session(), is_on_servers=class_name is not None)
-    feeder = Feeder(
-        named, optimizer.param_groups, options, backward_passes_per_step, served_buffers
-    )
-    if options.class_name is not None:
-        push_state(feeder, optimizer.state)
-        optimizer.state.clear()
+    with _tried_again_by_evaluators(session()):
+        feeder = Feeder(
+            named, optimizer.param_groups, options, backward_passes_per_step, served_buffers
+        )
+        if options.class_name is not None:
+            push_state(feeder, optimizer.state)
+            optimizer.state.clear()
     recovery = Recovery(feeder)
     return derive(
         optimizer, _Served, _feeder=feeder, _nested=NestedOptimizers(optimizer), _recovery=recovery
     )
+
+
+def _tried_again_by_evaluators(current: Session) -> contextlib.AbstractContextManager[None]:
+    """Let an evaluator, whose function is called again after a recovery, find the same tables."""
+    is_one = current.is_evaluator
+    return same_number_if_called_again(current.group) if is_one else contextlib.nullcontext()
 
 
 def _compression(compression: Any) -> Codec | None:

@@ -349,7 +349,7 @@ def _require_alike(feeder: Feeder, what: str, mine: OptimizerSummary) -> None:
 
     They enter the comparison later then, and need no more of this worker than that it has entered.
     """
-    if feeder.session.is_newcomer:  # the others have compared it long since
+    if feeder.session.takes_what_servers_have:  # the others have compared it long since
         return
     name, client = f"{what} (ps optimizer {feeder.number})", feeder.session.client
     check = ConsistencyCheck(mine, name, feeder.session.group)
