@@ -19,8 +19,9 @@ from ringcomm.ps.checkpoint.client import restore_tables
 from ringcomm.ps.checkpoint.when_to_save import Periodic
 from ringcomm.ps.client.rows.rows_ahead import Prefetched
 from ringcomm.ps.job import session
-from ringcomm.ps.protocol.frames import Meeting
+from ringcomm.ps.protocol.frames import Kind, Meeting
 from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.server import Server
 from ringcomm.ps.update_modes import Mode
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
@@ -81,6 +82,27 @@ def test_the_last_server_ends_the_job():
 
     results = run_all(2, body, 1, settings=ELASTIC)
     assert [type(each) for each in results] == [rc.PeerFailedError] * 2 + [Killed]
+
+
+def test_a_joint_pull_fails_at_once_if_a_server_dies_before_it_has_answered(monkeypatch):
+    on_request = Server.on_request
+
+    def die(server, request):
+        if request.header.kind == Kind.PULLS and server.index == 1:
+            raise Killed
+        on_request(server, request)
+
+    monkeypatch.setattr(Server, "on_request", die)
+
+    def body(rank):
+        a, b = (ps.hashtable(name, 2, updater=ps.optim.Add()) for name in "ab")
+        future = ps.pull_many([(a, KEYS), (b, KEYS)])
+        with pytest.raises(rc.ServerLostError, match=r"pull_many\[2 tables\]: server 1"):
+            future.wait(DEADLINE_S / 4)
+        return "told"
+
+    settings = Settings(timeout_s=DEADLINE_S, elastic=1, stall_warning_s=0)  # it would tell, too
+    assert ended(run_all(1, body, 2, settings=settings), 1)[0] == "told"
 
 
 # --- recover ------------------------------------------------------------------------------------

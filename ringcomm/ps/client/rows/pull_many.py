@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ringcomm.errors import ServerLostError
 from ringcomm.ps.client.future import Future, FutureOfAll
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.client.rows.build_requests import may_place
@@ -179,12 +180,23 @@ class _Batch:
         requests = [self._request(share, is_near=share.server in near) for share in split]
         replied: Future[None] = Future(self._client, self._label, len(requests), lambda: None)
         self._client.reserve(requests, replied, needs_credit=True)
+        replied.then(self._pass_on_loss)
         for k, part in enumerate(parts):
             servers = {share.server for share in split if share.counts[k]}
             part.joined.call.n_out = len(servers)
             part.future.expect(len(servers) - 1)
             part.future.awaited.update(servers)
         return requests
+
+    def _pass_on_loss(self, replied: Future[None]) -> None:
+        """Fail all parts if a server died before it had answered; called in the loop."""
+        try:
+            replied.wait()
+        except ServerLostError as error:
+            for part in self._parts:
+                part.future.fail(error)
+        except Exception:  # noqa: BLE001 - _take() has failed the parts that it concerns
+            return
 
     def _request(self, share: Share, *, is_near: bool) -> Request:
         """Return the request to a server: records, keys, and perhaps places of rows."""
