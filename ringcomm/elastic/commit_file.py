@@ -36,9 +36,28 @@ class KeptFile:
         self.path = Path(path).absolute()
         self._every = every
         self._count = -1  # descriptor, once this rank writes
+        self._has_failed = False  # in the last attempt
 
     def keep(self, n_commits: int, copies: dict[str, Any]) -> None:
-        """Keep a commit, or count it. Raises OSError if that is not possible."""
+        """Keep a commit, or count it. If that is not possible, log it: training goes on.
+
+        An error would end rank 0, and then whoever is rank 0 next, until nobody is left.
+        """
+        try:
+            self._write(n_commits, copies)
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                _log.warning(
+                    "elastic: commit %d cannot be kept in %s: %s. Training goes on; a job that is "
+                    "started again begins with an earlier commit",
+                    n_commits,
+                    self.path,
+                    error,
+                )
+            self._has_failed = True
+
+    def _write(self, n_commits: int, copies: dict[str, Any]) -> None:
         if n_commits % self._every == 0:
             content = {"format": _FORMAT, "n_commits": n_commits, "copies": copies}
             with replacing(self.path) as file:

@@ -125,7 +125,8 @@ class State(ABC):
         Call it on all ranks, before the function with elastic.run. A job that is started again
         begins with the commit that is in the file, on any number of ranks; rank 0 logs how many
         later ones are lost. Rank 0 writes in commit(), the file as a whole or not at all; other
-        ranks may become rank 0, so all hosts must see the file. Remove it to begin anew.
+        ranks may become rank 0, so all hosts must see the file. Remove it to begin anew. If it
+        cannot be written, rank 0 logs that, and training goes on.
 
         Raises:
             TypeError: the class has save() and restore() of its own, and does not say in COPIES

@@ -42,6 +42,19 @@ def test_a_job_goes_on_from_the_newest_commit_in_the_file_and_says_what_is_lost(
     assert len([t for t in texts if f"from commit {kept}" in t and n_lost in t]) == 1, texts
 
 
+@pytest.mark.parametrize("every", [1, 100])
+def test_training_goes_on_while_the_file_cannot_be_written(every, tmp_path, caplog):
+    disk, folder = tmp_path / "disk", tmp_path / "folder"
+    folder.symlink_to(disk)  # not mounted
+    with caplog.at_level(logging.WARNING, "ringcomm"):
+        assert train(folder / "state", 2, 7, every=every) == [(0, [0, 0, 0], 0)] * 2
+    (text,) = [each.getMessage() for each in caplog.records]
+    assert f"commit 1 cannot be kept in {folder / 'state'}: " in text
+    disk.mkdir()
+    assert train(folder / "state", 2, 100, every=every) == [(0, [0, 0, 0], 0)] * 2
+    assert train(folder / "state", 2, 101, every=every) == [(100, [100] * 3, 100)] * 2
+
+
 def test_a_file_of_another_state_is_refused_on_all_ranks(tmp_path):
     path = tmp_path / "state"
     train(path, 1, 2)
