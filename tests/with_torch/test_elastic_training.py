@@ -357,3 +357,55 @@ def test_a_rate_is_scaled_from_the_ranks_of_the_commit_to_those_of_today(rule, f
 def test_an_unknown_rule_for_rates_is_an_error_at_once():
     with pytest.raises(ValueError, match="scale_lr is linear or sqrt, or None, not 'cubic'"):
         TorchState(scale_lr="cubic")
+
+
+@pytest.mark.parametrize("kind", ["plain", "averaging", "sharded"])
+def test_groups_that_were_added_after_a_commit_go_with_it_and_can_be_added_again(kind):
+    def body(rank):
+        torch.manual_seed(0)
+        head, body = torch.nn.Linear(3, 2), torch.nn.Linear(3, 3)
+        optimizer = torch.optim.Adam(head.parameters(), lr=0.1)
+        if kind != "plain":
+            optimizer = hvd.DistributedOptimizer(optimizer, shard_state=int(kind == "sharded"))
+        state = TorchState(torch.nn.Sequential(body, head), optimizer)
+
+        def steps(n):
+            for _ in range(n):
+                optimizer.zero_grad()
+                head(body(torch.ones(1, 3))).sum().backward()
+                optimizer.step()
+            return [each.detach().clone() for each in [*body.parameters(), *head.parameters()]]
+
+        def add_group():
+            optimizer.zero_grad()
+            body.zero_grad()
+            optimizer.add_param_group({"params": body.parameters(), "lr": 0.2})
+
+        steps(2)
+        state.commit()
+        found = []
+        for _ in range(2):
+            steps(1)
+            add_group()
+            found.append(steps(2))
+            state.restore()
+            assert len(optimizer.param_groups) == 1
+            assert head.weight.grad is None
+            assert body.weight.grad is None
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+    run_ranks(1 if kind == "plain" else 2, body)
+
+
+def test_a_process_that_joins_with_fewer_groups_than_the_commit_is_told_so():
+    def body(rank):
+        first, second = torch.nn.Linear(3, 2), torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+        state = TorchState(optimizer=optimizer)
+        if rank == 0:
+            optimizer.add_param_group({"params": second.parameters()})
+            state.commit()
+        state.sync()
+
+    with pytest.raises(rc.RingcommError, match=r"has 2 groups .* of optimizer, and here it has 1"):
+        run_ranks(2, body)

@@ -17,6 +17,7 @@ from ringcomm.elastic.checksum import checksum_of
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import is_initialized, size
 from ringcomm.errors import ConfigError
+from ringcomm.torch.elastic.groups_of_a_commit import go_back_to_groups
 from ringcomm.torch.elastic.sampler import ElasticSampler, Position
 from ringcomm.torch.optim.averaging_optimizer import AveragingOptimizer, StateSharding
 from ringcomm.torch.training.broadcast_states import broadcast_tree
@@ -199,6 +200,7 @@ class TorchState(ObjectState):
                 each.load_state_dict(saved["state"])
                 continue
             state = copy.deepcopy(saved["state"])  # it may keep the tensors
+            go_back_to_groups(each, name, len(state["param_groups"]))
             if isinstance(each, StateSharding):
                 each.restore(state)
             else:

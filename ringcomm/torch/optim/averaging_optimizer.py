@@ -171,6 +171,12 @@ class AveragingOptimizer(Optimizer):
         if reducer is not None:
             reducer.follow([*reducer.named, *name_last_group(self)])
 
+    def remove_param_groups(self, n_kept: int) -> None:
+        """Undo add_param_group() for all groups but the first `n_kept`; on every rank."""
+        del self.param_groups[n_kept:]
+        held = {id(p) for group in self.param_groups for p in group["params"]}
+        self._reducer.follow([each for each in self._reducer.named if id(each[1]) in held])
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         reducer = self._reducer
         names = [slot.name for slot in reducer.slots]
