@@ -27,6 +27,7 @@ from harness import (
 )
 
 from ringcomm.launch.dashboard.access import Asked, Gate, judge
+from ringcomm.launch.dashboard.source import Source
 from ringcomm.launch.job.run_folder import RunFolder
 
 GATE = Gate(8000, "secret")
@@ -207,6 +208,28 @@ def test_a_finished_run_is_shown_from_its_folder(dashboard, tmp_path):
     answer = page.ask("/log/1", **page.cookie)
     assert answer.read().decode() == "<b>Ä</b>\n"
     assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+@pytest.mark.parametrize(
+    ("code", "first", "codes", "bad"),
+    [
+        (3, 1, {"0": 1, "1": 3, "2": 1}, [1]),  # the others ended because of it
+        (75, None, {"0": 75, "1": 0, "2": 75}, []),  # asked to stop
+        (75, None, {"0": 75, "1": 137, "2": 75}, [1]),  # elastic, and could not go on
+        (0, None, {"0": 0, "1": 137, "2": None}, [1, 2]),  # elastic, and went on
+        (1, None, {"0": 75, "1": 0, "2": 0}, [0]),
+    ],
+)
+def test_of_a_finished_run_those_are_bad_that_failed_by_themselves(
+    code, first, codes, bad, tmp_path
+):
+    (tmp_path / "run.json").write_text("{}")
+    end = {"code": code, "what": "", "rank": first, "report": "", "exit_codes": codes}
+    (tmp_path / "end.json").write_text(json.dumps(end))
+    (tmp_path / "metrics-2.jsonl").write_text('{"time": 1.5, "rank": 0.25}\n')
+    source = Source(RunFolder(tmp_path))
+    assert [each["rank"] for each in source.state()["ranks"] if each["is_bad"]] == bad
+    assert [each["rank"] for each in source.metrics({})] == [2]  # not what the program calls so
 
 
 def test_the_server_answers_as_the_matrix_says(dashboard, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
 import threading
 import time
@@ -79,7 +80,7 @@ class Source:
             positions[path.name] = positions.get(path.name, 0) + len(whole)
             for line in whole.splitlines():
                 with contextlib.suppress(ValueError):
-                    found.append({"rank": rank, **json.loads(line)})
+                    found.append({**json.loads(line), "rank": rank})
         return found
 
     def log(self, rank: int) -> str:
@@ -157,13 +158,16 @@ def newest_run(runs: Path) -> RunFolder | None:
 
 
 def _rows_of_end(end: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return rows of ranks that are gone, by the record of their run."""
-    codes = (end or {}).get("exit_codes", {})
+    """Return rows of ranks that are gone, by the record of their run; bad: who failed first."""
+    if end is None:
+        return []
+    good = {0, os.EX_TEMPFAIL} if end["code"] == os.EX_TEMPFAIL else {0}  # it was asked to stop
+    first = None if end["rank"] is None else str(end["rank"])
     return [
         {
             "rank": int(rank),
             "state": "left no exit code" if code is None else f"exit {code}",
-            "is_bad": code != 0,
+            "is_bad": code not in good if first is None else rank == first,
         }
-        for rank, code in codes.items()
+        for rank, code in end["exit_codes"].items()
     ]
