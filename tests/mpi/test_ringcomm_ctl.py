@@ -97,6 +97,8 @@ def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp
     refused = [["set", "x=3"], ["set", "lr=a"], ["set", "batch=2"], ["pause"], ["timeline", "stop"]]
     assert [ctl(tmp_path, *words)[0] for words in refused] == [1] * len(refused)
     assert ctl(tmp_path, "timeline", "start")[0] == 0
+    code, said = ctl(tmp_path, "timeline", "start")  # would begin the files anew
+    assert (code, "recorded already, in" in said) == (1, True), said
     code, said = ctl(tmp_path, "frob")
     assert (code, "stacks" in said) == (2, True), said
     shown = run_command(

@@ -160,6 +160,13 @@ def test_anything_else_is_no_command(words):
         parse(words)
 
 
+def test_a_word_of_the_caller_with_more_words_is_not_called_unknown():
+    with pytest.raises(ValueError, match=r"^usage: stacks$"):
+        parse(["stacks", "now"], others=("stacks",))
+    with pytest.raises(ValueError, match=r"'stack' is no command; .* timeline, stacks$"):
+        parse(["stack"], others=("stacks",))
+
+
 def test_each_command_of_the_list_can_be_read():
     arguments = {"scale": ["2"], "set": ["a=1"], "timeline": ["start"]}
     assert [parse([word, *arguments.get(word, [])]).word for word in COMMANDS] == [*COMMANDS]

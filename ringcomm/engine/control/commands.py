@@ -52,9 +52,11 @@ class Command:
 def parse(words: Sequence[str], *, others: Sequence[str] = ()) -> Command:
     """Return the command that these words are. Raises ValueError, which says what is wrong.
 
-    others: words that the caller knows, too.
+    others: words that the caller knows, too; alone, for it takes these itself.
     """
     word, *rest = list(words) or [""]
+    if word in others:
+        raise ValueError(f"usage: {word}")
     if word not in COMMANDS:
         raise ValueError(f"{word!r} is no command; there are {', '.join([*COMMANDS, *others])}")
     usage, _ = COMMANDS[word]

@@ -44,13 +44,16 @@ def refusal(
     can_save: bool,
 ) -> str:
     """Return why this program cannot take a command; "" if it can."""
-    has_timeline = engine.pending.timeline is not None
+    timeline = engine.pending.timeline
     why = {
         "pause": "the job is paused already" if is_paused else "",
         "resume": "" if is_paused else "the job is not paused",
         "checkpoint": "" if can_save else _NO_CHECKPOINT,
-        "timeline": "" if has_timeline or command.value == "start" else "no timeline is recorded",
     }
+    if command.word == "timeline" and command.value == "stop":
+        return "no timeline is recorded" if timeline is None else ""
+    if command.word == "timeline" and timeline is not None:  # its file would be begun anew
+        return f"a timeline is recorded already, in {timeline.path}"
     if command.word == "set":
         try:
             program.checked(command.name, command.value)
