@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import pkgutil
 import sys
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after --help and --version (code 0), or a wrong command line (code 2).
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # names that the terminal's charset lacks
     args = _parser().parse_args(argv)
     target, _ = _COMMANDS[args.command]
     try:

@@ -27,7 +27,14 @@ from harness import (
 )
 
 from ringcomm.launch.watch.late_rank import History, late_rank
-from ringcomm.launch.watch.rank_rows import COLUMNS, Process, RankSample, as_json, row_of
+from ringcomm.launch.watch.rank_rows import (
+    COLUMNS,
+    Process,
+    RankSample,
+    as_json,
+    latest_events,
+    row_of,
+)
 from ringcomm.launch.watch.top import Jobs, _by_rank, _rich
 from ringcomm.status.page_enums import Ending
 
@@ -123,13 +130,21 @@ def test_a_stopped_rank_is_shown_as_such(hanging, tmp_path):
     wait_until(lambda: facts_of(tmp_path)[1]["state"] == "computes", "it does not go on")
 
 
-def test_the_live_table_goes_on_until_the_job_is_over(hanging, tmp_path):
+@pytest.mark.parametrize(
+    ("terminal", "row"),
+    [
+        ({}, r"waits.*17.*allreduce\[layer3\.weight\]"),
+        ({"TERM": "dumb"}, r"waits.*17.*allreduce\[layer3\.weight\]"),  # a table after the other
+        ({"PYTHONIOENCODING": "latin-1", "COLUMNS": "60"}, r"wa\S*.*17.*\?"),  # has no ellipsis
+    ],
+)
+def test_the_live_table_goes_on_until_the_job_is_over(terminal, row, hanging, tmp_path):
     pytest.importorskip("rich", reason="the core is tested without rich, too")
     job = facts_of(tmp_path)[0]["job"]
     ours, theirs = os.openpty()
     shown = subprocess.Popen(
         [BIN / "ringcomm", "top", job, "--interval", "0.1"],
-        env=job_environment({"COLUMNS": "200", "LINES": "50", "TERM": "xterm"}),
+        env=job_environment({"COLUMNS": "200", "LINES": "50", "TERM": "xterm"} | terminal),
         stdin=subprocess.DEVNULL,
         stdout=theirs,
     )
@@ -138,11 +153,11 @@ def test_the_live_table_goes_on_until_the_job_is_over(hanging, tmp_path):
     with contextlib.suppress(OSError):  # the end of a terminal
         while piece := os.read(ours, 1 << 16).decode(errors="replace"):
             text += piece
-            if "layer3.weight" in text:
+            if re.search(row, text):
                 (tmp_path / "go on").touch()
     os.close(ours)
     assert shown.wait(HANG_S) == 0
-    assert re.search(r"waits.*17.*allreduce\[layer3\.weight\]", text)
+    assert re.search(row, text)
     assert "ringcomm top: all jobs are over" in text
 
 
@@ -356,6 +371,20 @@ def test_numbers_that_json_lacks_are_texts():
 def test_long_names_are_shortened():
     row = row_of(sample(10, op_state=1, op_name="x" * 100), None)
     assert row.texts[COLUMNS.index("operation")] == "x" * 37 + "..."
+
+
+def test_texts_of_a_program_break_no_line_and_give_a_terminal_no_command():
+    text = "a\nb\x1b[31m\u009b"
+    seen = replace(
+        sample(10, op_state=1, op_name=text, ending=f"raised E: {text}"),
+        scalars=[(text, 3, 0.5)],
+        events=[(10**9, text)],
+    )
+    shown = [*row_of(seen, None).texts, *latest_events([seen], 5)]
+    assert all(each.isprintable() for each in shown), shown
+    assert shown[COLUMNS.index("scalars")] == "a b [31m =0.5"
+    assert shown[-1].endswith("rank 3: a b [31m ")
+    assert as_json(seen)["events"] == [text]
 
 
 def lines_at_width(width, samples):

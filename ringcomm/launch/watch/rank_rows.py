@@ -93,13 +93,15 @@ def row_of(now: RankSample, before: RankSample | None) -> Row:
     texts = (
         str(now.rank),
         str(page["pid"]),
-        state,
+        _one_line(state),
         str(_step(now)),
-        _shortened(page["op_name"]) if is_running else "",
+        _one_line(_shortened(page["op_name"])) if is_running else "",
         f"{seconds:.1f} s" if is_running else "",
         *_rates(now, before),
         *_memory(now.process),
-        " ".join(f"{name}={value:.4g}" for name, _, value in now.scalars[:_SHOWN_SCALARS]),
+        " ".join(
+            f"{_one_line(name)}={value:.4g}" for name, _, value in now.scalars[:_SHOWN_SCALARS]
+        ),
     )
     return Row(texts, is_bad)
 
@@ -121,7 +123,9 @@ def latest_events(samples: Sequence[RankSample], count: int) -> list[str]:
         for each in samples
         for time_ns, text in each.events
     )[-count:]
-    return [f"{-since / 1e9:6.0f} s ago  rank {rank}: {text}" for since, rank, text in events]
+    return [
+        f"{-since / 1e9:6.0f} s ago  rank {rank}: {_one_line(text)}" for since, rank, text in events
+    ]
 
 
 def as_json(now: RankSample) -> dict[str, Any]:
@@ -204,6 +208,11 @@ def _memory(process: Process | None) -> tuple[str, str]:
 
 def _amount(nbytes: int) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+
+
+def _one_line(text: str) -> str:
+    """Return a program's text for a terminal: without line ends and escape sequences."""
+    return "".join(each if each.isprintable() else " " for each in text)
 
 
 def _shortened(text: str) -> str:

@@ -139,7 +139,7 @@ class Jobs:
 def _watch(jobs: Jobs, interval_s: float) -> int:
     """Show the jobs until all are over."""
     try:
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and _has_screen():
             _on_terminal(jobs, interval_s)
         else:
             for samples, before in _looks(jobs, interval_s):
@@ -172,6 +172,13 @@ def _serve(at: int, job: str) -> int:
         print(f"ringcomm top: port {at}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
+
+
+def _has_screen() -> bool:
+    """Return whether the terminal can draw a table anew: rich shows nothing on one that cannot."""
+    from rich.console import Console
+
+    return not Console().is_dumb_terminal
 
 
 def _on_terminal(jobs: Jobs, interval_s: float) -> None:
