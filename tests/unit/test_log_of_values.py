@@ -59,3 +59,19 @@ def test_a_file_that_cannot_be_opened_is_one_warning(metrics, caplog):
     log_steps(range(3))
     (warning,) = [each.getMessage() for each in caplog.records]
     assert f"{metrics} cannot be written: Is a directory" in warning
+
+
+def test_names_that_a_line_cannot_have_are_refused(metrics):
+    def body(_):
+        with pytest.raises(ValueError, match="has 'time' itself: give the value another name"):
+            rc.log(step=1, time=0.25)
+        with pytest.raises(ValueError, match=r"has 'step' itself: pass log\(step=\)"):
+            rc.log({"step": 3, "loss": 0.5})
+        with pytest.raises(TypeError, match="the name 7 must be a str"):
+            rc.log({7: 0.5})
+        rc.log({"\ud800": 0.5, "rank": 2})
+
+    run_ranks(1, body)
+    (line,) = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert line.pop("time") > 1e9
+    assert line == {"?": 0.5, "rank": 2.0}

@@ -21,6 +21,7 @@ from ringcomm.status.json_numbers import json_number
 _log: Final = logging.getLogger("ringcomm")
 _NO_STEP: Final = -1
 _FLUSH_S: Final = 5
+_OF_THE_LINE: Final = ("time", "step")  # what each line of a rank's file has itself
 _Tracker = Callable[[dict[str, float], int | None], object]
 _trackers: list[_Tracker] = []
 _tensorboards: dict[str, _Tracker] = {}  # by folder
@@ -31,11 +32,12 @@ def log(
 ) -> None:
     """Record values of this rank: rc.log(step=7, loss=0.5). Not collective.
 
-    `ringcomm top` shows the latest values, of at most 32 names per rank. In a job of `ringcomm
-    run`, each call adds a line to metrics.jsonl in the run's folder, or to metrics-<rank>.jsonl on
-    other ranks than 0. If that file cannot be written, this is one warning, and no error. On rank
-    0, trackers get the values, too; see log_to(). With RINGCOMM_TENSORBOARD=folder, TensorBoard is
-    one of them; tensorboard or tensorboardX writes it.
+    `ringcomm top` shows the latest values of the first 4 names, and `ringcomm top --json` those of
+    the first 32 names, per rank. In a job of `ringcomm run`, each call adds a line to metrics.jsonl
+    in the run's folder, or to metrics-<rank>.jsonl on other ranks than 0. If that file cannot be
+    written, this is one warning, and no error. On rank 0, trackers get the values, too; see
+    log_to(). With RINGCOMM_TENSORBOARD=folder, TensorBoard is one of them; tensorboard or
+    tensorboardX writes it.
 
     Args:
         values: further values by name, for names such as "train/loss".
@@ -44,14 +46,16 @@ def log(
             element. A value on a GPU is waited for.
 
     Raises:
-        TypeError: a value is no number, or step is no whole number.
-        ValueError: step is less than 0, or 2**63 or more.
+        TypeError: a value is no number, a name no text, or step no whole number.
+        ValueError: step is less than 0, or 2**63 or more, or a value is called "time" or "step":
+            a line of the file has these itself.
         ConfigError: RINGCOMM_TENSORBOARD is set, and neither package is there.
         NotInitializedError: init() has not run.
     """
     this = engine()
     whole = None if step is None else _step(step)
-    found = {name: _number(name, value) for name, value in {**(values or {}), **scalars}.items()}
+    given = {**(values or {}), **scalars}
+    found = {_checked(name): _number(name, value) for name, value in given.items()}
     for name, number in found.items():
         if this.page is not None:
             this.page.log_scalar(name, _NO_STEP if whole is None else whole, number)
@@ -142,6 +146,16 @@ def _step(step: int) -> int:
     if not 0 <= whole < 1 << 63:
         raise ValueError(f"log: step is {whole}; it must be at least 0 and less than 2**63")
     return whole
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"log: the name {name!r} must be a str")
+    if name in _OF_THE_LINE:
+        instead = "pass log(step=)" if name == "step" else "give the value another name"
+        raise ValueError(f"log: each line of metrics.jsonl has {name!r} itself: {instead}")
+    return name.encode(errors="replace").decode()  # lone surrogates
 
 
 def _number(name: str, value: Any) -> float:
