@@ -163,6 +163,8 @@ def test_models_with_the_same_names_are_told_apart(tmp_path):
         ps.model_state_dict(tmp_path)
     for number, bias in ((1, first), (2, second)):
         assert torch.equal(ps.model_state_dict(tmp_path, optimizer=number)["bias"], bias)
+    with pytest.raises(ValueError, match="optimizer is 3, and the checkpoint has 1, 2"):
+        ps.model_state_dict(tmp_path, optimizer=3)
 
     def split(rank):  # another job wraps the second model alone
         net = nn.Linear(3, 2)

@@ -221,14 +221,22 @@ def model_state_dict(path: str | Path, *, optimizer: int | None = None) -> dict[
             ps.DistributedOptimizer(), and so on; None: all.
 
     Raises:
-        ValueError: optimizer is None, and two have other values under one name.
+        ValueError: optimizer is None, and two have other values under one name; or the checkpoint
+            has no optimizer of this number.
         FileNotFoundError: there is no checkpoint.
         BrokenFileError: none can be used; it names the files.
     """
     out: dict[str, torch.Tensor] = {}
     scope_of: dict[str, str] = {}
-    for scope, name, dtype, array in read_parts(path):
-        if not scope or optimizer not in (None, int(scope.rpartition(" ")[2])):
+    parts = [each for each in read_parts(path) if each[0]]
+    numbers = sorted({_number_in(scope) for scope, *_ in parts})
+    if optimizer is not None and optimizer not in numbers:
+        raise ValueError(
+            f"ps.model_state_dict: optimizer is {optimizer!r}, and the checkpoint has "
+            f"{', '.join(map(str, numbers)) or 'none'}"
+        )
+    for scope, name, dtype, array in parts:
+        if optimizer not in (None, _number_in(scope)):
             continue
         value = torch.from_numpy(np.array(array))
         value = value.to(getattr(torch, dtype)) if dtype else value
@@ -239,3 +247,7 @@ def model_state_dict(path: str | Path, *, optimizer: int | None = None) -> dict[
             )
         out[name], scope_of[name] = value, scope
     return out
+
+
+def _number_in(scope: str) -> int:
+    return int(scope.rpartition(" ")[2])
