@@ -60,6 +60,27 @@ def test_what_is_wrong_is_said(given, arguments, variables, toml, text):
         rc.Params(lr=0.1, batch=64, deep=True)
 
 
+def test_negative_numbers_may_have_an_exponent(given):
+    given(["--lr", "-1e-3", "--min-x", "-2E+1", "--other", "-1e-3", "--", "--lr", "-1e-4"])
+    p = rc.Params(lr=0.1, min_x=1.0)
+    assert dict(p) == {"lr": -1e-3, "min_x": -20.0}
+    assert p.rest[:2] == ["--other", "-1e-3"]
+    assert p.rest[-2:] == ["--lr", "-1e-4"]
+
+
+def test_an_option_without_its_value_is_named_once(given, capsys):
+    given(["--lr"])
+    with pytest.raises(SystemExit, match="2"):
+        rc.Params(lr=0.1)
+    assert "argument --lr: expected one argument" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_named(given, monkeypatch):
+    monkeypatch.setenv("RINGCOMM_PARAMS", "/nowhere/p.toml")
+    with pytest.raises(FileNotFoundError, match=r"/nowhere/p.toml, which RINGCOMM_PARAMS names"):
+        rc.Params(lr=0.1)
+
+
 def test_a_default_has_one_of_four_types(given):
     for wrong in (None, [1], rc):
         with pytest.raises(TypeError, match="a default is an int, float, bool or str"):

@@ -49,6 +49,7 @@ class Params(Mapping[str, Any]):
     Raises:
         ConfigError: a value has another type, or the file or a variable has a name that is not
             among the parameters.
+        OSError: the file cannot be read.
         TypeError: a default has none of the four types.
     """
 
@@ -128,7 +129,7 @@ def _of_file(path: str, known: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     import tomllib  # takes 7 ms
 
-    with needed_for("read RINGCOMM_PARAMS"), open(path, "rb") as file:
+    with needed_for(f"read {path}, which RINGCOMM_PARAMS names"), open(path, "rb") as file:
         try:
             found = tomllib.load(file)
         except tomllib.TOMLDecodeError as error:
@@ -154,11 +155,31 @@ def _of_command_line(
     import argparse
 
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    for name in known:
-        parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", dest=name)
-    found, rest = parser.parse_known_args(list(arguments))
+    for name in known:  # of "--a" and "--a" an error would name both
+        parser.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), dest=name)
+    found, rest = parser.parse_known_args(_with_negative_numbers(arguments, known))
     texts = {name: text for name, text in vars(found).items() if text is not None}
     return {name: _given(name, text, known) for name, text in texts.items()}, rest
+
+
+def _with_negative_numbers(arguments: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+    """Return the arguments with "--lr", "-1e-3" as one: argparse takes the second for an option."""
+    options = {f"--{name}" for name in known} | {f"--{name.replace('_', '-')}" for name in known}
+    joined: list[str] = []
+    for each in arguments:
+        if joined and joined[-1] in options and "--" not in joined and _is_negative_number(each):
+            joined[-1] += f"={each}"
+        else:
+            joined.append(each)
+    return joined
+
+
+def _is_negative_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.startswith("-")
 
 
 def _given(name: str, text: str, known: Mapping[str, Any]) -> Any:
