@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.launch.watch.timeline_command import main
 from ringcomm.launch.watch.timelines import clock_offsets, merge, read_events, spans_of, summary
@@ -123,6 +125,42 @@ def test_what_ranks_record_is_in_the_format_of_perfetto_once_merged(tmp_path):
     merged = json.loads((tmp_path / "all.json").read_text())
     require_trace_event_format(merged["traceEvents"])
     assert {event["ph"] for event in merged["traceEvents"]} == {"B", "E", "M", "X"}
+
+
+def write_timelines(folder):
+    for rank in range(2):
+        lines = [json.dumps(each) for each in recorded(rank, "a", steps())]
+        (folder / f"timeline.{rank}.json").write_text("[\n" + ",\n".join(lines))
+
+
+def test_a_timeline_that_is_named_twice_counts_once(tmp_path, capsys):
+    write_timelines(tmp_path)
+    assert main(["summary", str(tmp_path)]) == 0
+    once = capsys.readouterr().out
+    twice = [str(tmp_path), str(tmp_path / "timeline.1.json"), f"{tmp_path}/../{tmp_path.name}"]
+    assert main(["summary", *twice]) == 0
+    assert capsys.readouterr().out == once
+
+
+def test_no_merged_file_takes_the_place_of_a_timeline(tmp_path, capsys):
+    write_timelines(tmp_path)
+    taken = tmp_path / "timeline.0.json"
+    before = taken.read_text()
+    assert main(["merge", str(tmp_path), "-o", str(taken)]) == 1
+    assert "is one of the timelines that are merged" in capsys.readouterr().err
+    assert taken.read_text() == before
+    for _ in range(2):  # one that was merged before may be replaced
+        assert main(["merge", str(tmp_path), "-o", str(tmp_path / "timeline.all.json")]) == 0
+
+
+def test_a_summary_whose_reader_has_gone_is_left_to_the_caller(tmp_path, monkeypatch):
+    def write(_):
+        raise BrokenPipeError
+
+    write_timelines(tmp_path)
+    monkeypatch.setattr("sys.stdout.write", write)
+    with pytest.raises(BrokenPipeError):  # cli.main() ends the program as `top --once | head` does
+        main(["summary", str(tmp_path)])
 
 
 def require_trace_event_format(events):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ringcomm.launch.watch.timelines import Event, merge, read_events, summary
@@ -14,17 +14,19 @@ from ringcomm.launch.watch.timelines import Event, merge, read_events, summary
 def main(argv: Sequence[str]) -> int:
     """Merge or sum up; return 1 if there is no timeline."""
     args = _parser().parse_args(argv)
+    output = args.output if args.action == "merge" else None
     try:
-        events = _events(args.what)
-        if args.action == "summary":
-            print(summary(events))
-            return 0
-        args.output.write_text(json.dumps({"traceEvents": merge(events)}))
+        files = _files(args.what)
+        if output is not None and output.resolve() in files and _events_of(output):
+            return _refuse(f"{output} is one of the timelines that are merged: -o another file")
+        events = _events(files, args.what)
+        if output is not None:
+            output.write_text(json.dumps({"traceEvents": merge(events)}))
     except OSError as error:
-        return _refuse(f"{error.filename or args.output}: {error.strerror}")
+        return _refuse(f"{error.filename or output}: {error.strerror}")
     except LookupError as error:
         return _refuse(str(error))
-    print(f"{args.output}: open it in https://ui.perfetto.dev")
+    print(f"{output}: open it in https://ui.perfetto.dev" if output else summary(events))
     return 0
 
 
@@ -53,16 +55,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _events(paths: Sequence[Path]) -> list[Event]:
-    files: list[Path] = []
+def _files(paths: Sequence[Path]) -> dict[Path, Path]:
+    """Return the files that are named, or in a folder that is, each once: resolved -> as named."""
+    found: list[Path] = []
     for path in paths:
-        files += sorted(path.glob("timeline.*.json")) if path.is_dir() else [path]
+        found += sorted(path.glob("timeline.*.json")) if path.is_dir() else [path]
+    return {path.resolve(): path for path in found}
+
+
+def _events(files: Mapping[Path, Path], paths: Sequence[Path]) -> list[Event]:
     found: list[Event] = []
-    for path in files:
-        events = read_events(path.read_text(errors="replace"))
+    for path in files.values():
+        events = _events_of(path)
         if not events:
             print(f"ringcomm timeline: {path} has no events of a rank", file=sys.stderr)
         found += events
     if not found:
         raise LookupError(f"no timeline in {', '.join(map(str, paths))}")
     return found
+
+
+def _events_of(path: Path) -> list[Event]:
+    return read_events(path.read_text(errors="replace"))
