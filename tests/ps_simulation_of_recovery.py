@@ -189,14 +189,31 @@ class RecoveringClient(Client):
         self.restore(self.layout.chief)
 
     def restore(self, rank):
-        """Restore if this is the worker to do so, then meet the others."""
-        if rank == self.rank:
+        """Restore if this is the worker to do so, then meet the others; see ps.recover()."""
+        if rank != self.rank:
+            self.come(Meeting.DONE, None, self.go_on)
+            return
+        self.n_moments += 1
+        number = moment_number(self.rank, self.n_moments)
+
+        def pause():  # and nothing moves until it is over
+            meta = packed_json({"do": PAUSE, "id": number, "patience_s": 0})
+            self.ask(self.layout.leader, Kind.SNAPSHOT, meta, take=lambda _: load())
+
+        def load():
             self.net.prepare(self)
             meta = packed_json({"id": 1, "do": COMMIT, "values_only": False, "is_same_job": True})
+            self.ask_all(Kind.RESTORE, meta, release)
+
+        def release():
+            meta = {"do": RELEASE, "id": number, "is_taken": False, "moves": True}
+            self.ask(self.layout.leader, Kind.SNAPSHOT, packed_json(meta), take=lambda _: meet())
+
+        def meet():
             said = {"manifest": {"clock": self.net.checkpoint.step}}
-            self.ask_all(Kind.RESTORE, meta, lambda: self.come(Meeting.DONE, said, self.go_on))
-        else:
-            self.come(Meeting.DONE, None, self.go_on)
+            self.come(Meeting.DONE, said, self.go_on)
+
+        pause()
 
     def go_on(self, reply):
         answer = json.loads(reply.body.tobytes() or reply.meta)
@@ -206,7 +223,7 @@ class RecoveringClient(Client):
             self.restore(answer["restores"])
             return
         self.step = answer["said"]["manifest"]["clock"]
-        self.recovers = False
+        self.recovers, self.net.is_recovered = False, True
         for home in self.layout.server_numbers:
             self.ask(home, Kind.TICK, clock=self.step)
         self.net.n_recovered += 1
@@ -249,7 +266,7 @@ class LossyNet(Net):
         self.checkpoint = None
         self.issued = defaultdict(Counter)  # by table and partition: pushes, by element
         self.base = {}  # likewise: the values that were restored
-        self.n_recovered = 0
+        self.n_recovered, self.is_recovered = 0, False  # the latter: of the last death, too
         super().__init__(*args, **sizes)
         self.acked = defaultdict(Counter)
 
@@ -276,6 +293,7 @@ class LossyNet(Net):
         if self.checkpoint is None:
             self.n_deaths += not self.choices.are_over  # it is for later
         else:
+            self.is_recovered = False
             super().kill(number)
 
     def copies(self):
@@ -338,7 +356,7 @@ class LossyNet(Net):
         """Fail if a spare stands by while others have the parts of those that died."""
         n_with_parts = sum(any(c.parts for c in s.catalog.contents.values()) for s in live)
         places = min(len(self.servers) - self.spares, N_PARTS)
-        if self.n_recovered and len(live) >= places:
+        if self.is_recovered and len(live) >= places:
             assert n_with_parts == places
 
     def live_numbers(self):
