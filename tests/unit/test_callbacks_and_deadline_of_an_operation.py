@@ -1,5 +1,6 @@
 """An operation calls back once it is over, however it ends, and may have a deadline of its own."""
 
+import contextlib
 import threading
 
 import numpy as np
@@ -46,6 +47,24 @@ def test_a_callback_is_called_when_a_peer_fails():
 
     results = outcomes(2, body)
     assert isinstance(results[0], rc.PeerFailedError)
+
+
+def test_a_callback_that_raises_is_named_in_the_errors_of_all_ranks(wire):
+    def body(rank):
+        if rank == 1:
+            rc.recv(np.empty(1))  # rank 0 has registered its callback by then
+        handle = rc.allreduce_async(np.ones(1000), name="loss")
+        if rank == 0:
+            handle.when_done({}.popitem)
+            rc.send(np.ones(1), 1)
+        with contextlib.suppress(KeyError):  # who waits meanwhile may have called the callback
+            handle.wait()
+        rc.barrier()
+
+    for error in outcomes(2, body):
+        assert isinstance(error, rc.RingcommError)
+        assert "KeyError: 'popitem(): dictionary is empty'" in str(error)
+        assert "in a callback of allreduce[loss], which must not raise" in str(error)
 
 
 def test_an_operation_may_have_a_deadline_of_its_own():

@@ -107,4 +107,5 @@ class EngineState:
 
 
 def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return ", ".join([text, *getattr(error, "__notes__", ())])

@@ -76,7 +76,11 @@ class Task:
                 callback = self._callbacks.popleft()
             except IndexError:  # another thread was faster
                 return
-            callback()
+            try:
+                callback()
+            except BaseException as error:
+                error.add_note(f"in a callback of {self.label}, which must not raise")
+                raise
 
     @property
     def awaited(self) -> tuple[int, ...]:
