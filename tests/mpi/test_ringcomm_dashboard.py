@@ -470,7 +470,7 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
     if target := os.environ.get("SCREENSHOTS"):  # docs/images
         wait_until(lambda: browser.value("waits.length") > 100, "no time passes")
         shoot(browser, Path(target) / "dashboard.png")
-    pid = RunFolder(tmp_path / "run").ranks()[2][0]
+    pid = RunFolder(tmp_path / "run").ranks()[2].pid
     (tmp_path / "fail").touch()
     wait_until(lambda: not is_running(pid), "rank 2 does not die")
     died = time.monotonic()
@@ -530,7 +530,7 @@ def test_a_browser_shows_the_death_of_a_rank_and_that_a_spare_takes_its_place(
     browser("Page.navigate", url=dashboard("run").address)
     wait_until(lambda: count("") == 5 and count(".spare") == 1, "the page shows no spare")
     assert states()[4] == "spare"
-    pid = RunFolder(tmp_path / "run").ranks()[2][0]
+    pid = RunFolder(tmp_path / "run").ranks()[2].pid
     (tmp_path / "fail").touch()
     wait_until(lambda: not is_running(pid), "rank 2 does not die")
     died = time.monotonic()
