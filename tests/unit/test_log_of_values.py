@@ -61,17 +61,32 @@ def test_a_file_that_cannot_be_opened_is_one_warning(metrics, caplog):
     assert f"{metrics} cannot be written: Is a directory" in warning
 
 
-def test_names_that_a_line_cannot_have_are_refused(metrics):
+def test_no_job_ends_for_a_name_that_a_line_has_itself(metrics):
+    class Tracker:
+        def log(self, values, step):
+            seen.append((values, step))
+
     def body(_):
-        with pytest.raises(ValueError, match="has 'time' itself: give the value another name"):
-            rc.log(step=1, time=0.25)
-        with pytest.raises(ValueError, match=r"has 'step' itself: pass log\(step=\)"):
-            rc.log({"step": 3, "loss": 0.5})
+        rc.log_to(Tracker())
+        rc.log({"step": 3, "time": 0.25})  # time: of an epoch
+        rc.log({"step": 3, "time_": 4}, step=7, time=0.5)
+        rc.log({"step": -1.5})
         with pytest.raises(TypeError, match="the name 7 must be a str"):
             rc.log({7: 0.5})
         rc.log({"\ud800": 0.5, "rank": 2})
 
+    seen = []
     run_ranks(1, body)
-    (line,) = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert line.pop("time") > 1e9
-    assert line == {"?": 0.5, "rank": 2.0}
+    log_metrics._trackers.clear()
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert all(line.pop("time") > 1e9 for line in lines)
+    assert lines == [
+        {"step": 3, "time_": 0.25},
+        {"step": 7, "step_": 3.0, "time_": 4.0, "time__": 0.5},
+        {"step_": -1.5},
+        {"?": 0.5, "rank": 2.0},
+    ]
+    assert seen[:2] == [
+        ({"time": 0.25}, 3),
+        ({"step": 3.0, "time_": 4.0, "time": 0.5}, 7),
+    ]

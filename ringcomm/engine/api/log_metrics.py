@@ -40,15 +40,15 @@ def log(
     tensorboardX writes it.
 
     Args:
-        values: further values by name, for names such as "train/loss".
+        values: further values by name, for names such as "train/loss". A whole number called "step"
+            is the step, if that is not passed.
         step: the training step to which the values belong.
         **scalars: the values, which float() must accept, such as numbers and tensors of one
             element. A value on a GPU is waited for.
 
     Raises:
         TypeError: a value is no number, a name no text, or step no whole number.
-        ValueError: step is less than 0, or 2**63 or more, or a value is called "time" or "step":
-            a line of the file has these itself.
+        ValueError: step is less than 0, or 2**63 or more.
         ConfigError: RINGCOMM_TENSORBOARD is set, and neither package is there.
         NotInitializedError: init() has not run.
     """
@@ -56,6 +56,8 @@ def log(
     whole = None if step is None else _step(step)
     given = {**(values or {}), **scalars}
     found = {_checked(name): _number(name, value) for name, value in given.items()}
+    if whole is None and _is_step(found.get("step", _NO_STEP)):
+        whole = int(found.pop("step"))
     for name, number in found.items():
         if this.page is not None:
             this.page.log_scalar(name, _NO_STEP if whole is None else whole, number)
@@ -148,13 +150,14 @@ def _step(step: int) -> int:
     return whole
 
 
+def _is_step(value: float) -> bool:
+    return 0 <= value < 1 << 63 and value.is_integer()
+
+
 @functools.lru_cache(maxsize=256)
 def _checked(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"log: the name {name!r} must be a str")
-    if name in _OF_THE_LINE:
-        instead = "pass log(step=)" if name == "step" else "give the value another name"
-        raise ValueError(f"log: each line of metrics.jsonl has {name!r} itself: {instead}")
     return name.encode(errors="replace").decode()  # lone surrogates
 
 
@@ -210,10 +213,21 @@ def _write_line(rank: int, step: int | None, values: Mapping[str, float]) -> Non
     line = f'{{"time": {time.time():.6f}'
     if step is not None:
         line += f', "step": {step}'
-    for name, number in values.items():
+    for name, number in _named_apart(values).items():
         value = json_number(number)
         line += f", {_quoted(name)}: {_quoted(value) if isinstance(value, str) else repr(value)}"
     file.append(f"{line}}}")
+
+
+def _named_apart(values: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the values with "time_" for "time": no training ends for the name of a value."""
+    names = {}
+    for name in _OF_THE_LINE:
+        if name in values:
+            names[name] = f"{name}_"
+            while names[name] in values:
+                names[name] += "_"
+    return {names.get(name, name): v for name, v in values.items()} if names else values
 
 
 @functools.cache
