@@ -10,6 +10,10 @@ from harness import outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.control.commands import parse
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
+from ringcomm.engine.control.perform import refusal
 from ringcomm.engine.progress.timeline import PHASES, Timeline
 
 
@@ -111,6 +115,24 @@ def test_a_full_disk_ends_the_timeline_and_not_the_training(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="ringcomm"):
         timeline.begin("allreduce[w]", 8).end("done")
     assert [record.getMessage().count("the timeline ends here") for record in caplog.records] == [1]
+
+
+def test_ctl_begins_a_timeline_anew_that_a_full_disk_has_ended(tmp_path):
+    def may_start():
+        command = parse(["timeline", "start"])
+        return refusal(command, PROGRAM, engine(), is_paused=False, can_save=False)
+
+    def body(_):
+        rc.start_timeline(str(tmp_path / "trace"))
+        while_recorded = may_start()
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, engine().pending.timeline._fd)
+        os.close(full)
+        rc.allreduce(np.ones(1))
+        return while_recorded, may_start()
+
+    path = tmp_path / "trace.0.json"
+    assert run_ranks(1, body) == [(f"a timeline is recorded already, in {path}", "")]
 
 
 def test_a_disk_that_is_full_from_the_start_ends_it_too(tmp_path, caplog):

@@ -52,7 +52,8 @@ def refusal(
     }
     if command.word == "timeline" and command.value == "stop":
         return "no timeline is recorded" if timeline is None else ""
-    if command.word == "timeline" and timeline is not None:  # its file would be begun anew
+    if command.word == "timeline" and timeline is not None and timeline.is_open:
+        # Its file would be begun anew.
         return f"a timeline is recorded already, in {timeline.path}"
     if command.word == "set":
         try:

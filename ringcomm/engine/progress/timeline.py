@@ -93,6 +93,11 @@ class Timeline:
         with self._lock:
             heapq.heappush(self._free, number)
 
+    @property
+    def is_open(self) -> bool:
+        """False once it has been closed, or a full disk has ended it."""
+        return self._fd >= 0
+
     def close(self) -> None:
         """Close the file; later events are dropped."""
         with self._lock:
