@@ -215,6 +215,9 @@ def test_a_finished_run_is_shown_from_its_folder(dashboard, tmp_path):
     [
         (3, 1, {"0": 1, "1": 3, "2": 1}, [1]),  # the others ended because of it
         (75, None, {"0": 75, "1": 0, "2": 75}, []),  # asked to stop
+        (130, None, {"0": None, "1": 1, "2": None}, []),  # Ctrl-C, which no rank handles
+        (143, None, {"0": 143, "1": None}, []),
+        (137, None, {"0": None, "1": 0}, [0]),
         (75, None, {"0": 75, "1": 137, "2": 75}, [1]),  # elastic, and could not go on
         (0, None, {"0": 0, "1": 137, "2": None}, [1, 2]),  # elastic, and went on
         (1, None, {"0": 75, "1": 0, "2": 0}, [0]),

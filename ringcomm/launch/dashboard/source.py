@@ -17,6 +17,7 @@ from typing import Any, Final
 from ringcomm._core import monotonic_ns
 from ringcomm.engine.control.commands import Command
 from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
+from ringcomm.launch.job.verdict import SIGNAL_NAMES
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
@@ -161,8 +162,10 @@ def _rows_of_end(end: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return rows of ranks that are gone, by the record of their run; bad: who failed first."""
     if end is None:
         return []
-    good = {0, os.EX_TEMPFAIL} if end["code"] == os.EX_TEMPFAIL else {0}  # it was asked to stop
     first = None if end["rank"] is None else str(end["rank"])
+    good = {0, os.EX_TEMPFAIL} if end["code"] == os.EX_TEMPFAIL else {0}  # it was asked to stop
+    if end["code"] in [128 + number for number in SIGNAL_NAMES]:  # and its ranks died of it
+        good = set(end["exit_codes"].values())
     return [
         {
             "rank": int(rank),
