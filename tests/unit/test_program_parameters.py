@@ -81,6 +81,13 @@ def test_a_file_that_is_not_there_is_named(given, monkeypatch):
         rc.Params(lr=0.1)
 
 
+def test_a_file_that_is_no_text_is_named(given, monkeypatch, tmp_path):
+    (tmp_path / "p.toml").write_bytes(b"lr = 0.1 # \xff\n")
+    monkeypatch.setenv("RINGCOMM_PARAMS", str(tmp_path / "p.toml"))
+    with pytest.raises(rc.ConfigError, match=r"p\.toml: 'utf-8' codec can't decode"):
+        rc.Params(lr=0.1)
+
+
 def test_a_default_has_one_of_four_types(given):
     for wrong in (None, [1], rc):
         with pytest.raises(TypeError, match="a default is an int, float, bool or str"):

@@ -132,7 +132,7 @@ def _of_file(path: str, known: Mapping[str, Any]) -> dict[str, Any]:
     with needed_for(f"read {path}, which RINGCOMM_PARAMS names"), open(path, "rb") as file:
         try:
             found = tomllib.load(file)
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # no TOML, or no UTF-8
             raise ConfigError(f"{path}: {error}") from error
     _refuse_unknown(path, found, known)
     for name, value in found.items():
