@@ -135,6 +135,7 @@ def test_a_stopped_rank_is_shown_as_such(hanging, tmp_path):
     [
         ({}, r"waits.*17.*allreduce\[layer3\.weight\]"),
         ({"TERM": "dumb"}, r"waits.*17.*allreduce\[layer3\.weight\]"),  # a table after the other
+        ({"TTY_COMPATIBLE": "0"}, r"waits.*17.*allreduce\[layer3\.weight\]"),  # likewise
         ({"PYTHONIOENCODING": "latin-1", "COLUMNS": "60"}, r"wa\S*.*17.*\?"),  # has no ellipsis
     ],
 )

@@ -178,7 +178,8 @@ def _has_screen() -> bool:
     """Return whether the terminal can draw a table anew: rich shows nothing on one that cannot."""
     from rich.console import Console
 
-    return not Console().is_dumb_terminal
+    console = Console()
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 def _on_terminal(jobs: Jobs, interval_s: float) -> None:
