@@ -134,6 +134,7 @@ def _run(
         grace_s=args.grace_s,
         goes_on_after_deaths=request.elastic is not None,
         silent_hosts=partial(_silent, request, job, here) if job.hosts else None,
+        forks_ranks=_forks_ranks(request),
     )
     try:
         ending = supervisor.run()
@@ -148,6 +149,11 @@ def _run(
         say(f"{folder.path / END} cannot be written: {error.strerror}")
     _say_end(verdict, folder)
     return verdict, ending
+
+
+def _forks_ranks(request: Request) -> bool:
+    """Return True if the launcher itself starts the ranks: no daemon of Slurm or PRRTE does."""
+    return request.launcher == "mpirun" and not any("dvm" in each for each in request.options)
 
 
 def _say_end(verdict: Verdict, folder: RunFolder) -> None:

@@ -23,7 +23,7 @@ from ringcomm.launch.job.processes.ranks_of_this_host import (
     send_signal,
     session_members,
 )
-from ringcomm.launch.job.processes.waits_in_vain import Orphan, Start
+from ringcomm.launch.job.processes.waits_in_vain import Hung, Orphan, Start
 from ringcomm.launch.job.run_folder import LAUNCHER_LOG, RunFolder
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, Ending
@@ -54,6 +54,8 @@ class Supervisor:
         silent_hosts: asks the hosts of the job, and returns those that do not answer. If there is
             one, and all ranks of this host have ended (not well, unless the job goes on after
             deaths), the launcher is ended, which may hang. None: the job has no other hosts.
+        forks_ranks: the launcher starts the ranks of its host below itself. If all ranks are of
+            this host, and have ended, a launcher that hangs is ended.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Supervisor:
         grace_s: float,
         goes_on_after_deaths: bool = False,
         silent_hosts: Callable[[], Collection[str]] | None = None,
+        forks_ranks: bool = False,
     ) -> None:
         self._folder = folder
         self._size = size
@@ -73,6 +76,8 @@ class Supervisor:
         self._goes_on = goes_on_after_deaths
         self._orphan = None if silent_hosts is None else Orphan(grace_s, silent_hosts)
         self._start = Start(folder)
+        self._hung = Hung(folder, size, grace_s)
+        self._forks_ranks = forks_ranks
         self._kill_at = float("inf")  # the launcher, which was asked to end
         self._logs: dict[int, _Log] = {}
         self._launcher_text = LauncherText()
@@ -118,6 +123,7 @@ class Supervisor:
             goes_on_after_deaths=self._goes_on,
             is_stopped=self._folder.is_stopped,
             lost_before_init=self._start.lost,
+            has_hung=self._hung.is_found,
         )
 
     def show_held_messages(self) -> None:
@@ -215,19 +221,21 @@ class Supervisor:
         self._reports_shown = len(texts)
 
     def _end_what_waits_in_vain(self, process: subprocess.Popen[bytes]) -> None:
-        """End a launcher that waits for a lost host, or ranks that wait for one in init()."""
+        """End a launcher that waits for a lost host or hangs, or ranks that wait in init()."""
         if process.poll() is not None or self._stop.signal is not None:
             return
         if time.monotonic() > self._kill_at:
             process.kill()
-        elif self._kill_at == float("inf") and (text := self._vain_wait()):
+        elif self._kill_at == float("inf") and (text := self._vain_wait(process.pid)):
             say(text)
             process.terminate()
             self._kill_at = time.monotonic() + _TERM_TO_KILL_S
 
-    def _vain_wait(self) -> str:
+    def _vain_wait(self, launcher: int) -> str:
         """Return for what the job waits in vain; "" if it does not."""
         if text := self._start.look():
+            return text
+        if self._forks_ranks and (text := self._hung.look(launcher)):
             return text
         if self._orphan is None or not self._orphan.is_due:
             return ""

@@ -37,6 +37,7 @@ class Ending:
         goes_on_after_deaths: a dead rank is no failure of the job.
         is_stopped: all ranks have taken the command to stop, of `ringcomm ctl` or a signal.
         lost_before_init: a rank that ended before init(), if the others waited for it in vain.
+        has_hung: the launcher was ended because it hung after all ranks: it says nothing of them.
     """
 
     size: int
@@ -49,6 +50,7 @@ class Ending:
     goes_on_after_deaths: bool = False
     is_stopped: bool = False
     lost_before_init: int | None = None
+    has_hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ def _code_of_silent(e: Ending, rank: int) -> int:
     launcher may hear of such a one first. Nor is it the 1 or 0 that mpirun returns for an elastic
     job whose ranks have all died. Only SIGKILL keeps a rank from recording its end.
     """
+    if e.has_hung:
+        return _BY_SIGKILL
     code, named = _code_of_launcher(e), _named_by_launcher(e)
     others = {each.code for each in _culprits(e) if each.rank != rank}
     others |= {end.code for other, end in e.ends.items() if other != rank and end.code is not None}
@@ -147,7 +151,7 @@ def _are_done(e: Ending) -> bool:
     # os._exit() after shutdown() leaves no exit code, nor does a rank that never calls init(), as
     # beside those of init(comm). Then, too, the launcher's counts, unless that is 0 in any case.
     without_init = set() if e.goes_on_after_deaths else ends.keys() - e.ends.keys()
-    is_good = e.launcher_code == 0
+    is_good = e.launcher_code == 0 and not e.has_hung
     return all(
         end.code == 0 or (is_good and (end.has_left or rank not in e.seen or rank in without_init))
         for rank, end in ends.items()
@@ -176,11 +180,13 @@ def _by_launcher(e: Ending) -> Verdict:
         code = 1 if code in (0, _BY_SIGTERM) else code  # that of a launcher which did not end
         what = f"rank {e.lost_before_init} ended before it was through init()"
         return Verdict(code, what, e.lost_before_init)
+    if e.has_hung and not e.ends:
+        return Verdict(1, "the launcher hung, and only it knew how the ranks ended")
     if code == 0 and not e.ends and e.goes_on_after_deaths:  # the launcher's is 0 in any case
         return Verdict(1, "no rank has come through ringcomm.init(): see their logs")
     if code == 0 and not e.ends:
         return Verdict(0, "completed")
-    if code == 0:
+    if code == 0 or e.has_hung:
         rank = next(r for r in range(e.size) if e.ends.get(r, RankEnd()).code is None)
         return Verdict(1, f"rank {rank} has not recorded a good end", rank)
     return Verdict(code, "the job failed" if rank is None else f"rank {rank} failed", rank)

@@ -29,3 +29,11 @@ def session_members(session: int) -> list[int]:
     """Return the pids of the processes of a session, except those that are dead."""
     processes = all_processes()
     return [each.pid for each in processes if each.session == session and not each.is_dead]
+
+
+def has_company(launcher: int) -> bool:
+    """Return True if a child of the launcher lives, or another process of its session."""
+    return any(
+        not each.is_dead and each.pid != launcher and launcher in (each.parent, each.session)
+        for each in all_processes()
+    )

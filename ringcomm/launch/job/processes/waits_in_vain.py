@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
-from ringcomm.launch.job.processes.ranks_of_this_host import ranks_here
+from ringcomm.launch.job.processes.ranks_of_this_host import has_company, ranks_here
 from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launched.rank_process import RankProcess
 
 _LOOK_S: Final = 1.0  # between two looks whether ranks of this host live
 _PATIENCE_S: Final = 3.0  # for ranks to end after another one
+_LEAST_S: Final = 10.0  # for a launcher to end after all ranks, on a machine that swaps, too
 
 
 class Orphan:
@@ -44,6 +46,41 @@ class Orphan:
                     "launcher is ended"
                 )
         return ""
+
+
+class Hung:
+    """Looks whether a launcher does not end though all ranks of the job have, on this host.
+
+    A shell script whose rank has ended may work on, as may a proxy of the launcher or a process
+    that the job has spawned: so it must have no child, nor any other process in its session. Looks
+    are counted, not seconds: a halt of this process, or of its host, is none of the launcher.
+
+    Attributes:
+        is_found: that is so.
+    """
+
+    def __init__(self, folder: RunFolder, size: int, patience_s: float) -> None:
+        self.is_found = False
+        self._folder, self._size = folder, size
+        self._n_looks = max(patience_s, _LEAST_S) / _LOOK_S
+        self._n_alone = 0
+        self._look_at = 0.0
+        self._live: RankProcess | None = None  # one of many, which need no look while it lives
+
+    def look(self, launcher: int) -> str:
+        """Return a text if the launcher, a pid, is to be ended. Once a second."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return ""
+        self._look_at = now + _LOOK_S
+        if self._live is not None and self._live.lives:
+            return ""
+        here = ranks_here(self._folder).values()
+        self._live = next((rank for rank in here if rank.lives), None)
+        are_over = len(here) == self._size and self._live is None
+        self._n_alone = self._n_alone + 1 if are_over and not has_company(launcher) else 0
+        self.is_found = self._n_alone > self._n_looks
+        return "all ranks have ended, and the launcher hangs: it is ended" if self.is_found else ""
 
 
 class Start:

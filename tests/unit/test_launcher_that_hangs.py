@@ -1,0 +1,109 @@
+"""`ringcomm run` ends a launcher that hangs after all ranks, and no launcher that may have work."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from ringcomm.launch.job import become_rank_program
+from ringcomm.launch.job.processes import waits_in_vain
+from ringcomm.launch.job.read_records import Evidence, Failure, RankEnd
+from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.supervisor import Supervisor
+from ringcomm.launch.job.verdict import Ending, judge_ending
+
+# Starts two ranks, and does what is asked when they have ended.
+LAUNCHER = f"""
+import os, signal, subprocess, sys, time
+folder, program, then = sys.argv[1:]
+start = [sys.executable, "-I", "-S", {become_rank_program.__file__!r}, folder, "sh", "-c", program]
+ranks = [subprocess.Popen(start, env={{**os.environ, "RANK": str(rank)}}) for rank in range(2)]
+codes = [rank.wait() for rank in ranks]
+exec(then)
+sys.exit(max(codes))
+"""
+HANGS = "time.sleep(600)"  # until it is ended
+WORKS_ON = "time.sleep(2)"  # three times as long as the patience
+ENDS_WELL = r'printf "began\nleft\nexit 000\n" >"${RINGCOMM_RUN_FOLDER#* }/rank-$RANK.end"'
+# As of a rank that a script starts, and that has ended.
+IS_GONE = 'echo "$((1 << 30)) $(uname -n) 1" >"${RINGCOMM_RUN_FOLDER#* }/rank-$RANK.at"'
+
+
+@pytest.fixture(autouse=True)
+def no_long_patience(monkeypatch):
+    monkeypatch.setattr(waits_in_vain, "_LOOK_S", 0.05)
+    monkeypatch.setattr(waits_in_vain, "_LEAST_S", 0.7)
+
+
+def ending_of(tmp_path, program, then, *, size=2, forks_ranks=True):
+    folder = RunFolder(tmp_path / "run")
+    folder.create({}, {})
+    argv = [sys.executable, "-c", LAUNCHER, str(folder.path), program, then]
+    job = Supervisor(argv, os.environ, folder, size=size, grace_s=0.1, forks_ranks=forks_ranks)
+    return job.run()
+
+
+@pytest.mark.parametrize(
+    ("program", "then", "expected"),
+    [
+        (ENDS_WELL, HANGS, (signal.SIGTERM, 0)),
+        (ENDS_WELL, "signal.signal(15, signal.SIG_IGN); " + HANGS, (signal.SIGKILL, 0)),
+        (ENDS_WELL.replace("000", "00$RANK"), HANGS, (signal.SIGTERM, 1)),
+        ("true", HANGS, (signal.SIGTERM, 1)),  # nobody knows
+    ],
+)
+def test_it_is_ended_and_what_the_ranks_recorded_counts(program, then, expected, tmp_path, capfd):
+    ending = ending_of(tmp_path, program, then)
+    assert ending.has_hung
+    assert (-ending.launcher_code, judge_ending(ending).code) == expected
+    assert "all ranks have ended, and the launcher hangs" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "then", "others"),
+    [
+        ("true", WORKS_ON, {"size": 3}),  # a rank has not been seen here: it may be elsewhere
+        ("true", WORKS_ON, {"forks_ranks": False}),
+        (f"{IS_GONE}; sleep 2", "", {}),  # a script that works on after its rank
+        (f"{IS_GONE}; setsid -w sleep 2", "", {}),
+        ("sleep 2 &", WORKS_ON, {}),  # left behind in its session
+        ("true", "subprocess.run(['setsid', 'sleep', '2'])", {}),  # as a proxy of MPICH
+    ],
+)
+def test_one_that_may_have_work_is_left_alone(program, then, others, tmp_path):
+    ending = ending_of(tmp_path, program, then, **others)
+    assert (ending.launcher_code, ending.has_hung) == (0, False)
+
+
+def test_a_halt_of_the_host_is_no_hang_of_the_launcher(tmp_path, monkeypatch):
+    (tmp_path / "rank-0.at").write_text(f"{1 << 30} {os.uname().nodename} 1\n")
+    now = [0.0]
+    monkeypatch.setattr(waits_in_vain.time, "monotonic", lambda: now[0])
+    hung = waits_in_vain.Hung(RunFolder(tmp_path), 1, 1.0)
+    for now[0] in (1.0, 1000.0):
+        assert not hung.look(1 << 30)
+    assert not hung.is_found
+
+
+@pytest.mark.parametrize(
+    ("ends", "failures", "code", "rank"),
+    [
+        ([RankEnd(True, 0), RankEnd(True)], [], 1, 1),  # os._exit(), with what code?
+        ([RankEnd(True, 0), None], [], 1, 1),
+        ([RankEnd(), RankEnd(False, 1)], [(0, 0, Evidence.SILENT)], 137, 0),
+        ([RankEnd(False, 75), RankEnd(True, 0)], [], 75, 0),
+    ],
+)
+def test_the_launchers_code_does_not_count(ends, failures, code, rank):
+    verdict = judge_ending(
+        Ending(
+            size=2,
+            ends={rank: end for rank, end in enumerate(ends) if end is not None},
+            seen=range(2),
+            failures=tuple(Failure(r, c, how, 0, "") for r, c, how in failures),
+            launcher_code=0,
+            has_hung=True,
+        )
+    )
+    assert (verdict.code, verdict.rank) == (code, rank)
