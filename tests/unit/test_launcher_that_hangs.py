@@ -29,6 +29,8 @@ ENDS_WELL = r'printf "began\nleft\nexit 000\n" >"${RINGCOMM_RUN_FOLDER#* }/rank-
 # As of a rank that a script starts, and that has ended.
 IS_GONE = 'echo "$((1 << 30)) $(uname -n) 1" >"${RINGCOMM_RUN_FOLDER#* }/rank-$RANK.at"'
 
+SAYS = "   Process name: [prterun-vm-25016@1,1]\n   Exit code:    14\n"
+
 
 @pytest.fixture(autouse=True)
 def no_long_patience(monkeypatch):
@@ -87,15 +89,17 @@ def test_a_halt_of_the_host_is_no_hang_of_the_launcher(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ends", "failures", "code", "rank"),
+    ("ends", "failures", "says", "expected"),
     [
-        ([RankEnd(True, 0), RankEnd(True)], [], 1, 1),  # os._exit(), with what code?
-        ([RankEnd(True, 0), None], [], 1, 1),
-        ([RankEnd(), RankEnd(False, 1)], [(0, 0, Evidence.SILENT)], 137, 0),
-        ([RankEnd(False, 75), RankEnd(True, 0)], [], 75, 0),
+        ([RankEnd(True, 0), RankEnd(True)], [], "", (1, 1)),  # os._exit(), with what code?
+        ([RankEnd(True, 0), None], [], "", (1, 1)),
+        ([RankEnd(), RankEnd(False, 1)], [(0, 0, Evidence.SILENT)], "", (137, 0)),
+        ([RankEnd(False, 75), RankEnd(True, 0)], [], "", (75, 0)),
+        ([None, None], [], "", (1, None)),
+        ([None, None], [], SAYS, (14, 1)),  # in init(), for want of a thread
     ],
 )
-def test_the_launchers_code_does_not_count(ends, failures, code, rank):
+def test_the_launchers_code_does_not_count(ends, failures, says, expected):
     verdict = judge_ending(
         Ending(
             size=2,
@@ -103,7 +107,8 @@ def test_the_launchers_code_does_not_count(ends, failures, code, rank):
             seen=range(2),
             failures=tuple(Failure(r, c, how, 0, "") for r, c, how in failures),
             launcher_code=0,
+            launcher_text=says,
             has_hung=True,
         )
     )
-    assert (verdict.code, verdict.rank) == (code, rank)
+    assert (verdict.code, verdict.rank) == expected

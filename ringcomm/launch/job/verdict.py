@@ -37,7 +37,7 @@ class Ending:
         goes_on_after_deaths: a dead rank is no failure of the job.
         is_stopped: all ranks have taken the command to stop, of `ringcomm ctl` or a signal.
         lost_before_init: a rank that ended before init(), if the others waited for it in vain.
-        has_hung: the launcher was ended because it hung after all ranks: it says nothing of them.
+        has_hung: the launcher was ended because it hung after all ranks: its code means nothing.
     """
 
     size: int
@@ -101,9 +101,9 @@ def _code_of_silent(e: Ending, rank: int) -> int:
     launcher may hear of such a one first. Nor is it the 1 or 0 that mpirun returns for an elastic
     job whose ranks have all died. Only SIGKILL keeps a rank from recording its end.
     """
-    if e.has_hung:
-        return _BY_SIGKILL
     code, named = _code_of_launcher(e), _named_by_launcher(e)
+    if e.has_hung and named is None:
+        return _BY_SIGKILL
     others = {each.code for each in _culprits(e) if each.rank != rank}
     others |= {end.code for other, end in e.ends.items() if other != rank and end.code is not None}
     is_of_another = code in others if named is None else named != rank
@@ -180,13 +180,14 @@ def _by_launcher(e: Ending) -> Verdict:
         code = 1 if code in (0, _BY_SIGTERM) else code  # that of a launcher which did not end
         what = f"rank {e.lost_before_init} ended before it was through init()"
         return Verdict(code, what, e.lost_before_init)
-    if e.has_hung and not e.ends:
-        return Verdict(1, "the launcher hung, and only it knew how the ranks ended")
+    is_unknown = e.has_hung and rank is None
+    if is_unknown and not e.ends:
+        return Verdict(code, "the launcher hung, and only it knew how the ranks ended")
     if code == 0 and not e.ends and e.goes_on_after_deaths:  # the launcher's is 0 in any case
         return Verdict(1, "no rank has come through ringcomm.init(): see their logs")
     if code == 0 and not e.ends:
         return Verdict(0, "completed")
-    if code == 0 or e.has_hung:
+    if code == 0 or is_unknown:
         rank = next(r for r in range(e.size) if e.ends.get(r, RankEnd()).code is None)
         return Verdict(1, f"rank {rank} has not recorded a good end", rank)
     return Verdict(code, "the job failed" if rank is None else f"rank {rank} failed", rank)
@@ -197,6 +198,7 @@ _SIGNALS: Final = (
     r"exited on\s+signal (\d+)",  # Open MPI, which breaks the line
     r"EXIT STRING: .*\(signal (\d+)\)",  # MPICH
 )
+_EXIT_CODE: Final = r"Exit code:\s+(\d+)"  # Open MPI
 _RANKS: Final = (
     r"process rank (\d+) with PID",
     r"Process name: \[.*[,@]\s*(\d+)\]",
@@ -210,6 +212,9 @@ def _code_of_launcher(e: Ending) -> int:
     MPICH's mpiexec returns the bare number of the signal.
     """
     code = 128 - e.launcher_code if e.launcher_code < 0 else e.launcher_code
+    if e.has_hung:  # it may have said this much before
+        match = re.search(_EXIT_CODE, e.launcher_text)
+        code = int(match[1]) if match else 1
     for pattern in _SIGNALS:
         if code != 0 and (match := re.search(pattern, e.launcher_text)):
             return 128 + int(match[1])
