@@ -13,7 +13,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.control.commands import parse
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
-from ringcomm.engine.control.perform import refusal
+from ringcomm.engine.control.perform import Answer, perform, refusal
 from ringcomm.engine.progress.timeline import PHASES, Timeline
 
 
@@ -133,6 +133,23 @@ def test_ctl_begins_a_timeline_anew_that_a_full_disk_has_ended(tmp_path):
 
     path = tmp_path / "trace.0.json"
     assert run_ranks(1, body) == [(f"a timeline is recorded already, in {path}", "")]
+
+
+def test_ctl_leaves_the_timelines_of_single_ranks_as_they_are(tmp_path, monkeypatch):
+    def body(rank):
+        if rank == 1:
+            rc.start_timeline("timeline")
+        rc.allreduce(np.ones(1), name="before")
+        perform(parse(["timeline", "start"]), PROGRAM, (), engine(), Answer(1, said.append))
+        rc.allreduce(np.ones(1), name="after")
+
+    said = []
+    monkeypatch.chdir(tmp_path)
+    run_ranks(2, body)
+    texts = [(tmp_path / f"timeline.{rank}.json").read_text() for rank in range(2)]
+    assert ["before" in text for text in texts] == [False, True]
+    assert all("after" in text for text in texts)
+    assert all("operations are recorded in timeline." in each for each in said)
 
 
 def test_a_disk_that_is_full_from_the_start_ends_it_too(tmp_path, caplog):

@@ -147,6 +147,10 @@ def _record(value: str, engine: ControlledEngine, answer: Answer) -> None:
         engine.pending.record(None)
         answer.give("the timeline ends")
         return
+    own = engine.pending.timeline
+    if own is not None and own.is_open:  # the rank that was asked has none
+        answer.give(f"operations are recorded in {own.path}")
+        return
     prefix = run_file("timeline") or "timeline"
     try:
         timeline = Timeline(prefix, engine.job_rank, engine.transport.view)
