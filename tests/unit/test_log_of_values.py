@@ -1,4 +1,4 @@
-"""rc.log() in a job of `ringcomm run` whose disk is full."""
+"""rc.log(): its lines, its steps, and disks that are full."""
 
 import errno
 import json
@@ -8,6 +8,7 @@ import pytest
 from harness import run_ranks
 
 import ringcomm as rc
+from ringcomm.config import Settings
 from ringcomm.engine.api import log_metrics
 from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
 
@@ -90,3 +91,32 @@ def test_no_job_ends_for_a_name_that_a_line_has_itself(metrics):
         ({"time": 0.25}, 3),
         ({"step": 3.0, "time_": 4.0, "time": 0.5}, 7),
     ]
+
+
+def test_a_folder_that_tensorboard_cannot_write_is_one_warning(tmp_path, monkeypatch, caplog):
+    class Writer:
+        def add_scalar(self, name, value, step):
+            seen.append((name, value, step))
+            if len(seen) == 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open_writer(folder):
+        if folder == "file":
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        return Writer()
+
+    def body(_):
+        for loss in range(5):
+            rc.log(loss=loss, step=7 if loss == 1 else None)
+
+    seen = []
+    monkeypatch.setattr(log_metrics, "_tensorboard", open_writer)
+    monkeypatch.setattr(log_metrics, "_tensorboards", {})
+    for folder in ("file", "full"):
+        run_ranks(1, body, settings=Settings(tensorboard=folder))
+    texts = [each.getMessage() for each in caplog.records]
+    assert [text.split(".")[0] for text in texts] == [
+        "RINGCOMM_TENSORBOARD=file cannot be written: Not a directory",
+        "RINGCOMM_TENSORBOARD=full cannot be written: No space left on device",
+    ]
+    assert seen == [("loss", 0.0, 0), ("loss", 1.0, 7), ("loss", 2.0, 8)]

@@ -37,12 +37,13 @@ def log(
     in the run's folder, or to metrics-<rank>.jsonl on other ranks than 0. If that file cannot be
     written, this is one warning, and no error. On rank 0, trackers get the values, too; see
     log_to(). With RINGCOMM_TENSORBOARD=folder, TensorBoard is one of them; tensorboard or
-    tensorboardX writes it.
+    tensorboardX writes it. If it cannot, this is one warning, too.
 
     Args:
         values: further values by name, for names such as "train/loss". A whole number called "step"
             is the step, if that is not passed.
-        step: the training step to which the values belong.
+        step: the training step to which the values belong. Without one, TensorBoard has them at the
+            step after the last one that it was given.
         **scalars: the values, which float() must accept, such as numbers and tensors of one
             element. A value on a GPU is waited for.
 
@@ -65,9 +66,7 @@ def log(
     if this.job_rank != 0:
         return
     if folder := this.settings.tensorboard:
-        if folder not in _tensorboards:
-            _tensorboards[folder] = _tracking(_tensorboard(folder))
-        _tensorboards[folder](found, whole)
+        _tell_tensorboard(folder, found, whole)
     for track in _trackers:
         track(found, whole)
 
@@ -92,6 +91,22 @@ def note_event(text: str) -> None:
         raise TypeError(f"note_event: text must be a str, not {text!r}")
     if page is not None:
         page.note_event(text.encode(errors="replace").decode())  # lone surrogates
+
+
+def _tell_tensorboard(folder: str, values: dict[str, float], step: int | None) -> None:
+    """Pass values to TensorBoard, until its folder cannot be written: that is said once."""
+    try:
+        if folder not in _tensorboards:
+            _tensorboards[folder] = _tracking(_tensorboard(folder))
+        _tensorboards[folder](values, step)
+    except OSError as error:
+        _log.warning(
+            "RINGCOMM_TENSORBOARD=%s cannot be written: %s. TensorBoard gets no more of what "
+            "rc.log() gets.",
+            folder,
+            error.strerror or error,
+        )
+        _tensorboards[folder] = lambda *_: None
 
 
 def _tensorboard(folder: str) -> Any:
@@ -127,11 +142,22 @@ class _Flushing:
             self._next = time.monotonic() + _FLUSH_S
 
 
+class _Scalars:
+    """Passes values to a function add(name, value, step)."""
+
+    def __init__(self, add: Callable[[str, float, int], object]) -> None:
+        self._add, self._next = add, 0
+
+    def __call__(self, values: dict[str, float], step: int | None) -> None:
+        at = self._next if step is None else step
+        self._next = at + 1
+        for name, value in values.items():
+            self._add(name, value, at)
+
+
 def _tracking(tracker: Any) -> _Tracker:
     if callable(add := getattr(tracker, "add_scalar", None)):
-        return lambda values, step: [
-            add(name, value, 0 if step is None else step) for name, value in values.items()
-        ]
+        return _Scalars(add)
     if callable(log_metric := getattr(tracker, "log_metric", None)):
         return lambda values, step: [
             log_metric(name, value, step=step) for name, value in values.items()
