@@ -74,10 +74,12 @@ def test_servers_that_recover(tmp_path):
         learn(kv, 4)
         save(tmp_path)
         learn(kv, 1)
+        rc.barrier()  # behind the last pull
         if rank == 0:
             kill_server(1)
-        with pytest.raises(rc.ServerLostError):
-            learn(kv, 100)
+        with pytest.raises(rc.ServerLostError):  # not learn(): it meets the other worker
+            while True:
+                kv.push(KEYS, ONES).wait()
         ps.recover(tmp_path)
         return learn(kv, 5)
 
