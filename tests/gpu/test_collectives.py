@@ -297,6 +297,26 @@ def test_who_cannot_prepare_a_call_hears_first_that_the_calls_differ(tmp_path, m
         assert isinstance(error, MemoryError), error
 
 
+def test_operations_go_on_after_one_whose_kernel_cannot_be_compiled(tmp_path, monkeypatch):
+    async def load(loaded, todo, *others, as_ever=group_on_gpus.LoadedKernels.load):
+        if todo[0].work.source.count == 5:
+            raise rc.ConfigError("the compiler is too old")
+        await as_ever(loaded, todo, *others)
+
+    monkeypatch.setattr(group_on_gpus.LoadedKernels, "load", load)
+
+    def body(rank):
+        x = sim.array(np.ones(3, "f4"))
+        for name in (None, "known"):
+            rc.allreduce(x, name=name)
+            for _ in range(2):
+                with pytest.raises(rc.ConfigError, match="too old"):
+                    rc.allreduce(sim.array(np.ones(5, "f4")))
+                assert rc.allreduce(x, name=name).get().tolist() == [2.0] * 3
+
+    on_gpus(2, body, tmp_path, **choose("ipc"))
+
+
 def test_named_operations_may_be_started_in_any_order(tmp_path):
     def body(rank):
         arrays = {name: sim.array(np.full(1000, i + rank)) for i, name in enumerate("abcdef")}

@@ -127,13 +127,15 @@ class GpuTeam:
         """
         if self._is_one_host is None:
             self._is_one_host = len(set(t.nodes)) == 1
-        prepared = None
+        prepared = failure = None
         if self._is_one_host:
-            place, prepared = await self._place_and_outlines(t, issue, jobs)
+            place, prepared, failure = await self._place_and_outlines(t, issue, jobs)
         else:
             place = await self.order.place(t)
         await self.order.take_turn(place)
         try:
+            if failure is not None:
+                raise failure
             if self._memory is None:
                 made = await set_up_transport(self._provider, self._engine, issue.memory, t)
                 (self.choice, self.transport), self._memory = made, issue.memory
@@ -160,31 +162,31 @@ class GpuTeam:
 
     async def _place_and_outlines(
         self, t: Channel, issue: Issue, jobs: Jobs | None
-    ) -> tuple[int, Prepared | None]:
+    ) -> tuple[int, Prepared | None, Exception | None]:
         """Return the place, and the jobs if all ranks know the outlines of the first one.
 
         The ranks say all that in one round, which is always of the same form: this rank may not
-        have a transport yet when others have. In shared memory they agree in it, too.
+        have a transport yet when others have. In shared memory they agree in it, too. The last
+        item is why this rank could prepare nothing: the operation has a place all the same.
         """
-        prepared = failure = None
+        prepared: Prepared | None = None
+        failure: Exception | None = None
         transport = self.transport
         if jobs is not None and transport is not None and transport.has_outlines:
             try:
                 self._require_same_gpu(t, issue)
                 prepared = await prepare(transport, jobs, issue.memory.launcher)
                 await self._loaded.load(prepared.jobs, transport, issue.memory.idle_calls, t)
-            except Exception as error:  # noqa: BLE001 - raised if the ranks agree
+            except Exception as error:  # noqa: BLE001 - raised in its turn, if the ranks agree
                 failure = error
         known = _NOTHING if prepared is None else b"\1" + prepared.outlines[0]
         place, of_all = await self.order.place_and_bytes(t, known)
-        if failure is not None:
-            raise failure
         if prepared is not None:
             outlines = [each[1:] for each in of_all if each[0]]
             if len(outlines) == len(of_all):
                 prepared.first = outlines
-                return place, prepared
-        return place, None
+                return place, prepared, failure
+        return place, None, failure
 
     # --- launches ---------------------------------------------------------------------------------
     async def carry_out(
