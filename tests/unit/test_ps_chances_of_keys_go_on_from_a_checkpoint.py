@@ -1,4 +1,6 @@
-"""Admit(probability=) with rounds: a restored job draws as one that was not interrupted."""
+"""Admit(probability=): a restored job, and a copy of a server, draw as if nothing had been."""
+
+import time
 
 import numpy as np
 import pytest
@@ -14,9 +16,9 @@ KEYS = np.arange(300, dtype=np.uint64)
 ONES = np.ones((300, 1), np.float32)
 
 
-def opened():
+def opened(mode="sync"):
     admit = ps.Admit(probability=0.05)
-    return ps.hashtable("emb", 1, updater=ps.optim.Add(), mode="sync", admit=admit)
+    return ps.hashtable("emb", 1, updater=ps.optim.Add(), mode=mode, admit=admit)
 
 
 def learn(kv, n_rounds):
@@ -25,6 +27,11 @@ def learn(kv, n_rounds):
         kv.push(KEYS, ONES).wait()
     rc.barrier()
     return kv.pull(KEYS).wait()[:, 0].tolist()
+
+
+def push_on(kv):
+    while True:
+        kv.push(KEYS, ONES).wait()
 
 
 def save(path):
@@ -78,8 +85,7 @@ def test_servers_that_recover(tmp_path):
         if rank == 0:
             kill_server(1)
         with pytest.raises(rc.ServerLostError):  # not learn(): it meets the other worker
-            while True:
-                kv.push(KEYS, ONES).wait()
+            push_on(kv)
         ps.recover(tmp_path)
         return learn(kv, 5)
 
@@ -109,3 +115,45 @@ def test_servers_that_were_added_or_have_made_copies_since(tmp_path):
     run_workers(2, first, 2)
     results = run_all(2, again, 2, settings=ELASTIC, replication=2, spares=1)
     assert ended(results, 1)[:2] == [uninterrupted(12)] * 2
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_changes_outside_rounds_do_not_draw_again_what_was_drawn_before(mode, tmp_path):
+    def change(kv, n):
+        for _ in range(n):
+            kv.push(KEYS, ONES, assign=mode == "sync").wait()
+
+    def some(rank):
+        kv = opened(mode)
+        if rank == 0 and any(tmp_path.iterdir()):
+            restore(tmp_path)
+        change(kv, 5)
+        save(tmp_path)
+        return len(kv)
+
+    def all_at_once(rank):
+        kv = opened(mode)
+        change(kv, 20)
+        return len(kv)
+
+    found = [run_workers(1, some, n)[0] for n in (2, 1, 3, 1)]
+    assert found[0] < found[1] < found[2] < found[3]
+    assert found[3:] == run_workers(1, all_at_once, 1)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_copy_of_a_server_admits_the_same_keys_outside_rounds(victim):
+    def body(rank):
+        kv = opened("async")
+        for died in (0, victim):
+            learn(kv, 5)
+            before = kv.pull(KEYS).wait()
+            kill_server(died)
+            while all(each["copies"] == 2 for each in ps.stats()):
+                pass
+            assert (kv.pull(KEYS).wait() == before).all()
+            end = time.monotonic() + DEADLINE_S
+            while died == 0 and any(each["copies"] < 2 for each in ps.stats()):
+                assert time.monotonic() < end
+
+    assert ended(run_all(1, body, 3, settings=ELASTIC, replication=2), 2)[0] is None

@@ -260,6 +260,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def counts_in(manifest: dict[str, Any]) -> dict[str, dict[int, int]]:
+    """Return how many "rounds", and changes "outside" them, tables have had.
+
+    They are those of all jobs that led to a checkpoint; rounds of an old one are of its own job.
+    """
+    rounds = {int(table): n for table, n in manifest.get("rounds", {}).items()}
+    outside: dict[int, int] = {}
+    for entry in manifest["servers"]:  # which all say the same of rounds, if anything
+        rounds |= {int(table): n for table, n in entry.get("rounds", {}).items()}
+        for table, n in entry.get("outside", {}).items():
+            outside[int(table)] = max(n, outside.get(int(table), 0))
+    return {"rounds": rounds, "outside": outside}
+
+
 def specs_of(manifest: dict[str, Any]) -> dict[int, Spec]:
     """Return the tables of a checkpoint, by their numbers in it."""
     return {int(number): Spec.of_json(spec) for number, spec in manifest["tables"].items()}

@@ -77,7 +77,7 @@ class _Source(NamedTuple):
     specs: dict[int, Spec]
     records: dict[int, list[Record]]
     by_partition: dict[Partition, Record]
-    rounds: dict[int, int]
+    counts: dict[str, dict[int, int]]
     read: Callable[[Record], State]
 
 
@@ -102,7 +102,8 @@ class Store:
         self.is_copy = self.has_restored = False
         self._taken: dict[int, list[_Item]] = {}
         self._roots: dict[int, Path] = {}
-        self._rounds: dict[int, dict[int, int]] = {}  # of hash tables, with those of earlier jobs
+        # Of hash tables, with those of earlier jobs: "rounds", and changes "outside" them.
+        self._counts: dict[int, dict[str, dict[int, int]]] = {}
         self._is_there: dict[Path, bool] = {}
         self._saved: dict[Partition, _Saved] = {}
         self._prepared: dict[int, list[tuple[_Wanted, State]]] = {}
@@ -118,15 +119,17 @@ class Store:
     def begin(self, number: int, root: str) -> None:
         """Know a moment that is saved in a folder."""
         self._taken[number], self._roots[number] = [], Path(root)
-        self._rounds[number] = {}
+        self._counts[number] = {"rounds": {}, "outside": {}}
         self._is_there.clear()
 
     def take(self, number: int, key: Key, part: DensePartition | Shard) -> None:
         """Copy what a unit has now, as far as it has changed since it was saved."""
         applied = self._core.unit_of(key).applied_without_pending()
         if isinstance(part, Shard):
+            counts = self._counts[number]
+            counts["outside"][key[0]] = part.n_outside
             if part.spec.mode.has_rounds and part.partitions:  # without, it may lack some
-                self._rounds[number][key[0]] = part.rounds_before + part.version
+                counts["rounds"][key[0]] = part.rounds_before + part.version
             for each in part.partitions:
                 rows = RowsPartition(part, each)
                 if not rows.is_empty:
@@ -157,13 +160,13 @@ class Store:
         """Forget what was taken and has not been written."""
         self._taken.pop(number, None)
         self._roots.pop(number, None)
-        self._rounds.pop(number, None)
+        self._counts.pop(number, None)
 
     def clear(self) -> None:
         """Know nothing of tables that are gone; what is being written is written."""
         self._taken.clear()
         self._roots.clear()
-        self._rounds.clear()
+        self._counts.clear()
         self._prepared.clear()
         self._saved = {}
 
@@ -179,7 +182,7 @@ class Store:
         """Write what was taken, beside everything else; reply when it is on disk."""
         content = json.loads(request.meta)
         number = content["id"]
-        items, rounds = self._taken[number], self._rounds[number]
+        items, counts = self._taken[number], self._counts[number]
         self.drop(number)
         if self.is_copy:  # what a client gets that asks again, once the other one is dead
             raise RingcommError(
@@ -193,7 +196,7 @@ class Store:
             try:
                 for each in before:
                     each.wait()  # one that was given up soon ends
-                return {**self._write(number, folder, items), "rounds": rounds}
+                return {**self._write(number, folder, items), **counts}
             finally:
                 del self._writing[number]
                 is_over.set()
@@ -263,7 +266,7 @@ class Store:
             saved = files.specs_of(manifest)
             source = _Source(folder, saved, records, {
                 record.partition: record for each in records.values() for record in each
-            }, _rounds_in(manifest), files.reading(folder))  # fmt: skip
+            }, files.counts_in(manifest), files.reading(folder))  # fmt: skip
             if content["values_only"]:
                 plan = plan_load(saved, specs)
                 require_values(plan, folder, is_strict=content["is_strict"])
@@ -401,17 +404,8 @@ def _read(source: _Source, number: int, wanted: _Wanted) -> State:
         return files.cut(source.folder, spec, source.records[number], part.start, part.stop)
     record = source.by_partition.get((number, wanted.partition[1]))
     state = State({}) if record is None else files.read_state(source.folder, record)
-    if number in source.rounds:
-        state.meta["rounds"] = source.rounds[number]
+    state.meta.update((name, of[number]) for name, of in source.counts.items() if number in of)
     return state
-
-
-def _rounds_in(manifest: dict[str, Any]) -> dict[int, int]:
-    """Return how many rounds tables have had, in all jobs that led to a checkpoint."""
-    rounds = {int(table): n for table, n in manifest.get("rounds", {}).items()}  # of its own job
-    for entry in manifest["servers"]:  # which all say the same of a table, if anything
-        rounds |= {int(table): n for table, n in entry.get("rounds", {}).items()}
-    return rounds
 
 
 def _values_for(source: _Source, plan: LoadPlan, wanted: _Wanted) -> State | None:

@@ -88,6 +88,7 @@ class Transfer:
             more = {
                 "n_keys": int(contents.shard.rows.n_keys()[part]),
                 "rounds_before": contents.shard.rounds_before,
+                "n_outside": contents.shard.n_outside,
             }
         state = values.state()
         state.arrays.update(held)
@@ -169,4 +170,5 @@ def put_rows(shard: Shard, part: int, state: State) -> None:
     rows.merge_applied(state.meta["applied"])
     shard.own(part, state.meta["n_keys"])
     shard.rounds_before = state.meta["rounds_before"]
+    shard.n_outside = max(shard.n_outside, state.meta["n_outside"])
     shard.held.add(held)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _OF_UNITS: Final = frozenset((Kind.PUSH, Kind.CALL, Kind.STATE, Kind.ERASE, Kind.ROWS))
 _READS: Final = frozenset((Kind.PULL, Kind.PULLS, Kind.STATS, Kind.MISSING))
-_COUNTS: Final = ("version", "stamp", "n_admitted", "n_rejected", "n_evicted")
+_COUNTS: Final = ("version", "stamp", "n_outside", "n_admitted", "n_rejected", "n_evicted")
 
 
 class Piece(NamedTuple):

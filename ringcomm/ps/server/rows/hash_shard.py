@@ -66,6 +66,8 @@ class Shard:
         stamp: of the last change; each change of rows has the next one.
         held: what the mean of a round is made of that waits for its release.
         rounds_before: of jobs that this one goes on from; chances of new keys go on with them.
+        n_outside: changes outside rounds, which have chances by their number; never fewer than
+            those of a checkpoint, or of a server from which a partition came.
     """
 
     def __init__(self, spec: Spec, owners: list[int], index: int, now: Callable[[], float]) -> None:
@@ -90,7 +92,7 @@ class Shard:
         self.rows = _core.Shard(rows, np.array(owners, np.uint32), index)
         self.can_evict = self._evicts is not None
         self.version = 0
-        self.stamp = self.rounds_before = 0
+        self.stamp = self.rounds_before = self.n_outside = 0
         self.traffic = Traffic()
         self.along: dict[int, dict[int, int]] = {}
         self._along_last: dict[int, int] = {}  # of them all: pushes are soon beyond it
@@ -178,8 +180,11 @@ class Shard:
         code = self.updater.code if code is None else code
         began, at = time.perf_counter(), self.now()
         stamp = self.stamp + 1
-        # Of a round it is alike on all servers.
-        draw = _OUTSIDE_ROUNDS + stamp if number is None else number + self.rounds_before
+        if number is None:
+            self.n_outside += 1
+            draw = _OUTSIDE_ROUNDS + self.n_outside
+        else:  # alike on all servers
+            draw = number + self.rounds_before
         _, rejected, admitted = self.rows.push(sources, code, hyper, divisor, at, stamp, draw)
         self.stamp = stamp
         self.n_rejected += rejected

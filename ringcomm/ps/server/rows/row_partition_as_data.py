@@ -72,6 +72,8 @@ class RowsPartition:
         self._load({name: np.array(array) for name, array in state.arrays.items()})
         if "rounds" in state.meta:  # of a checkpoint
             self.shard.rounds_before = state.meta["rounds"] - self.shard.version
+        if "outside" in state.meta:
+            self.shard.n_outside = max(self.shard.n_outside, state.meta["outside"])
 
     def load_values(self, state: State) -> None:
         """Load the values of another partition, as rows that were not updated yet."""
