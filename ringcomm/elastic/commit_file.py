@@ -58,10 +58,15 @@ class KeptFile:
             self._has_failed = True
 
     def _write(self, n_commits: int, copies: dict[str, Any]) -> None:
-        if n_commits % self._every == 0:
-            content = {"format": _FORMAT, "n_commits": n_commits, "copies": copies}
-            with replacing(self.path) as file:
-                pickle.dump(content, file, pickle.HIGHEST_PROTOCOL)
+        try:
+            if n_commits % self._every == 0:
+                content = {"format": _FORMAT, "n_commits": n_commits, "copies": copies}
+                with replacing(self.path) as file:
+                    pickle.dump(content, file, pickle.HIGHEST_PROTOCOL)
+        finally:  # one that is not kept was made all the same
+            self._count_to(n_commits)
+
+    def _count_to(self, n_commits: int) -> None:
         if self._count < 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._count = os.open(self._path_of_count, os.O_WRONLY | os.O_CREAT, 0o666)

@@ -1,13 +1,15 @@
 """The file of State.keep_in(): a job that is started again goes on from the commit in it."""
 
+import errno
 import logging
+import os
 import pickle
 
 import numpy as np
 import pytest
 from harness import run_ranks
 
-from ringcomm.elastic import ArrayState, ObjectState, State
+from ringcomm.elastic import ArrayState, ObjectState, State, commit_file
 from ringcomm.errors import RingcommError
 
 
@@ -53,6 +55,24 @@ def test_training_goes_on_while_the_file_cannot_be_written(every, tmp_path, capl
     disk.mkdir()
     assert train(folder / "state", 2, 100, every=every) == [(0, [0, 0, 0], 0)] * 2
     assert train(folder / "state", 2, 101, every=every) == [(100, [100] * 3, 100)] * 2
+
+
+def test_commits_that_a_full_disk_did_not_keep_are_among_those_that_are_lost(
+    tmp_path, caplog, monkeypatch
+):
+    path = tmp_path / "state"
+    train(path, 2, 4)
+
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as m:
+        m.setattr(commit_file, "replacing", full)
+        train(path, 2, 9)
+    with caplog.at_level(logging.WARNING, "ringcomm"):
+        assert train(path, 2, 9) == [(4, [4] * 3, 4)] * 2
+    assert "from commit 4, which" in caplog.text
+    assert "; 5 commits after it are lost" in caplog.text
 
 
 def test_a_file_of_another_state_is_refused_on_all_ranks(tmp_path):
