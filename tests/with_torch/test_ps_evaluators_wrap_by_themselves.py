@@ -3,7 +3,7 @@
 import pytest
 import torch
 from harness import DEADLINE_S
-from ps_ranks_as_threads import Boom, ended, run_all, run_workers
+from ps_ranks_as_threads import Boom, ended, kill_server, run_all, run_workers
 from torch import nn
 
 import ringcomm as rc
@@ -82,3 +82,63 @@ def test_an_evaluator_that_wraps_again_after_a_loss_finds_the_same_tables(monkey
 
     first, *_ = run_workers(2, train, 1, evaluators=1)
     assert seen == [first]
+
+
+@pytest.mark.parametrize("keeps_first", [False, True])
+def test_an_evaluator_that_loses_a_server_behind_the_first_of_two_models(
+    keeps_first, tmp_path, monkeypatch
+):
+    seen, kept, pushers = [], [], []
+    fetch = BucketPusher.fetch_values
+
+    def fetch_or_lose(self, buckets):
+        if session().is_evaluator and self not in pushers and None not in pushers:
+            pushers.append(self)
+            if len(pushers) == 2:
+                pushers[:] = [None]
+                kill_server(1)
+                while True:
+                    fetch(self, buckets)
+        return fetch(self, buckets)
+
+    monkeypatch.setattr(BucketPusher, "fetch_values", fetch_or_lose)
+
+    @ps.evaluator(every=2)
+    def evaluate(step):
+        both = [*kept]
+        while len(both) < 2:
+            both.append(wrapped())
+            if keeps_first:
+                kept[:] = both
+        kept[:] = both
+        for _, optimizer in both:
+            optimizer.pull_parameters()
+        seen.append([values(model) for model, _ in both])
+        ps.report(step, {})
+
+    def train_both(rank):
+        both = [wrapped(), wrapped()]
+        if ps.is_chief():
+            ps.save(tmp_path).wait()
+        rc.barrier()
+        with pytest.raises(rc.ServerLostError):
+            train_until(both, 1000)
+        ps.recover(tmp_path)
+        had = train_until(both, 4)
+        if ps.is_chief():
+            ps.reports(until=4)
+        rc.barrier()
+        return had
+
+    def train_until(both, step):
+        had = [], []  # of each model, for a snapshot may be between the steps of the two
+        while session().clock < step:
+            for of_one, (model, optimizer) in zip(had, both, strict=True):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).square().sum().backward()
+                optimizer.step()
+                of_one.append(values(model))
+        return had
+
+    results = ended(run_all(2, train_both, 2, evaluators=1, settings=ELASTIC), 1)
+    assert [found in had for found, had in zip(seen[-1], results[0], strict=True)] == [True] * 2

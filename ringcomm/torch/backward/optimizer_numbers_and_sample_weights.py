@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -34,15 +32,14 @@ def next_number(group: Group) -> int:
     return number
 
 
-@contextlib.contextmanager
-def same_number_if_called_again(group: Group) -> Iterator[None]:
-    """Give back the numbers that were drawn in the block, if it raises."""
-    before = _counts.get(group, 0)
-    try:
-        yield
-    except BaseException:
-        _counts[group] = before
-        raise
+def last_number(group: Group) -> int:
+    """Return the number that next_number() has returned last; 0: none."""
+    return _counts.get(group, 0)
+
+
+def go_on_from_number(group: Group, number: int) -> None:
+    """Let next_number() go on from what was the last number at some time."""
+    _counts[group] = number
 
 
 def checked_samples(n: float) -> float:

@@ -18,12 +18,9 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
 from ringcomm.ps.checkpoint.recover_by_itself import recovered_from, require_alone
 from ringcomm.ps.job import size
-from ringcomm.ps.session import Session, is_chief, session
+from ringcomm.ps.session import is_chief, session
 from ringcomm.ps.update_modes import Mode, mode_of
 from ringcomm.torch.backward.loss_of_all_ranks import goes_by_loss, loss_of_all_ranks
-from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
-    same_number_if_called_again,
-)
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import derive, name_last_group, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
@@ -43,6 +40,7 @@ from ringcomm.torch.ps.exchange_state_with_servers import (
 from ringcomm.torch.ps.nested_optimizer_steps import NestedOptimizers
 from ringcomm.torch.ps.push_during_backward import Feeder
 from ringcomm.torch.ps.send_chief_buffers import buffers_of
+from ringcomm.torch.ps.wrap_again import same_number_if_called_again
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")
@@ -157,7 +155,7 @@ def DistributedOptimizer(
                 "it. Leave worker_spares= out, or use an optimizer whose updates the servers make"
             )
     require_alone(session(), is_on_servers=class_name is not None)
-    with _tried_again_by_evaluators(session()):
+    with same_number_if_called_again(session()):
         feeder = Feeder(
             named, optimizer.param_groups, options, backward_passes_per_step, served_buffers
         )
@@ -168,12 +166,6 @@ def DistributedOptimizer(
     return derive(
         optimizer, _Served, _feeder=feeder, _nested=NestedOptimizers(optimizer), _recovery=recovery
     )
-
-
-def _tried_again_by_evaluators(current: Session) -> contextlib.AbstractContextManager[None]:
-    """Let an evaluator, whose function is called again after a recovery, find the same tables."""
-    is_one = current.is_evaluator
-    return same_number_if_called_again(current.group) if is_one else contextlib.nullcontext()
 
 
 def _compression(compression: Any) -> Codec | None:
