@@ -142,3 +142,59 @@ def test_an_evaluator_that_loses_a_server_behind_the_first_of_two_models(
 
     results = ended(run_all(2, train_both, 2, evaluators=1, settings=ELASTIC), 1)
     assert [found in had for found, had in zip(seen[-1], results[0], strict=True)] == [True] * 2
+
+
+def test_an_evaluator_that_loses_a_server_behind_the_conversion_of_embeddings(
+    tmp_path, monkeypatch
+):
+    seen, killed = [], []
+    fetch = BucketPusher.fetch_values
+
+    def fetch_or_lose(self, buckets):
+        if session().is_evaluator and not killed:
+            killed.append(True)
+            kill_server(1)
+            while True:
+                fetch(self, buckets)
+        return fetch(self, buckets)
+
+    monkeypatch.setattr(BucketPusher, "fetch_values", fetch_or_lose)
+    ids = torch.arange(5)
+
+    def converted():
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))
+        ps.convert(model, min_rows=1, mode="sync")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, ps.DistributedOptimizer(optimizer, model.named_parameters())
+
+    @ps.evaluator(every=2)
+    def evaluate(step):
+        model, optimizer = converted()
+        optimizer.pull_parameters()
+        model.eval()
+        seen.append(model(ids).tolist())
+        ps.report(step, {})
+
+    def body(rank):
+        model, optimizer = converted()
+        if ps.is_chief():
+            ps.save(tmp_path).wait()
+        rc.barrier()
+        with pytest.raises(rc.ServerLostError):
+            learn(model, optimizer, 1000)
+        ps.recover(tmp_path)
+        learn(model, optimizer, 2)
+        if ps.is_chief():
+            ps.reports(until=2)
+        rc.barrier()
+        model.eval()
+        return model(ids).tolist()
+
+    def learn(model, optimizer, step):
+        while session().clock < step:
+            optimizer.zero_grad()
+            model(ids).square().sum().backward()
+            optimizer.step()
+
+    results = ended(run_all(1, body, 2, evaluators=1, settings=ELASTIC), 1)
+    assert seen == results[:1]

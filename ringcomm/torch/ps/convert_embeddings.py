@@ -19,7 +19,7 @@ from ringcomm.torch.ps.embeddings import Embedding, EmbeddingBag
 
 M = TypeVar("M", bound=nn.Module)
 _WHO: Final = "ps.convert"
-_names: weakref.WeakKeyDictionary[Session, set[str]] = weakref.WeakKeyDictionary()
+_names: weakref.WeakKeyDictionary[Session, tuple[int, set[str]]] = weakref.WeakKeyDictionary()
 
 
 def convert(
@@ -66,7 +66,7 @@ def convert(
         MismatchError: another worker converts other modules.
     """
     plan = list(_plan(model, min_rows, skip))
-    taken = _names.setdefault(session(), set())
+    taken = _taken_names(session())
     named = [(prefix + (paths[0] or "embedding"), paths, old) for paths, old in plan]
     for name, _, _ in named:
         if name in taken:
@@ -93,6 +93,18 @@ def convert(
             parent, _, attribute = path.rpartition(".")
             setattr(model.get_submodule(parent), attribute, new)
     return model
+
+
+def _taken_names(current: Session) -> set[str]:
+    """Return the names of earlier models' tables.
+
+    An evaluator, whose function is called again after a recovery, may convert its model again.
+    """
+    attempt = current.n_recovered if current.is_evaluator else 0
+    known = _names.get(current)
+    if known is None or known[0] != attempt:
+        known = _names[current] = attempt, set()
+    return known[1]
 
 
 def _plan(
