@@ -1,9 +1,12 @@
-"""Counts this worker's steps, and its embeddings on the servers."""
+"""Counts this worker's steps, and its embeddings and optimizers on the servers."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import weakref
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,9 +15,24 @@ from ringcomm.collectives.operators import MAX
 from ringcomm.engine.api import collectives
 from ringcomm.ps.members.let_in import end_step as end_step_of_all
 from ringcomm.ps.session import Session, session
+from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
+    go_on_from_number,
+    last_number,
+)
 
 _counting: Final[WeakKeyDictionary[Session, weakref.ref[object]]] = WeakKeyDictionary()
 _embeddings: Final[WeakKeyDictionary[Session, int]] = WeakKeyDictionary()
+
+
+class _Call(NamedTuple):
+    """A call of an evaluator's function."""
+
+    snapshot: int  # which no other call has
+    n_recovered: int
+    number: int  # the last one that was drawn before it
+
+
+_calls: Final[WeakKeyDictionary[Session, _Call]] = WeakKeyDictionary()  # the last that has wrapped
 
 
 def count_step(session: Session, optimizer: object) -> None:
@@ -61,3 +79,41 @@ def require_something_served() -> None:
             "the ring, and there is no embedding on the servers: nothing is left for them. Use "
             "ringcomm.torch.DistributedOptimizer without servers, or leave hybrid= out"
         )
+
+
+@contextlib.contextmanager
+def same_number_if_called_again(current: Session) -> Iterator[None]:
+    """Let a rank that wraps by itself, and does so again after a recovery, find the same tables.
+
+    Args:
+        current: the session. If the block raises, it draws the numbers of the block again.
+    """
+    if not current.takes_what_servers_have:
+        yield
+        return
+    group = current.group
+    if current.is_evaluator:
+        _begin(current)
+    before = last_number(group)
+    try:
+        yield
+    except BaseException:
+        go_on_from_number(group, before)
+        raise
+
+
+def _begin(current: Session) -> None:
+    """Give back numbers that were drawn in a call that a loss has ended, and that nobody has.
+
+    An evaluator's function may wrap several optimizers. If it fails behind the first, it may have
+    kept that, or wraps it again, too.
+    """
+    group, last = current.group, _calls.get(current)
+    if last is not None and last.n_recovered != current.n_recovered:
+        gc.collect()  # optimizers are parts of cycles
+        kept = max((each.number for each in current.recovering), default=0)
+        go_on_from_number(group, max(last.number, kept))
+        last = None
+    if last is None or last.snapshot != current.snapshot:
+        number = last_number(group)
+        _calls[current] = _Call(current.snapshot, current.n_recovered, number)

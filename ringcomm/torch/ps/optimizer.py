@@ -26,7 +26,11 @@ from ringcomm.torch.optim.wrapping import derive, name_last_group, named_in_orde
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
 from ringcomm.torch.ps.clip_and_scale import clip_gradients, is_on, note_found_inf
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
-from ringcomm.torch.ps.count_steps_and_embeddings import count_step, require_something_served
+from ringcomm.torch.ps.count_steps_and_embeddings import (
+    count_step,
+    require_something_served,
+    same_number_if_called_again,
+)
 from ringcomm.torch.ps.distributed_optimizer_options import ServerOptions
 from ringcomm.torch.ps.exchange_state_with_servers import (
     Recovery,
@@ -40,7 +44,6 @@ from ringcomm.torch.ps.exchange_state_with_servers import (
 from ringcomm.torch.ps.nested_optimizer_steps import NestedOptimizers
 from ringcomm.torch.ps.push_during_backward import Feeder
 from ringcomm.torch.ps.send_chief_buffers import buffers_of
-from ringcomm.torch.ps.wrap_again import same_number_if_called_again
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")
