@@ -89,7 +89,7 @@ class GpuTeam:
             self._base,
             self._late,
             self._end_waits,
-            is_released=self._is_released,
+            is_released=lambda: self._own_transport.is_released,
         )
         rank = self._engine.job_rank  # of what waits for no other rank
         own = base_of(NO_GROUP, f"rank {rank} on the GPU, {group_id}")
@@ -101,7 +101,7 @@ class GpuTeam:
         self._memory: GpuMemory | None = None
         self.choice: GpuChoice | None = None
         self.transport: GpuTransport | None = None
-        self._is_one_host: bool | None = None  # so that ipc is possible
+        self._is_one_host = len(set(group.ranks.nodes)) == 1  # so that ipc is possible
         self._announced: set[str] = set()
         self._loaded = LoadedKernels()
         has_entered = lambda number: number <= self._under_way.n_added  # noqa: E731
@@ -125,8 +125,6 @@ class GpuTeam:
             ConfigError: on all ranks, if RINGCOMM_GPU_TRANSPORT names an unusable transport.
             RingcommError: the arrays are on another GPU than those of earlier operations.
         """
-        if self._is_one_host is None:
-            self._is_one_host = len(set(t.nodes)) == 1
         prepared = failure = None
         if self._is_one_host:
             place, prepared, failure = await self._place_and_outlines(t, issue, jobs)
@@ -167,10 +165,9 @@ class GpuTeam:
 
         The ranks say all that in one round, which is always of the same form: this rank may not
         have a transport yet when others have. In shared memory they agree in it, too. The last
-        item is why this rank could prepare nothing: the operation has a place all the same.
+        item is why this rank could not prepare: the operation has its place.
         """
-        prepared: Prepared | None = None
-        failure: Exception | None = None
+        prepared = failure = None
         transport = self.transport
         if jobs is not None and transport is not None and transport.has_outlines:
             try:
@@ -312,9 +309,6 @@ class GpuTeam:
 
     def _late(self) -> tuple[int, ...]:
         return tuple(self._members[rank] for rank in self._own_transport.late)
-
-    def _is_released(self) -> bool:
-        return self._own_transport.is_released
 
     def announce(self, why: str) -> None:
         """Warn, on the first rank and once per reason, that an operation uses host memory."""
