@@ -293,8 +293,9 @@ def test_who_cannot_prepare_a_call_hears_first_that_the_calls_differ(tmp_path, m
         assert rc.allreduce(x).get().tolist() == [2.0] * 3
         rc.allreduce(sim.array(np.ones(5, "f4")))
 
-    for error in with_fault(2, body, tmp_path, **choose("ipc")):
-        assert isinstance(error, MemoryError), error
+    errors = with_fault(2, body, tmp_path, **choose("ipc"))
+    kinds = {type(each) for each in errors}  # one may hear first that the other has failed
+    assert MemoryError in kinds <= {MemoryError, rc.PeerFailedError}, errors
 
 
 def test_operations_go_on_after_one_whose_kernel_cannot_be_compiled(tmp_path, monkeypatch):
