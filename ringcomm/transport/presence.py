@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringcomm")
 _LOOK_S = 1e-3  # between two looks for deaths
+_WITHDREW = "takes part no more, or died (so says another rank)"
 
 # The place of a rank. node: the lowest rank of its node. machine: the lowest rank on the host that
 # MPI reports; local_rank and local_size count the ranks of that host.
@@ -267,6 +268,8 @@ class Presence:
                 for number in self._neighbours.ended() + self._failed_in_mpi()
                 if number not in self._ended
             ]
+            if ended and self.membership is not None:
+                self.membership.poll()  # who takes part no more has said so before it ended
             for number in ended:
                 self._note_end(number)
             if self.membership is not None:
@@ -309,7 +312,11 @@ class Presence:
             return
         last_words = self._neighbours[number].page.snapshot()
         if last_words["state"] == State.LEFT:
-            return  # it called shutdown(), so this is no failure
+            # It called shutdown(), so this is no failure, or it takes part no more. Then it has not
+            # called MPI_Finalize, which would wait for it.
+            if self.membership is not None and number in self.membership.state.changes.lost:
+                self.deaths.append(Died(number, _WITHDREW, number))
+            return
         blames = number
         if last_words["end_kind"] == Ending.PEER_FAILED:
             blames = last_words["end_code"]
@@ -336,8 +343,7 @@ class Presence:
         for number in sorted(membership.state.changes.lost - self._ended):
             self._ended.add(number)
             self._neighbours.unwatch(number)
-            reason = "takes part no more, or died (so says another rank)"
-            self.deaths.append(Died(number, reason, number))
+            self.deaths.append(Died(number, _WITHDREW, number))
         while membership.gone_on:
             number = membership.gone_on.pop()
             self.deaths.append(Died(number, "goes on without this rank, which leaves", number))

@@ -65,6 +65,18 @@ def test_a_rank_that_would_leave_is_told_that_the_others_cannot_go_on(tmp_path):
     assert re.search(rf"^elastic.leave: {WHY}", job.output, re.MULTILINE), job.output
 
 
+def test_a_reserve_that_was_not_needed_ends_no_earlier_than_the_ranks(tmp_path):
+    saves = """time.sleep(0.5)  # a save; the reserve must not end in it
+rc.barrier()
+print("went on", flush=True)"""
+    body = FAILS.replace("HOW", "pass").replace('print("went on", flush=True)', saves)
+    elastic = {"RINGCOMM_ELASTIC": "1", "RINGCOMM_RESERVES": "1"}
+    job = run_script(3, body.replace("import os,", "import os, time,"), cwd=tmp_path, env=elastic)
+    assert job.code == 0, job.output
+    assert job.output.count("went on") == 2, job.output
+    assert "x rank" not in job.output
+
+
 def test_a_job_of_one_process_says_nothing(tmp_path):
     body = FAILS.replace("HOW", "pass")
     job = run_script(1, body, cwd=tmp_path, env={"RINGCOMM_ELASTIC": "1"})

@@ -1,5 +1,6 @@
 """The agreement on who is in the job, under any order of deaths, messages and departures."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from membership_model import Job, Training, steps
 
 from ringcomm.engine.api import spares_and_reserves
 from ringcomm.errors import ConfigError
+from ringcomm.status.page_enums import State
 from ringcomm.transport.membership.events_and_actions import (
     Arrive,
     Evict,
@@ -25,6 +27,7 @@ from ringcomm.transport.membership.events_and_actions import (
 from ringcomm.transport.membership.messages import Kind, Message
 from ringcomm.transport.membership.state_machine import Membership, Phase, handle
 from ringcomm.transport.membership.view import Changes, View
+from ringcomm.transport.presence import Presence
 
 
 @pytest.mark.long
@@ -466,3 +469,42 @@ def test_a_request_for_the_size_that_is_wanted_already_is_no_change(monkeypatch)
     spares_and_reserves.request_size(2)
     with pytest.raises(ConfigError, match="resized 1 times, and init\\(\\) was prepared for 1"):
         spares_and_reserves.request_size(3)
+
+
+class _Service:
+    """The membership of process 0 of 3, which the others told something before they ended."""
+
+    def __init__(self, *told):
+        self.state, self._told = Membership.first(0, 3, 1), list(told)
+        self.gone_on, self.to_kill = [], set()
+
+    def handle(self, event):
+        self.state, _ = handle(self.state, event)
+
+    def poll(self):
+        while self._told:
+            self.handle(self._told.pop(0))
+
+
+class _Left(dict):
+    """Neighbours that have ended, with pages that say LEFT."""
+
+    def __init__(self, *numbers):
+        page = SimpleNamespace(snapshot=lambda: {"state": State.LEFT})
+        super().__init__({number: SimpleNamespace(page=page) for number in numbers})
+
+    def ended(self):
+        return list(self)
+
+    def unwatch(self, number):
+        pass
+
+
+def test_who_said_that_it_takes_part_no_more_is_lost_also_if_its_end_is_seen_first():
+    presence = object.__new__(Presence)  # which needs no MPI to look
+    presence._neighbours, presence.deaths, presence._ended = _Left(1, 2), [], set()
+    presence._look_at, presence._lock, presence.is_fault_tolerant = 0.0, threading.Lock(), False
+    gone = Heard(2, Message(Kind.GONE, View.first(2), 0, Changes()))
+    presence.membership = _Service(gone)
+    assert presence.look(at_once=True)
+    assert [died.rank for died in presence.deaths] == [2]  # 1 has left in order

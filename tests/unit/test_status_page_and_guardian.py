@@ -169,14 +169,14 @@ def test_a_neighbour_s_page_tells_whom_it_followed():
     left.set_state(State.LEFT)
     presence = object.__new__(Presence)  # which needs no MPI to read pages
     presence._neighbours, presence.deaths, presence._ended = Neighbours(), [], set()
+    presence.membership = None
     for rank, its in enumerate((followed, failed, left), 1):
         offer = Offer(os.getpid(), 7, its.fd, its.lifeline_fd)
         presence._neighbours.add(rank, Neighbour.reached(offer))
     for rank in (1, 2, 3, 5):
         presence._note_end(rank)
-    deaths = presence.deaths
-    assert [(death.rank, death.blames) for death in deaths] == [(1, 4), (2, 2), (5, 5)]
-    assert deaths[1].reason == "raised ValueError: boom"
+    assert [(died.rank, died.blames) for died in presence.deaths] == [(1, 4), (2, 2), (5, 5)]
+    assert presence.deaths[1].reason == "raised ValueError: boom"
     presence._neighbours.close()
 
 

@@ -34,7 +34,9 @@ def sleep_until_needed() -> bool:
     """Return True once this process is to prepare for a place; False if the job is over before."""
     world, membership = elastic_world()
     orphans = _Orphans()
-    while not membership.state.is_needed:
+    # After the first run nobody gets a place. But who ends before the ranks leave does not call
+    # MPI_Finalize, so a launcher that tolerates no death ends them, and MPI_Finalize may hang.
+    while membership.state.run or not membership.state.is_needed:
         world.presence.look(at_once=True)
         if _is_over(membership.state):
             return False
@@ -133,8 +135,7 @@ def _show_idle(world: World) -> None:
 
 
 def _is_over(state: Membership) -> bool:
-    has_slept = state.run > 0 and state.phase is Phase.OUTSIDE
-    return state.is_job_over or has_slept or state.phase is Phase.GONE
+    return state.is_job_over or state.phase is Phase.GONE
 
 
 class _Orphans:
