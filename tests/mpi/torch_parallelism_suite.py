@@ -157,18 +157,24 @@ def test_no_sync_sums_up_locally(rank, size):
     assert_equal(model.parameters(), [p.detach() for p in other.parameters()])
 
 
-def test_join_lets_ranks_have_different_numbers_of_batches(rank, size):
+@pytest.mark.parametrize("by_all", [True, False])
+def test_join_lets_ranks_have_different_numbers_of_batches(by_all, rank, size):
     model = network()
     ddp = DDP(model)
     optimizer = sgd(model)
-    with ddp.join():
+    with ddp.join(divide_by_initial_world_size=by_all):
         for x in mine(batches(size), rank, size)[: 1 + rank]:
             optimizer.zero_grad()
             loss_of(ddp(x)).backward()
             optimizer.step()
-    everyone = [None] * size
-    dist.all_gather_object(everyone, model[0].weight.tolist())
-    assert all(each == everyone[0] for each in everyone)
+    other = network()
+    plain = sgd(other)
+    for step, x in enumerate(batches(size)[:size]):
+        plain.zero_grad()
+        for part in x.chunk(size)[step:]:  # of the ranks that have so many batches
+            (loss_of(other(part)) / (size if by_all else size - step)).backward()
+        plain.step()
+    assert_equal(model.parameters(), [p.detach() for p in other.parameters()])
 
 
 def test_sparse_gradients_of_embeddings_are_added(rank, size):

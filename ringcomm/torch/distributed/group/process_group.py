@@ -68,7 +68,8 @@ class ProcessGroup(BaseGroup):
         short = short_calls_of(self.group) if is_short else None
         if short is not None and short.allreduce_(line, op, call.timeout_s or self._timeout_s):
             return Work(None, tensors)
-        return self.start(call, "allreduce", tensors, collectives.allreduce, x, line, op)
+        work = self.start(call, "allreduce", tensors, collectives.allreduce, x, line, op)
+        return work.outlives_its_caller() if call.is_async and x.numel() == 1 else work
 
     @traced
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:

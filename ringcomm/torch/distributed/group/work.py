@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,9 @@ from ringcomm.torch.untraced import untraced
 
 _NO_TIMEOUT = timedelta(0)
 _kept: set[Work] = set()  # Works that only C++ refers to, until wait() or get_future()
+# DDP.join() counts ranks in each forward(), and gives that Work to C++, which waits for it in
+# backward(), and does not keep its Python part: without it, the wait would never end.
+_newest_counts: deque[Work] = deque(maxlen=256)
 
 
 class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
@@ -127,6 +131,11 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
     def _outcome(self, _: Any) -> list[torch.Tensor]:
         self.wait()
         return self.value
+
+    def outlives_its_caller(self) -> Work:
+        """Return this Work, which stays alive for a while though only C++ may refer to it."""
+        _newest_counts.append(self)
+        return self
 
 
 class CombinedWork(Work):
