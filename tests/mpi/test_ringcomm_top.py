@@ -431,15 +431,25 @@ def test_rows_need_neither_rich_nor_mpi():
     assert done.stdout == "[]\n", done.stderr
 
 
-# With the signatures of tensorboardX 2.6 and tensorboard 2.21, which loses what is not flushed.
+# With the signatures of tensorboardX 2.6 and tensorboard 2.21, which lose what is not flushed.
 WRITERS = {
-    "tensorboardX": """
-class SummaryWriter:
-    def __init__(self, logdir=None, *, flush_secs=120): self.folder = logdir
-    def add_scalar(self, tag, scalar_value, global_step=None):
-        print(self.folder, tag, scalar_value, global_step, flush=True)
+    "tensorboardX": {
+        "proto/event_pb2": "from types import SimpleNamespace as Event\n",
+        "record_writer": "directory_check = print\n",
+        "summary": "def scalar(name, scalar): return name, scalar\n",
+        "event_file_writer": """
+class EventsWriter:
+    def __init__(self, file_prefix, filename_suffix=''): self.prefix, self.queue = file_prefix, []
+    def write_event(self, event):
+        assert event.wall_time > 0
+        self.queue.append((*event.summary, event.step))
+    def flush(self):
+        for each in self.queue: print(self.prefix, *each, flush=True)
+        self.queue.clear()
 """,
-    "tensorboard.summary": """
+    },
+    "tensorboard": {
+        "summary": """
 class Writer:
     def __init__(self, output): self.folder, self.queue = output, []
     def add_scalar(self, tag, data, step, *, wall_time=None, description=None):
@@ -447,19 +457,17 @@ class Writer:
     def flush(self):
         for each in self.queue: print(self.folder, *each, flush=True)
         self.queue.clear()
-""",
+"""
+    },
 }
 
 
-@pytest.mark.parametrize(
-    "package", at_length(["tensorboardX", "tensorboard.summary", ""], ["tensorboard.summary"])
-)
+@pytest.mark.parametrize("package", at_length(["tensorboardX", "tensorboard", ""], ["tensorboard"]))
 def test_rank_0_writes_for_tensorboard_by_the_package_that_is_there(package, tmp_path):
-    if package:
-        module = tmp_path.joinpath(*package.split("."))
-        module.mkdir(parents=True)
-        (module / "__init__.py").write_text(WRITERS[package])
-        (module.parent / "__init__.py").touch()
+    for name, text in WRITERS.get(package, {}).items():
+        module = tmp_path / package / f"{name}.py"
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text(text)
     job = run_script(
         2,
         "import ringcomm as rc\nrc.init()\nfor step in (3, 4): rc.log(step=step, loss=0.5)\n",
@@ -467,7 +475,10 @@ def test_rank_0_writes_for_tensorboard_by_the_package_that_is_there(package, tmp
         env={"RINGCOMM_TENSORBOARD": "tb"},
     )
     if package:
-        assert (job.code, job.output) == (0, "tb loss 0.5 3\ntb loss 0.5 4\n")
+        began = "tb\n" if package == "tensorboardX" else ""
+        folder = "tb/events" if package == "tensorboardX" else "tb"
+        assert job.code == 0
+        assert job.output == f"{began}{folder} loss 0.5 3\n{folder} loss 0.5 4\n"
     else:
         assert job.code != 0
         assert "neither tensorboard nor tensorboardX is there: pip install" in job.output

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import sys
+from types import ModuleType
 
 import pytest
 from harness import run_ranks
@@ -120,3 +122,46 @@ def test_a_folder_that_tensorboard_cannot_write_is_one_warning(tmp_path, monkeyp
         "RINGCOMM_TENSORBOARD=full cannot be written: No space left on device",
     ]
     assert seen == [("loss", 0.0, 0), ("loss", 1.0, 7), ("loss", 2.0, 8)]
+
+
+def test_the_writer_of_tensorboardx_waits_for_no_thread_that_a_full_disk_has_ended(
+    tmp_path, monkeypatch, caplog
+):
+    class EventsWriter:
+        def __init__(self, file_prefix):
+            self.n = 0
+
+        def write_event(self, event):
+            self.n += 1
+            if self.n > 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def flush(self):
+            flushed.append(self.n)
+
+    class SummaryWriter:
+        def __init__(self, folder, **_):
+            pytest.fail("its thread ends on a full disk, and add_scalar() waits for ever")
+
+    package = "tensorboardX"
+    for name, content in {
+        "": {"SummaryWriter": SummaryWriter},
+        ".event_file_writer": {"EventsWriter": EventsWriter},
+        ".proto": {},
+        ".proto.event_pb2": {"Event": dict},
+        ".record_writer": {"directory_check": os.mkdir},
+        ".summary": {"scalar": lambda name, value: (name, value)},
+    }.items():
+        module = ModuleType(package + name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, package + name, module)
+    monkeypatch.setattr(log_metrics, "_tensorboards", {})
+    monkeypatch.chdir(tmp_path)
+    flushed = []
+    run_ranks(
+        1, lambda _: [rc.log(loss=0.5) for _ in range(50)], settings=Settings(tensorboard="tb")
+    )
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert "=tb cannot be written: No space left on device" in warning
+    assert (tmp_path / "tb").is_dir()
+    assert flushed == [1]  # and then every 5 s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import functools
 import json
@@ -112,11 +113,9 @@ def _tell_tensorboard(folder: str, values: dict[str, float], step: int | None) -
 def _tensorboard(folder: str) -> Any:
     """Return a writer of tensorboardX, or else of tensorboard."""
     try:
-        from tensorboardX import SummaryWriter
+        return _Flushing(_TensorBoardX(folder))
     except ModuleNotFoundError:
         pass
-    else:
-        return SummaryWriter(folder, flush_secs=_FLUSH_S)
     try:
         from tensorboard.summary import Writer
     except ModuleNotFoundError as error:
@@ -127,19 +126,46 @@ def _tensorboard(folder: str) -> Any:
     return _Flushing(Writer(folder))
 
 
+class _TensorBoardX:
+    """Writes a file of tensorboardX in the thread that calls.
+
+    The thread of its SummaryWriter ends on a full disk: then its queue is soon full, and who adds
+    a value waits for ever.
+    """
+
+    def __init__(self, folder: str) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.record_writer import directory_check
+        from tensorboardX.summary import scalar
+
+        directory_check(folder)
+        self._file = EventsWriter(os.path.join(folder, "events"))
+        self._event, self._scalar = Event, scalar
+        self.flush = self._file.flush
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        summary = self._scalar(name, value)
+        self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+
 class _Flushing:
-    """Flushes a writer of tensorboard, which does so every 2 minutes, and not when Python ends."""
+    """Flushes a writer every 5 s, and when Python ends: tensorboard's is not flushed then."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
         self._next = time.monotonic()
-        atexit.register(writer.flush)
+        atexit.register(self._flush_last)
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         self._writer.add_scalar(name, value, step)
         if time.monotonic() >= self._next:
             self._writer.flush()
             self._next = time.monotonic() + _FLUSH_S
+
+    def _flush_last(self) -> None:
+        with contextlib.suppress(OSError):  # the disk is full
+            self._writer.flush()
 
 
 class _Scalars:
