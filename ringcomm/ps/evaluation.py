@@ -80,6 +80,9 @@ def snapshot() -> Iterator[int]:
         rounds = hold(current.client, number).rounds
         current.snapshot = number
         yield max(rounds.values(), default=0)
+    except ServerLostError:
+        current.lost_in.add(number)
+        raise
     finally:
         current.snapshot = 0
         release(current.client, number)

@@ -79,6 +79,7 @@ class Session:
         functions: names of those that are marked @ps.function, by server's rank; of this one as -1.
         clock: steps that this worker has completed.
         snapshot: number of the one that pulls read; 0: the present values.
+        lost_in: numbers of the snapshots that the loss of a server has ended.
         has_left: this rank has left the servers.
         has_rested: servers wait for no more steps of this rank.
         last_save: the latest checkpoint that it has begun to save.
@@ -109,6 +110,7 @@ class Session:
     functions: dict[int, tuple[str, ...]]
     clock: int = 0
     snapshot: int = 0
+    lost_in: set[int] = field(default_factory=set)
     has_left: bool = False
     has_rested: bool = False
     last_save: Future[Path] | None = None

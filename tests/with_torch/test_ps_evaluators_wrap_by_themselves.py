@@ -43,6 +43,18 @@ def train(rank):
     return values(model)
 
 
+def train_until(models, step):
+    """Return the values that each model had after each step: a snapshot may be in between."""
+    had = [[] for _ in models]
+    while session().clock < step:
+        for of_one, (model, optimizer) in zip(had, models, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            of_one.append(values(model))
+    return had
+
+
 def test_an_evaluator_goes_on_if_another_one_dies_before_it_has_wrapped():
     seen = []
 
@@ -130,16 +142,6 @@ def test_an_evaluator_that_loses_a_server_behind_the_first_of_two_models(
         rc.barrier()
         return had
 
-    def train_until(both, step):
-        had = [], []  # of each model, for a snapshot may be between the steps of the two
-        while session().clock < step:
-            for of_one, (model, optimizer) in zip(had, both, strict=True):
-                optimizer.zero_grad()
-                model(torch.ones(2, 4)).square().sum().backward()
-                optimizer.step()
-                of_one.append(values(model))
-        return had
-
     results = ended(run_all(2, train_both, 2, evaluators=1, settings=ELASTIC), 1)
     assert [found in had for found, had in zip(seen[-1], results[0], strict=True)] == [True] * 2
 
@@ -198,3 +200,43 @@ def test_an_evaluator_that_loses_a_server_behind_the_conversion_of_embeddings(
 
     results = ended(run_all(1, body, 2, evaluators=1, settings=ELASTIC), 1)
     assert seen == results[:1]
+
+
+def test_an_evaluator_that_dropped_its_first_model_before_a_loss_wraps_the_second(tmp_path):
+    first, second, seen = [], [], []
+
+    @ps.evaluator(every=2)
+    def evaluate(step):
+        if session().n_recovered:
+            second[:] = second or [wrapped()]
+            second[0][1].pull_parameters()
+            seen.append(values(second[0][0]))
+        elif not first:
+            first.append(wrapped())
+        else:
+            try:
+                kill_server(1)
+                while True:
+                    first[0][1].pull_parameters()
+            finally:
+                first.clear()
+        ps.report(step, {})
+
+    def body(rank):
+        both = [wrapped(), wrapped()]
+        train_until(both, 2)
+        if ps.is_chief():
+            ps.reports(until=2)
+            ps.save(tmp_path).wait()
+        rc.barrier()
+        with pytest.raises(rc.ServerLostError):
+            train_until(both, 1000)
+        ps.recover(tmp_path)
+        had = train_until(both, 4)
+        if ps.is_chief():
+            ps.reports(until=4)
+        rc.barrier()
+        return had[1]
+
+    results = ended(run_all(2, body, 2, evaluators=1, settings=ELASTIC), 1)
+    assert seen[-1] in results[0]

@@ -28,7 +28,6 @@ class _Call(NamedTuple):
     """A call of an evaluator's function."""
 
     snapshot: int  # which no other call has
-    n_recovered: int
     number: int  # the last one that was drawn before it
 
 
@@ -109,11 +108,11 @@ def _begin(current: Session) -> None:
     kept that, or wraps it again, too.
     """
     group, last = current.group, _calls.get(current)
-    if last is not None and last.n_recovered != current.n_recovered:
+    if last is not None and last.snapshot in current.lost_in:
         gc.collect()  # optimizers are parts of cycles
         kept = max((each.number for each in current.recovering), default=0)
         go_on_from_number(group, max(last.number, kept))
         last = None
     if last is None or last.snapshot != current.snapshot:
         number = last_number(group)
-        _calls[current] = _Call(current.snapshot, current.n_recovered, number)
+        _calls[current] = _Call(current.snapshot, number)
