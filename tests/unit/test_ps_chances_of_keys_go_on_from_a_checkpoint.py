@@ -10,6 +10,7 @@ from ps_ranks_as_threads import ended, kill_server, run_all, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
+from ringcomm.ps.session import session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 KEYS = np.arange(300, dtype=np.uint64)
@@ -149,8 +150,9 @@ def test_a_copy_of_a_server_admits_the_same_keys_outside_rounds(victim):
             learn(kv, 5)
             before = kv.pull(KEYS).wait()
             kill_server(died)
-            while all(each["copies"] == 2 for each in ps.stats()):
-                pass
+            current = session()
+            while current.layout.servers[died] not in current.engine.watch.peers.dead:
+                ps.stats()
             assert (kv.pull(KEYS).wait() == before).all()
             end = time.monotonic() + DEADLINE_S
             while died == 0 and any(each["copies"] < 2 for each in ps.stats()):

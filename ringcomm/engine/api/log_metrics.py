@@ -21,6 +21,7 @@ from ringcomm.status.json_numbers import json_number
 
 _log: Final = logging.getLogger("ringcomm")
 _NO_STEP: Final = -1
+_MOST_STEPS: Final = (1 << 63) - 1
 _FLUSH_S: Final = 5
 _OF_THE_LINE: Final = ("time", "step")  # what each line of a rank's file has itself
 _Tracker = Callable[[dict[str, float], int | None], object]
@@ -116,6 +117,10 @@ def _tensorboard(folder: str) -> Any:
         return _Flushing(_TensorBoardX(folder))
     except ModuleNotFoundError:
         pass
+    except ImportError:  # a version with other parts
+        from tensorboardX import SummaryWriter
+
+        return SummaryWriter(folder, flush_secs=_FLUSH_S)
     try:
         from tensorboard.summary import Writer
     except ModuleNotFoundError as error:
@@ -176,7 +181,7 @@ class _Scalars:
 
     def __call__(self, values: dict[str, float], step: int | None) -> None:
         at = self._next if step is None else step
-        self._next = at + 1
+        self._next = min(at + 1, _MOST_STEPS)
         for name, value in values.items():
             self._add(name, value, at)
 
@@ -197,13 +202,13 @@ def _tracking(tracker: Any) -> _Tracker:
 
 def _step(step: int) -> int:
     whole = operator.index(step)
-    if not 0 <= whole < 1 << 63:
+    if not 0 <= whole <= _MOST_STEPS:
         raise ValueError(f"log: step is {whole}; it must be at least 0 and less than 2**63")
     return whole
 
 
 def _is_step(value: float) -> bool:
-    return 0 <= value < 1 << 63 and value.is_integer()
+    return 0 <= value <= _MOST_STEPS and value.is_integer()
 
 
 @functools.lru_cache(maxsize=256)
