@@ -277,17 +277,7 @@ class Presence:
             return len(self.deaths) > n_before
 
     def _failed_in_mpi(self) -> list[int]:
-        if not self.is_fault_tolerant:
-            return []
-        comm = self.lines[0].control
-        failed: MPI.Group = comm.Get_failed()
-        if failed.size == 0:
-            return []  # this is MPI_GROUP_EMPTY, which must not be freed
-        everyone = comm.Get_group()
-        numbers = list(failed.Translate_ranks(None, everyone))
-        failed.Free()
-        everyone.Free()
-        return numbers
+        return _failed_in(self.lines[0].control) if self.is_fault_tolerant else []
 
     def where_is(self, number: int) -> str:
         """Return the file and line at which a rank of this node is; "" if that is not known."""
@@ -365,6 +355,17 @@ class Presence:
         if self.is_of_world or self.size > DIRECT:
             return  # keep its control: ranks may still pass on news to this one
         self.lines[0].control.Free()
+
+
+def _failed_in(comm: MPI.Comm) -> list[int]:
+    failed: MPI.Group = comm.Get_failed()
+    if failed.size == 0:
+        return []  # this is MPI_GROUP_EMPTY, which must not be freed
+    everyone = comm.Get_group()
+    numbers = list(failed.Translate_ranks(None, everyone))
+    failed.Free()
+    everyone.Free()
+    return numbers
 
 
 def _agree_on_changes(comm: MPI.Comm, *mine: int) -> None:
