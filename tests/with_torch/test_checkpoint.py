@@ -230,7 +230,8 @@ def test_a_rank_that_does_not_see_the_folder_of_shards_goes_back_to_none(tmp_pat
     assert all("all ranks must see the folder" in str(error) for error in errors)
 
 
-def test_what_torch_saves_comes_back_of_any_dtype_and_layout(tmp_path):
+@pytest.mark.parametrize("checks_sparse", [False, True])
+def test_what_torch_saves_comes_back_of_any_dtype_and_layout(checks_sparse, tmp_path):
     x = torch.arange(6.0)
     saved = {
         "small": x.to(torch.float8_e4m3fn),
@@ -247,7 +248,9 @@ def test_what_torch_saves_comes_back_of_any_dtype_and_layout(tmp_path):
         checkpoint.save(1, saved=saved)
         return checkpoint.restore(rng=False).values["saved"]
 
-    for found in run_ranks(2, body):
+    with torch.sparse.check_sparse_tensor_invariants(enable=checks_sparse):
+        restored = run_ranks(2, body)
+    for found in restored:
         for name, mine in saved.items():
             assert (found[name].dtype, found[name].layout) == (mine.dtype, mine.layout)
             assert torch.equal(found[name].to_dense().float(), mine.to_dense().float()), name
