@@ -124,7 +124,7 @@ CLIENT = [
         "tensorboard-loses-the-last-values",
         "client",
         "engine/api/log_metrics.py",
-        "atexit.register(writer.flush)",
+        "atexit.register(self._flush_last)",
         "pass",
         "TensorBoard lacks the last seconds of a run, and all of a short one",
         ("mpi/test_ringcomm_top.py",),
