@@ -53,21 +53,10 @@ def tree(tmp_path, capsys):
     return SimpleNamespace(write=write, check=check)
 
 
-def lines(count):
-    return "x = 1\n" * count
-
-
-def methods(count, decorator="", name="f{}"):
-    return "".join(f"    {decorator}\n    def {name.format(i)}(self): ...\n" for i in range(count))
-
-
-def test_limits_may_be_reached(tree):
-    tree.write(
-        {f"ringcomm/many/m{i}.py": "" for i in range(15)} | {"ringcomm/many/__init__.py": ""}
-    )
-    overloads = methods(9, "@overload", "f1")
-    tree.write({"ringcomm/core/big.py": f"class A:\n{methods(25)}{overloads}" + lines(381)})
-    tree.write({"ringcomm/core/c.py": "class B:\n" + "    x = 1\n" * 299})
+def test_no_size_is_a_fault(tree):
+    methods = "".join(f"    def f{i}(self): ...\n" for i in range(100))
+    tree.write({f"ringcomm/many/m{i}.py": "" for i in range(50)})
+    tree.write({"ringcomm/core/big.py": f"class A:\n{methods}" + "x = 1\n" * 1000})
     assert tree.check() == (0, "")
 
 
@@ -78,10 +67,6 @@ IN_FUNCTION = "def f():\n    import ringcomm.core.c\n"
 @pytest.mark.parametrize(
     ("files", "error"),
     [
-        ({f"ringcomm/many/m{i}.py": "" for i in range(16)}, "ringcomm/many (16)"),
-        ({"ringcomm/core/big.py": lines(451)}, "ringcomm/core/big.py (451)"),
-        ({"ringcomm/core/c.py": "class B:\n" + "    x = 1\n" * 300}, "c.py::B (301)"),
-        ({"ringcomm/core/c.py": f"class A:\n{methods(26)}"}, "c.py::A (26)"),
         (
             {
                 "ringcomm/core/a.py": TYPE_CHECKING,
@@ -101,7 +86,7 @@ IN_FUNCTION = "def f():\n    import ringcomm.core.c\n"
         ({"ringcomm/core/a.py": '"""Facts in, verdicts out: pure."""\n'}, "ringcomm.core.a"),
         ({"CONTRIBUTING.md": PAGE + "`engine.py` (pure)"}, "engine.py of CONTRIBUTING.md"),
         ({"pyproject.toml": CONTRACTS.replace("core.order", "core.odd")}, "ringcomm.core.odd"),
-        ({"CONTRIBUTING.md": PAGE.replace("faces |", "")}, "does not name, at most 0: faces"),
+        ({"CONTRIBUTING.md": PAGE.replace("faces |", "")}, "does not name: faces"),
     ],
 )
 def test_what_breaks_a_rule_is_named(files, error, tree):
