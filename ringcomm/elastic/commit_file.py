@@ -1,48 +1,81 @@
-"""The file that keeps commits of a state, for a job that is started again."""
+"""The file that keeps commits of a state, for a job that is started again.
+
+A file is a pickle, then _TRAILER: a mark, the length of the pickle, and its CRC-32.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import pickle
+import shutil
+import struct
+import zlib
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
-from ringcomm.atomic_files import replacing
+from ringcomm.atomic_files import checksum, crc_of, replacing
 from ringcomm.errors import RingcommError
 
 _log = logging.getLogger("ringcomm")
-_FORMAT: Final = 1
+_FORMAT: Final = 2
+_WITHOUT_TRAILER: Final = 1  # format of version 0.1.0 before it had a trailer
+_TRAILER: Final = struct.Struct("<16sQI")
+_MARK: Final = b"ringcomm commit\n"
+
+UNREAD: Final = -1
+ABSENT: Final = -2
+
+
+class Origin(NamedTuple):
+    """What a job has found in the file, before it writes there."""
+
+    crc: int = UNREAD  # of the file; ABSENT: there was none
+    n_made: int = 0  # commits that were made, as far as is known; those after the kept one are lost
 
 
 class Kept(NamedTuple):
     """The content of a file."""
 
     n_commits: int
-    copies: dict[str, Any]  # by attribute of the state
-    n_made: int  # commits that were made, as far as that is known; n_made - n_commits are lost
+    copies: dict[str, dict[str, Any]]  # by attribute of the state
+    origin: Origin
 
 
 class KeptFile:
     """Keeps every `every`-th commit in `path`, and in `path`.count how many there were.
 
     Only the rank 0 of the moment writes. The count takes a microsecond, and is right after the
-    death of any process; after that of a host, the newest ones may be missing.
+    death of any process; after that of a host, the newest ones may be missing. The commit with
+    which the job began is kept in `path`.previous; nothing here reads that.
+
+    Attributes:
+        given: the path as the program gave it.
+        origin: what the job has found at `path`; the same on all ranks that may write.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"keep_in: every must be a number of commits >= 1, not {every!r}")
+        self.given = os.fspath(path)
         self.path = Path(path).absolute()
+        self.origin = Origin()
         self._every = every
         self._count = -1  # descriptor, once this rank writes
+        self._has_written = False  # a commit; so what the job began with is no longer there
         self._has_failed = False  # in the last attempt
+
+    @property
+    def previous(self) -> Path:
+        """Where the commit is kept with which the job began, once it has been overwritten."""
+        return _with_suffix(self.path, "previous")
 
     def keep(self, n_commits: int, copies: dict[str, Any]) -> None:
         """Keep a commit, or count it. If that is not possible, log it: training goes on.
 
         An error would end rank 0, and then whoever is rank 0 next, until nobody is left.
         """
+        assert self.origin.crc != UNREAD, "what nobody has read is never overwritten"
         try:
             self._write(n_commits, copies)
             self._has_failed = False
@@ -60,57 +93,154 @@ class KeptFile:
     def _write(self, n_commits: int, copies: dict[str, Any]) -> None:
         try:
             if n_commits % self._every == 0:
+                if not self._has_written:
+                    self._keep_origin()
                 content = {"format": _FORMAT, "n_commits": n_commits, "copies": copies}
                 with replacing(self.path) as file:
-                    pickle.dump(content, file, pickle.HIGHEST_PROTOCOL)
+                    summed = _Summed(file)
+                    pickle.dump(content, summed, pickle.HIGHEST_PROTOCOL)
+                    file.write(_TRAILER.pack(_MARK, summed.length, summed.crc))
+                self._has_written = True
         finally:  # one that is not kept was made all the same
             self._count_to(n_commits)
+
+    def _keep_origin(self) -> None:
+        """Keep what the job began with, unless an earlier rank 0 of the job has done so."""
+        if self.origin.crc == ABSENT or self.origin.crc != _crc_of_file(self.path):
+            return
+        self.previous.unlink(missing_ok=True)
+        try:
+            os.link(self.path, self.previous)
+        except OSError:  # a file system without links
+            with self.path.open("rb") as old, replacing(self.previous) as new:
+                shutil.copyfileobj(old, new)
+        with replacing(_with_suffix(self.previous, "count")) as file:
+            file.write(_COUNT % self.origin.n_made)
 
     def _count_to(self, n_commits: int) -> None:
         if self._count < 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._count = os.open(self._path_of_count, os.O_WRONLY | os.O_CREAT, 0o666)
-        os.pwrite(self._count, b"%20d\n" % n_commits, 0)
+            path = _with_suffix(self.path, "count")
+            self._count = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        os.pwrite(self._count, _COUNT % n_commits, 0)
 
     def load(self) -> Kept | None:
         """Return what is kept, None if there is no file.
 
-        Raises RingcommError if the file is no such file.
+        Raises:
+            RingcommError: the file cannot be read, or is damaged, or holds something else.
         """
         try:
-            content = pickle.loads(self.path.read_bytes())
+            data = memoryview(self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
-            raise RingcommError(
-                f"elastic: {self.path} holds no commit ({error}). Remove it to begin anew"
-            ) from error
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise RingcommError(
-                f"elastic: {self.path} holds no commit of this version. Remove it to begin anew"
-            )
-        n_commits: int = content["n_commits"]
-        return Kept(n_commits, content["copies"], max(n_commits, self._n_counted()))
+        except (OSError, MemoryError) as error:
+            raise self.refusal(f"cannot be read ({error or type(error).__name__})") from error
+        content, has_trailer = self._checked(data)
+        try:
+            kept = pickle.loads(content)
+        except Exception as error:  # damaged pickles, and changed programs, raise many kinds
+            what = f"cannot be unpickled ({type(error).__name__}: {error})"
+            raise self.refusal(what) from error
+        expected = _FORMAT if has_trailer else _WITHOUT_TRAILER
+        if not _is_commit(kept, expected):
+            end = "" if has_trailer else ", or is cut off"
+            raise self.refusal(f"holds no commit of this version of ringcomm{end}")
+        n_commits: int = kept["n_commits"]
+        crc = crc_of(content)
+        return Kept(n_commits, kept["copies"], Origin(crc, max(n_commits, self._n_counted())))
 
-    @property
-    def _path_of_count(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.count")
+    def _checked(self, data: memoryview) -> tuple[memoryview, bool]:
+        """Return the pickle of a file, and whether a trailer has vouched for it."""
+        mark, length, crc = _trailer_of(data[-_TRAILER.size :])
+        if mark != _MARK:
+            return data, False
+        content = data[: -_TRAILER.size]
+        if len(content) != length:
+            raise self.refusal(f"has {len(content)} bytes of a commit, and {length} were written")
+        if crc != (found := crc_of(content)):
+            raise self.refusal(f"is damaged: its checksum is {found:08x}, and was {crc:08x}")
+        return content, True
+
+    def refusal(self, what: str) -> RingcommError:
+        """Return the error that says why the file is not used, and what can be done."""
+        text = (
+            f"elastic: {self.path} {what}. No rank has begun, and the file stays as it is. Put a "
+            "good copy in its place, or move it away to begin anew"
+        )
+        if self.previous.exists():
+            text += (
+                f". {self.previous} is an older commit, with which the job that wrote the file "
+                "had begun; to go on from that, move it there"
+            )
+        return RingcommError(text)
 
     def _n_counted(self) -> int:
         try:
-            text = self._path_of_count.read_text().strip()
-        except FileNotFoundError:
+            text = _with_suffix(self.path, "count").read_bytes().strip()
+        except OSError:  # it only tells how many commits are lost
             return 0
         return int(text) if text.isdigit() else 0
 
-    def say_what_is_lost(self, kept: Kept) -> None:
+    def say_what_is_lost(self, n_commits: int) -> None:
         """Log from which commit the job goes on."""
-        n_lost = kept.n_made - kept.n_commits
+        n_lost = self.origin.n_made - n_commits
         _log.warning(
             "elastic: the job goes on from commit %d, which %s keeps; %d commit%s after it %s lost",
-            kept.n_commits,
+            n_commits,
             self.path,
             n_lost,
             "" if n_lost == 1 else "s",
             "is" if n_lost == 1 else "are",
         )
+
+
+_COUNT: Final = b"%20d\n"
+
+
+class _Summed:
+    """Writes to a file, and takes the length and the CRC-32 of what it has written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.length = self.crc = 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        n = self._file.write(data)
+        self.length += n
+        return n
+
+
+def _with_suffix(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.name}.{suffix}")
+
+
+def _trailer_of(end: bytes | memoryview) -> tuple[bytes, int, int]:
+    if len(end) < _TRAILER.size:
+        return b"", 0, 0
+    mark, length, crc = _TRAILER.unpack(end)
+    return mark, length, crc
+
+
+def _crc_of_file(path: Path) -> int:
+    """Return the CRC-32 of the pickle in a file, as its trailer has it; ABSENT if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TRAILER.size))
+            mark, _, crc = _trailer_of(file.read())
+        return crc if mark == _MARK else checksum(path)[1]
+    except FileNotFoundError:
+        return ABSENT
+
+
+def _is_commit(content: Any, of_format: int) -> bool:
+    if not isinstance(content, dict) or content.get("format") != of_format:
+        return False
+    n_commits, copies = content.get("n_commits"), content.get("copies")
+    return (
+        isinstance(n_commits, int)
+        and n_commits >= 0
+        and isinstance(copies, dict)
+        and all(isinstance(each, dict) for each in copies.values())
+    )

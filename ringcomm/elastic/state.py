@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from ringcomm.elastic.checksum import checksum_of
-from ringcomm.elastic.commit_file import KeptFile
+from ringcomm.elastic.commit_file import ABSENT, UNREAD, KeptFile, Origin
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.begin_next_view import (
     await_streams,
@@ -20,7 +21,13 @@ from ringcomm.engine.api.begin_next_view import (
 )
 from ringcomm.engine.api.init_rank_size import rank
 from ringcomm.engine.core.current_engine import has_engine
-from ringcomm.errors import MismatchError, RingcommError
+from ringcomm.errors import (
+    CommTimeoutError,
+    MismatchError,
+    NewViewInterrupt,
+    PeerFailedError,
+    RingcommError,
+)
 
 
 @runtime_checkable
@@ -44,6 +51,29 @@ class StateOf(NamedTuple):
 
 _TORN = -1  # a commit was interrupted half-way
 _NONE = -2  # this process has no part in the state of the job yet
+
+
+class _Facts(NamedTuple):
+    """What a rank tells the others at the begin of sync()."""
+
+    n_commits: int
+    is_saved: int
+    path: int  # CRC-32 of the path of keep_in(), -1 without
+    origin: int  # Origin.crc
+    n_made: int  # Origin.n_made
+
+    @property
+    def commit(self) -> tuple[int, int]:
+        """What tells who has the newest commit."""
+        return self.n_commits, self.is_saved
+
+
+class _Read(NamedTuple):
+    """What the rank that reads the file of keep_in() tells the others."""
+
+    refusal: str | None = None  # why the file cannot be used
+    n_commits: int | None = None  # None: there is no file
+    origin: Origin = Origin(ABSENT)
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -74,7 +104,6 @@ class State(ABC):
 
     def __init__(self) -> None:
         self._file: KeptFile | None = None
-        self._has_loaded = False
         self._n_commits = 0
         self._is_saved = False
         self._reset_callbacks: list[Callable[[], None]] = []
@@ -115,6 +144,7 @@ class State(ABC):
 
         Raises errors, after the copy, as check_host_updates() does.
         """
+        self._require_file_read()
         self._keep()
         self._keep_in_file()
         self.check_host_updates()
@@ -122,48 +152,120 @@ class State(ABC):
     def keep_in(self, path: str | os.PathLike[str], *, every: int = 1) -> None:
         """Keep every `every`-th commit in a file, for the case that all ranks are lost.
 
-        Call it on all ranks, before the function with elastic.run. A job that is started again
-        begins with the commit that is in the file, on any number of ranks; rank 0 logs how many
-        later ones are lost. Rank 0 writes in commit(), the file as a whole or not at all; other
-        ranks may become rank 0, so all hosts must see the file. Remove it to begin anew. If it
-        cannot be written, rank 0 logs that, and training goes on.
+        Call it on all ranks with the same path, before the function with elastic.run. A job that
+        is started again begins with the commit that is in the file, on any number of ranks; rank 0
+        logs how many later ones are lost. A file that cannot be used, because it is damaged, or
+        does not fit the program, is an error on all ranks before any has begun, and stays as it is.
+
+        Rank 0 writes in commit(), the file as a whole or not at all; other ranks may become rank 0,
+        so all hosts must see the file. If it cannot be written, rank 0 logs that, and training goes
+        on. What the job began with is kept as `path`.previous when it is first overwritten. Move
+        the file away to begin anew.
 
         Raises:
             TypeError: the class has save() and restore() of its own, and does not say in COPIES
                 what they use.
             ValueError: every is no number >= 1.
+            RingcommError: the state has a commit already, or elastic.run has begun with it.
         """
         if not self.COPIES:
             raise TypeError(
                 f"keep_in: {type(self).__name__} does not say in COPIES which of its attributes "
                 "hold a commit"
             )
+        if self._is_saved:
+            raise RingcommError(
+                f"keep_in: the state has had {self._n_commits} commits without {path}, so it is "
+                "not known whether that holds a later one. Call it before the function with "
+                "elastic.run, and before commit()"
+            )
         self._file = KeptFile(path, every)
+
+    def _require_file_read(self) -> None:
+        if self._file is not None and self._file.origin.crc == UNREAD:
+            raise RingcommError(
+                f"commit: nobody has read what {self._file.path} holds, which a commit would "
+                "overwrite. Train in a function with elastic.run, or call sync() of elastic.State "
+                "first, which begin with it"
+            )
 
     def _keep_in_file(self) -> None:
         if self._file is not None and (not has_engine() or rank() == 0):
             copies = {name: getattr(self, name) for name in self.COPIES}
             self._file.keep(self._n_commits, copies)
 
-    def _load_file(self) -> None:
-        """Take over the commit that the file of keep_in() holds; on rank 0, once."""
-        if self._file is None or self._has_loaded:
-            return
-        self._has_loaded = True
-        kept = self._file.load() if rank() == 0 and not self._is_saved else None
-        if kept is None or self._file is None:
-            return
-        self.save()
+    def _begin_with_file(self, facts: list[_Facts], root: int) -> bool:
+        """Let the root take over what the file of keep_in() holds, if it has not been read yet.
+
+        All ranks learn of it before any may begin: of a commit, or why it cannot be used. Whoever
+        reads the file may be lost at any moment; then the next root reads it. Collective.
+
+        Returns:
+            True if the root has its commit from the file now.
+        """
+        paths = [each.path for each in facts]
+        if len(set(paths)) > 1:
+            odd = next(r for r, path in enumerate(paths) if path != paths[0])
+            given = collectives.allgather_object(
+                None if self._file is None else self._file.given, name="elastic paths"
+            )
+            raise MismatchError(
+                f"keep_in: rank 0 keeps commits in {given[0]}, and rank {odd} in {given[odd]}. "
+                "Each rank may become rank 0, so call it on all ranks with the same path"
+            )
+        if self._file is None or facts[root].origin != UNREAD:
+            return False
+        read = self._read_file(self._file) if rank() == root else None
+        read = collectives.broadcast_object(read, root, name="elastic file")
+        if read.refusal is not None:
+            raise RingcommError(read.refusal)
+        has_commit = read.n_commits is not None
+        n_commits, is_saved = (read.n_commits, 1) if has_commit else facts[root].commit
+        facts[root] = _Facts(n_commits, is_saved, facts[root].path, *read.origin)
+        return has_commit
+
+    def _read_file(self, file: KeptFile) -> _Read:
+        """Take over what the file holds."""
+        try:
+            kept = file.load()
+            if kept is None:
+                file.origin = Origin(ABSENT)
+                return _Read()
+            self.save()
+            for name in self.COPIES:
+                mine, found = sorted(getattr(self, name)), sorted(kept.copies.get(name, {}))
+                if mine != found:
+                    raise file.refusal(f"keeps the values {found}, and the state has {mine}")
+            if text := self._misfit(kept.copies):
+                raise file.refusal(text)
+        except RingcommError as error:
+            return _Read(str(error))
         for name in self.COPIES:
-            mine, found = sorted(getattr(self, name)), sorted(kept.copies.get(name, {}))
-            if mine != found:
-                raise RingcommError(
-                    f"elastic: {self._file.path} keeps the values {found}, and the state has "
-                    f"{mine}. Remove the file to begin anew"
-                )
             setattr(self, name, kept.copies[name])
         self._n_commits, self._is_saved = kept.n_commits, True
-        self._file.say_what_is_lost(kept)
+        file.origin = kept.origin
+        return _Read(None, kept.n_commits, kept.origin)
+
+    def _misfit(self, kept: dict[str, dict[str, Any]]) -> str | None:
+        """Say what of the copies in a file the state cannot take, None if nothing is known of."""
+        del kept
+        return None
+
+    def _restore_from_file(self, file: KeptFile) -> None:
+        """Restore what a file has brought; an error of one rank is one of all. Collective."""
+        mine = None
+        try:
+            self.restore()
+        except (PeerFailedError, CommTimeoutError, NewViewInterrupt):
+            raise
+        except Exception as error:  # noqa: BLE001 - load_state_dict() may raise anything
+            mine = error
+        text = None if mine is None else f"{type(mine).__name__}: {mine}"
+        texts = collectives.allgather_object(text, name="elastic restored")
+        for r, each in enumerate(texts):
+            if each is not None:
+                what = f"keeps commit {self._n_commits}, which rank {r} cannot restore ({each})"
+                raise file.refusal(what) from mine
 
     def check_host_updates(self) -> None:
         """Raise an error if the ranks of the job are to change, before an operation fails. Local.
@@ -217,34 +319,38 @@ class State(ABC):
     def sync(self) -> None:
         """Give all ranks the last commit of the rank that has committed most. Collective.
 
-        Before the first commit, all ranks get the values of rank 0. If all ranks have committed
-        equally often, each restores its own commit, and nothing is sent.
+        Before the first commit, all ranks get what the file of keep_in() holds, or without one the
+        values of rank 0. If all ranks have committed equally often, each restores its own commit,
+        and nothing is sent.
 
         What a rank has received is compared with what the others have; see verify().
 
         Raises:
-            RingcommError: no rank has a whole commit, or all that had the state are lost.
-            MismatchError: the commits differ.
+            RingcommError: no rank has a whole commit, or all that had the state are lost; or the
+                file of keep_in() cannot be used.
+            MismatchError: the commits differ, or the paths of keep_in().
         """
-        self._load_file()
-        mine = np.array([[self._n_commits, self._is_saved]], np.int64)
-        all_ranks: list[list[int]] = collectives.allgather(mine, name="elastic commits").tolist()
-        best = max(all_ranks)
-        root = all_ranks.index(best)
-        n_commits, is_saved = best
+        mine = np.array([self._facts], np.int64)
+        gathered = collectives.allgather(mine, name="elastic commits").tolist()
+        facts = [_Facts(*each) for each in gathered]
+        commits = [each.commit for each in facts]
+        root = commits.index(max(commits))
+        n_commits, is_saved = commits[root]
         self._require_whole(n_commits)
         if n_commits == _NONE:
             raise RingcommError(
                 "elastic: all ranks that had the state of the job are lost, before those that are "
                 "left got it. Start the job again from a checkpoint"
             )
+        is_from_file = self._begin_with_file(facts, root)
+        best = commits[root] = n_commits, is_saved = facts[root].commit
         if not self._is_saved:
             self.save()
-        is_alike = is_saved and all(each == best for each in all_ranks)
-        is_new = rank() != root and (all_ranks[rank()] != best or not is_saved)
+        is_alike = is_saved and all(each == best for each in commits)
+        is_new = rank() != root and (commits[rank()] != best or not is_saved)
         before = {name: getattr(self, name) for name in self.COPIES}
         try:
-            self.unite([each == best for each in all_ranks])
+            self.unite([each == best for each in commits])
             if not is_alike:
                 self.receive(root, is_new=is_new)
                 self.verify()
@@ -255,7 +361,24 @@ class State(ABC):
                 self._n_commits = _TORN  # nobody can tell what it has received
             raise
         self._n_commits, self._is_saved = n_commits, True
-        self.restore()
+        if self._file is None:
+            self.restore()
+            return
+        if not is_from_file:
+            self.restore()
+            self._file.origin = Origin(facts[root].origin, facts[root].n_made)
+            return
+        self._restore_from_file(self._file)
+        self._file.origin = Origin(facts[root].origin, facts[root].n_made)
+        if rank() == root:
+            self._file.say_what_is_lost(n_commits)
+
+    @property
+    def _facts(self) -> _Facts:
+        path, origin = -1, Origin()
+        if self._file is not None:
+            path, origin = zlib.crc32(os.fsencode(self._file.given)), self._file.origin
+        return _Facts(self._n_commits, self._is_saved, path, *origin)
 
     def verify(self) -> None:
         """Compare the last commit of all ranks by a checksum. Collective; reads all values once.
@@ -418,6 +541,18 @@ class ArrayState(ObjectState):
                 np.copyto(self._copies[name], array)
             else:
                 self._copies[name] = array.copy()
+
+    def _misfit(self, kept: dict[str, dict[str, Any]]) -> str | None:
+        for name, found in kept["_copies"].items():
+            mine = self._copies[name]
+            if not isinstance(found, np.ndarray):
+                return f"keeps {name} as {type(found).__name__}, and here it is an array"
+            if (found.shape, found.dtype) != (mine.shape, mine.dtype):
+                return (
+                    f"keeps {name} as {found.dtype} {found.shape}, and here it is {mine.dtype} "
+                    f"{mine.shape}"
+                )
+        return None
 
     def restore(self) -> None:
         """Write the copies into the arrays, and set the other values."""

@@ -568,3 +568,45 @@ def test_the_example_goes_on_when_its_ranks_are_killed(launcher, tmp_path):
     assert "step 20: loss" in job.output
     # The loss is that of a run without deaths.
     assert "done: 100 steps, loss 0.1576, ranks left: 2" in job.output, job.output
+
+
+KEPT = """
+import pickle
+state.keep_in("state")
+if sys.argv[1] == "killed" and me == 0:
+    pickle.loads = lambda data: die()
+
+@rc.elastic.run
+def train(state):
+    print(f"began at {state.step}", flush=True)
+    while state.step < (5 if sys.argv[1] == "first" else 8):
+        step(state)
+
+train(state)
+print("trained", flush=True)
+"""
+
+
+def test_a_kept_commit_outlives_a_rank_that_dies_while_it_reads_it_and_a_damage(tmp_path):
+    """Those that are left must not begin anew, and write their first commit over it."""
+
+    def run(how):
+        script = tmp_path / "kept.py"
+        script.write_text(PRELUDE + KEPT)
+        # One way for the launcher does: all that is asked here is of the ranks.
+        return run_job(3, script, how, cwd=tmp_path, options=ANY_EXIT[0], env=ELASTIC).output
+
+    assert run("first").count("began at 0") == 3
+    job = run("killed")
+    assert job.count("began at 5") == job.count("trained") == 2, job
+    path = tmp_path / "state"
+    kept = path.read_bytes()
+    damaged = kept[:-100]
+    path.write_bytes(damaged)
+    job = run("damaged")
+    assert "began at" not in job, job
+    assert f"RingcommError: elastic: {path} " in job
+    assert f"{tmp_path / 'state.previous'} is an older commit" in job
+    assert path.read_bytes() == damaged
+    (tmp_path / "state.previous").replace(path)
+    assert run("mended").count("began at 5") == 3

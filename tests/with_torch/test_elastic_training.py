@@ -1,5 +1,7 @@
 """A real model after deaths: its weights are those of the same steps without a failure."""
 
+import base64
+
 import pytest
 import torch
 from harness import IS_MPICH, at_length, run_ranks, run_script
@@ -409,3 +411,43 @@ def test_a_process_that_joins_with_fewer_groups_than_the_commit_is_told_so():
 
     with pytest.raises(rc.RingcommError, match=r"has 2 groups .* of optimizer, and here it has 1"):
         run_ranks(2, body)
+
+
+# Written by the version that had no checksum in the file: commit 1 of the state below.
+OF_BEFORE = (
+    "gAWVGwEAAAAAAAB9lCiMBmZvcm1hdJRLAYwJbl9jb21taXRzlEsBjAZjb3BpZXOUfZQojAZfc2F2ZWSUfZQojARzdGVwlEsH"
+    "jAhzY2hlZHVsZZSMFnJpbmdjb21tLmVsYXN0aWMuc3RhdGWUjAdTdGF0ZU9mlJOUfZSMBHJhdGWURz/QAAAAAAAAc4WUgZR1"
+    "jApfcG9zaXRpb25zlH2UjAdzYW1wbGVylIwecmluZ2NvbW0udG9yY2guZWxhc3RpYy5zYW1wbGVylIwIUG9zaXRpb26Uk5Qp"
+    "gZR9lCiMBWVwb2NolEsAjARkb25llCiRlIwEcmFua5RLAIwEc2l6ZZRLAYwGcGxhY2VzlEsASwOGlIWUjAZvdGhlcnOUKJGU"
+    "dWJzdXUu"
+)
+
+
+class Schedule:
+    def __init__(self):
+        self.rate = 0.5
+
+    def state_dict(self):
+        return {"rate": self.rate}
+
+    def load_state_dict(self, state):
+        self.rate = state["rate"]
+
+
+def test_a_kept_commit_of_the_version_before_is_read(tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(base64.b64decode(OF_BEFORE))
+
+    def body(rank):
+        sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
+        state = ObjectState(step=0, schedule=Schedule(), sampler=sampler)
+        state.keep_in(path)
+        state.sync()
+        state.on_reset()
+        state.commit()
+        return state.n_commits, state.step, state.schedule.rate, sorted(sampler)
+
+    (n, step, rate, first), (*alike, second) = run_ranks(2, body)
+    assert (n, step, rate) == (2, 7, 0.25) == tuple(alike)
+    assert {*first, *second} == {3, 4, 5, 6, 7, 8, 9}  # 0, 1 and 2 were recorded
+    assert (tmp_path / "state.previous").read_bytes() == base64.b64decode(OF_BEFORE)
