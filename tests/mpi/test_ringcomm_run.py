@@ -154,6 +154,27 @@ def shape(name):
     return re.sub(r"\d+", "N", name)
 
 
+ODD_ARGUMENTS = [
+    *("a", ":", "::", "\\:", "--", "--", "", "two words", "new\nline", "größe", '"', "$HOME", "*"),
+    *("%3A", "-np", "3", "-x", "A=1", "--mca", "@file", "|", "&", "{}", "%s", ":"),
+]
+
+
+@pytest.mark.parametrize("form", ["script", "module"])
+def test_the_arguments_of_a_program_pass_as_they_are(form, tmp_path):
+    body = """
+    import json
+    with open(f"{os.environ['RANK']}.json", "w") as file:
+        json.dump(sys.argv[1:], file)
+    """
+    path = script(tmp_path, body)
+    program = [path] if form == "script" else ["-m", path.stem]
+    job = Started(tmp_path, "-np", 2, *program, *ODD_ARGUMENTS).finish()
+    assert job.code == 0, job
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == ODD_ARGUMENTS
+
+
 def test_a_program_that_knows_nothing_of_ringcomm_runs(tmp_path):
     job = Started(tmp_path, "-np", 2, "--", "sh", "-c", "echo $RANK; exit $RANK").finish()
     assert sorted(job.out.splitlines()) == ["[0] 0", "[1] 1"]

@@ -422,6 +422,13 @@ def test_intel_mpi_gets_a_file_of_its_hosts():
         ("-m pkg.train --epochs 2", "/v/bin/python -m pkg.train --epochs 2"),
         ("-- ./train.sh x", "./train.sh x"),
         ("bash -c 'echo hi'", "bash -c 'echo hi'"),
+        ("-m mod a -- b -- -np 3", "/v/bin/python -m mod a -- b -- -np 3"),
+        ("-- -- x", "-- x"),
+        ("t.py a -- -- --help", "/v/bin/python t.py a -- -- --help"),
+        (
+            "t.py : ':::' '\\:' ':x'",
+            "/v/bin/python t.py '\\:' ::: '\\\\:' :x",
+        ),  # Open MPI parts at ":"
     ],
 )
 def test_the_program_is_a_script_a_module_or_any_command(flags, program):
@@ -438,13 +445,28 @@ def test_the_program_is_a_script_a_module_or_any_command(flags, program):
         ("h1:4\n# a comment\n\nh2 : 2 # two\n", ["h1:4", "h2:2"]),
         ("a\nb\na\n", ["a:2", "b:1"]),
         ("10.0.0.1 slots=2 max_slots=4", ["10.0.0.1:2"]),
+        ("\ufeffh1 slots=2\r\nh2 SLOTS=3 Max_Slots=3\r\n", ["h1:2", "h2:3"]),
+        (
+            "gpu[01-02,7]:2\nr[1-2]n[8-9]-ib slots = 4",
+            [
+                "gpu01:2",
+                "gpu02:2",
+                "gpu7:2",
+                "r1n8-ib:4",
+                "r1n9-ib:4",
+                "r2n8-ib:4",
+                "r2n9-ib:4",
+            ],
+        ),
     ],
 )
 def test_host_files(text, hosts):
     assert [str(host) for host in parse_host_file(text)] == hosts
 
 
-@pytest.mark.parametrize("text", ["", "# none\n", "h1 slots=x", "h1 h2", "h1:-1"])
+@pytest.mark.parametrize(
+    "text", ["", "# none\n", "h1 slots=x", "h1 h2", "h1:-1", "h[3-1]", "h[1", "h[a-b]", "h[]"]
+)
 def test_wrong_host_files(text):
     with pytest.raises(ConfigError, match="host"):
         parse_host_file(text)
@@ -452,6 +474,14 @@ def test_wrong_host_files(text):
 
 def test_a_host_named_twice_has_the_places_of_both():
     assert parse_hosts("h1,h2:2,h1") == (Host("h1", 2), Host("h2", 2))
+
+
+def test_a_range_of_hosts_is_each_of_them():
+    hosts = (Host("g1", 3), Host("g3", 2), Host("h", 1))
+    assert parse_hosts("g[1,3]:2,g1,h") == hosts
+    for wrong in ("h1,,h2", "g[1,3", "g[2-1]:2", "h1,", "[::1]:2"):
+        with pytest.raises(ConfigError, match="no host and number of places"):
+            parse_hosts(wrong)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ringcomm.launch.option_types import seconds
 
 GRACE_S: Final = 20.0
 RESTARTS: Final = 3
+_DASHES: Final = "\0--"  # stands for "--", which argparse would take from the program's arguments
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def parse_arguments(argv: Sequence[str], python: str) -> Arguments:
         SystemExit: after --help, or if the command line is wrong (code 2).
     """
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args([_DASHES if each == "--" else each for each in argv])
     program = _program(args, python)
     if not program:
         parser.error("name the program that the ranks run: ringcomm run -np 4 train.py")
@@ -193,14 +194,19 @@ class _Refuse(argparse.Action):
 
 def _program(args: argparse.Namespace, python: str) -> tuple[str, ...]:
     """Return the command of a rank. `python` means the interpreter that ringcomm runs with."""
-    rest = args.program[1:] if args.program[:1] == ["--"] else args.program
     if args.module:
-        return (python, "-m", *args.module)
+        return (python, "-m", *map(_with_dashes, args.module))
+    given = args.program[1:] if args.program[:1] == [_DASHES] else args.program
+    rest = [*map(_with_dashes, given)]
     if not rest:
         return ()
     if rest[0].endswith(".py"):
         return (python, *rest)
     return (python if rest[0] in ("python", "python3") else rest[0], *rest[1:])
+
+
+def _with_dashes(argument: str) -> str:
+    return "--" if argument == _DASHES else argument
 
 
 def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:

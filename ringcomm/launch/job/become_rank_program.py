@@ -33,8 +33,18 @@ def places(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def escaped(argument: str) -> str:
+    r"""Return an argument as launchers pass it on: a lone ":", which parts commands, is r"\:"."""
+    return f"\\{argument}" if argument.lstrip("\\") == ":" else argument
+
+
+def _unescaped(argument: str) -> str:
+    return argument[1:] if argument.startswith("\\") and escaped(argument) != argument else argument
+
+
 def main(folder: str, program: list[str], environ: MutableMapping[str, str] = os.environ) -> None:
     """Replace this process by the program of its rank."""
+    program = [_unescaped(each) for each in program]
     environ.update(places(environ))
     if not _log_to(folder, environ):
         environ.pop(RUN_FOLDER, None)

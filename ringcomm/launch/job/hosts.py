@@ -28,19 +28,22 @@ def places_of(hosts: Iterable[Host]) -> int:
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Return the hosts of "h1:4,h2:2"; a host without a number has one place each time it is named.
 
-    Raises ConfigError for anything else.
+    "gpu[01-03,7]:4" are four hosts of 4 places each. Raises ConfigError for anything else.
     """
-    return _counted(_host(item, "-H") for item in text.split(","))
+    items = re.split(r",(?![^\[]*\])", text)  # not those in brackets
+    return _counted(host for item in items for host in _hosts(item, "-H"))
 
 
 def parse_host_file(text: str) -> tuple[Host, ...]:
     """Return the hosts of a file with a line per host: "h1 slots=4", "h1:4" or "h1".
 
     A host may have several lines, as in PBS's $PBS_NODEFILE, which has one per place. # begins a
-    comment. Raises ConfigError for anything else, and if there is no host.
+    comment; names may be ranges, as for parse_hosts(). Raises ConfigError for anything else, and if
+    there is no host.
     """
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    hosts = _counted(_host(line, "the host file") for line in lines if line)
+    lines = text.removeprefix("\ufeff").splitlines()  # the mark with which Windows begins a text
+    items = filter(None, (line.partition("#")[0].strip() for line in lines))
+    hosts = _counted(host for item in items for host in _hosts(item, "the host file"))
     if not hosts:
         raise ConfigError("the host file names no host; it needs lines such as `node1 slots=4`")
     return hosts
@@ -89,19 +92,24 @@ def _repeated(text: str) -> Iterator[int]:
         yield from [int(count)] * int(times or 1)
 
 
-_HOST = re.compile(
-    r"([^\s:=,]+)(?:\s*:\s*(\d+)|\s+slots\s*=\s*(\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?"
+_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_HOSTS = re.compile(
+    rf"((?:[^\s:=,\[\]]|{_RANGES})+)"
+    r"(?:\s*:\s*(\d+)|\s+slots\s*=\s*(\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?",
+    re.IGNORECASE,
 )
 
 
-def _host(text: str, where: str) -> Host:
-    match = _HOST.fullmatch(text.strip())
+def _hosts(text: str, where: str) -> list[Host]:
+    match = _HOSTS.fullmatch(text.strip())
+    names = list(expand_names(match[1])) if match else []  # none of a range such as [3-1]
     places = int(match[2] or match[3] or 1) if match else 0
-    if match is None or places < 1:
+    if not names or places < 1:
         raise ConfigError(
-            f"{where} has {text.strip()!r}, which is no host and number of places, as in h1:4"
+            f"{where} has {text.strip()!r}, which is no host and number of places, as in h1:4 or "
+            "gpu[01-04]:2"
         )
-    return Host(match[1], places)
+    return [Host(name, places) for name in names]
 
 
 def _counted(hosts: Iterable[Host]) -> tuple[Host, ...]:

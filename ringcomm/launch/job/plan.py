@@ -7,6 +7,7 @@ from typing import Final
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.judge_facts import judge, problem_of
+from ringcomm.launch.job.become_rank_program import escaped
 from ringcomm.launch.job.hosts import Host, parse_host_file, places_of, slurm_hosts
 from ringcomm.launch.job.launchers import Order, start_by_mpirun, start_by_srun
 from ringcomm.launch.job.plan_types import Plan, Request, Surroundings
@@ -36,8 +37,9 @@ def plan(request: Request, here: Surroundings) -> Plan:
     start_by = {"mpirun": start_by_mpirun, "srun": start_by_srun}[request.launcher]
     start = start_by(request, here, order)
     python = here.facts.python[1]
+    program = map(escaped, request.program)
     return Plan(
-        argv=(*start.argv, python, "-I", "-S", here.starter, here.folder, *request.program),
+        argv=(*start.argv, python, "-I", "-S", here.starter, here.folder, *program),
         variables=start.variables | variables,
         roles=where.roles,
         hosts=where.hosts,
