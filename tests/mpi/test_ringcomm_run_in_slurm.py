@@ -74,6 +74,33 @@ def test_sbatch_gives_the_number_of_ranks_and_of_threads(environ):
     assert logs() == ["2 0 2 0 2\n", "2 1 2 1 2\n"]
 
 
+PLACES = """
+import os, subprocess, sys
+import ringcomm as rc
+names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")
+before = [os.environ[name] for name in names]
+if "plain" in sys.argv:
+    os.environ.update(dict.fromkeys(names, "0"))
+rc.init()
+assert [os.environ[name] for name in names] == before == [str(rc.rank()), "2", str(rc.rank()), "0"]
+if rc.rank() == 0 and "steps" in sys.argv:
+    inner = ["srun", "--overlap", "-n1", "--mpi=none", "printenv", "SLURM_PROCID"]
+    assert subprocess.check_output(inner, text=True).split() == ["0"]
+rc.barrier()
+print("as srun would", flush=True)
+"""
+
+
+def test_in_a_batch_step_each_rank_has_slurms_variables_of_its_own(environ):
+    """Lightning and Accelerate go by them: each rank would train as rank 0."""
+    Path("places.py").write_text(PLACES)
+    for arguments in (["steps"], ["plain"]):
+        job = call(environ, "salloc", "-n2", *COMMAND, "places.py", *arguments)
+        assert job.returncode == 0, job
+        assert logs() == ["as srun would\n"] * 2
+        Path("run").rename("run-of-" + arguments[0])
+
+
 def test_salloc_passes_the_culprits_exit_code(environ):
     job = call(environ, "salloc", "-n3", *COMMAND, "train.py", "fail")
     assert (job.returncode, end()["rank"]) == (7, 1), job

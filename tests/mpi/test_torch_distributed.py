@@ -152,6 +152,50 @@ def test_a_rank_that_is_not_mpis_is_an_error_with_both(method, n, tmp_path):
     assert f"MPI says rank 0 of {n}" in job.output
 
 
+def test_one_number_for_all_ranks_is_refused_before_torch_opens_a_store(tmp_path):
+    """As of a framework that goes by SLURM_PROCID; torch says EADDRINUSE, or lets a rank wait."""
+    head = """
+import os
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "1"
+"""
+    script = head + SUM.format(arguments='"ringcomm", rank=0, world_size=2')
+    job = run_script(2, script, cwd=tmp_path)
+    assert job.code != 0
+    assert "torch.distributed says rank 0 of 2" in job.output, job.output
+    assert "MPI says rank 1 of 2. Unset RANK" in job.output
+    assert "EADDRINUSE" not in job.output
+
+
+CHILD = """
+import sys, torch, torch.distributed as dist, ringcomm.torch
+dist.init_process_group("gloo", init_method="env://", rank=int(sys.argv[1]), world_size=2)
+x = torch.ones(1)
+dist.all_reduce(x)
+assert x == 2
+dist.destroy_process_group()
+"""
+OF_ITS_OWN = """
+import os, subprocess, sys
+import torch, torch.distributed as dist
+import ringcomm.torch as hvd
+hvd.init()
+if hvd.rank() == 1:
+    store = dist.TCPStore("127.0.0.1", 0, None, True)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there
+    command = [sys.executable, "-c", CHILD]
+    children = [subprocess.Popen([*command, str(r)]) for r in range(2)]
+    assert [each.wait() for each in children] == [0, 0]
+hvd.allreduce(torch.ones(1))
+print("all right", flush=True)
+""".replace("CHILD", repr(CHILD))
+
+
+def test_processes_that_a_rank_starts_number_themselves(tmp_path):
+    job = run_script(2, OF_ITS_OWN, cwd=tmp_path)
+    assert job.output.count("all right") == 2, job.output
+
+
 @pytest.mark.parametrize(
     ("launcher", "variables"),
     [

@@ -12,11 +12,11 @@ from harness import wait_until
 
 from ringcomm.launch.dashboard import command as dashboard
 from ringcomm.launch.dashboard.source import Source
-from ringcomm.launch.job import become_rank_program
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch import ctl, top
 from ringcomm.launch.watch.prometheus import Pages
 from ringcomm.launch.watch.send_command import look
+from ringcomm.launched import become_rank_program
 
 RANK = """
 import os, sys

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from ringcomm.launch.job import become_rank_program
 from ringcomm.launch.job.processes import waits_in_vain
 from ringcomm.launch.job.read_records import Evidence, Failure, RankEnd
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import Ending, judge_ending
+from ringcomm.launched import become_rank_program
 
 # Starts two ranks, and does what is asked when they have ended.
 LAUNCHER = f"""

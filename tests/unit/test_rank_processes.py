@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from harness import DEADLINE_S, wait_until
 
-from ringcomm.launch.job import become_rank_program
 from ringcomm.launch.job.processes.ranks_of_this_host import (
     ranks_here,
     send_signal,
     session_members,
 )
 from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launched import become_rank_program
 
 WAIT = "open('here', 'w').close(); sys.stdin.read()"
 # What setproctitle does: the arguments and the environment are overwritten.

@@ -11,7 +11,7 @@ from harness import run_command
 
 from ringcomm._core import record_this_rank_in
 from ringcomm.errors import ConfigError
-from ringcomm.launch.job import become_rank_program, command, horovodrun_flags
+from ringcomm.launch.job import command, horovodrun_flags
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.read_records import (
@@ -25,6 +25,7 @@ from ringcomm.launch.job.read_records import (
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import Ending, judge_ending
+from ringcomm.launched import become_rank_program
 from ringcomm.transport.start_mpi import start_deadline
 
 # --- flags --------------------------------------------------------------------------------------
@@ -151,6 +152,28 @@ def test_a_rank_writes_into_its_log(tmp_path):
     assert (job.returncode, job.stdout, job.stderr) == (3, "", "")
     pid = RunFolder(tmp_path).ranks()[1].pid
     assert (tmp_path / "rank-1.log").read_text() == f"1 of 2: {pid} {tmp_path}\nerr\n"
+
+
+BATCH_STEP = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "node"),
+    [(["a:2", "{here}:2"], "1"), (["{here}.a.net:2", "b:2"], "0"), (["a:4"], "0"), ([], "0")],
+)
+def test_slurms_variables_are_those_of_the_rank_and_not_of_the_batch_step(hosts, node, tmp_path):
+    names = [each.format(here=os.uname().nodename) for each in hosts]
+    (tmp_path / "run.json").write_text(json.dumps({"hosts": names}))
+    environ = {"PATH": os.environ["PATH"], "SLURM_PROCID": "0"} | BATCH_STEP
+    mpis = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+    show = ("sh", "-c", "echo $SLURM_PROCID $SLURM_NTASKS $SLURM_LOCALID $SLURM_NODEID")
+    assert start(tmp_path, *show, environ=environ | mpis).returncode == 0
+    assert (tmp_path / "rank-3.log").read_text() == f"3 4 1 {node}\n"
+
+
+def test_outside_of_slurm_none_of_its_variables_is_made(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    assert start(tmp_path, "sh", "-c", "env | grep SLURM", environ=OF_MPI).returncode == 1
 
 
 def test_a_rank_whose_host_does_not_see_the_folder_says_so_and_goes_on(tmp_path):

@@ -40,6 +40,7 @@ from ringcomm.engine.core.meet_and_leave import close, leave, see_others_leave, 
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import NotInitializedError, PeerFailedError, RingcommError
+from ringcomm.launched.become_rank_program import say_place_as_srun_would
 from ringcomm.launched.children_are_no_ranks import mark_children_of_this_rank, parent_rank_pid
 from ringcomm.launched.launcher import is_fault_tolerant, is_hydra, refuse_foreign_ranks
 from ringcomm.status.last_words import Failure, LastWords
@@ -137,6 +138,8 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         world = _make_world(transport, words, settings, partial(start, read, comm))
         PROGRAM.scale = request_size
         presence.close_handed()
+        machines = transport.places["machine"].tolist()
+        say_place_as_srun_would(sorted(set(machines)).index(machines[transport.rank]))
         mark_children_of_this_rank()
         if world.is_outside:
             stay_outside(world)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.gather_facts import gather
-from ringcomm.launch.job import become_rank_program
 from ringcomm.launch.job.plan_types import Surroundings
 from ringcomm.launch.run_child_with_deadline import run_child
+from ringcomm.launched import become_rank_program
 from ringcomm.launched.launcher import launching_variable
 
 _ANSWER_S = 30.0

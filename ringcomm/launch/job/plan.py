@@ -7,10 +7,10 @@ from typing import Final
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.judge_facts import judge, problem_of
-from ringcomm.launch.job.become_rank_program import escaped
 from ringcomm.launch.job.hosts import Host, parse_host_file, places_of, slurm_hosts
 from ringcomm.launch.job.launchers import Order, start_by_mpirun, start_by_srun
 from ringcomm.launch.job.plan_types import Plan, Request, Surroundings
+from ringcomm.launched.become_rank_program import escaped
 
 _THREADS: Final = "OMP_NUM_THREADS"
 _LEAST_LOSSES: Final = 8  # as by default: small jobs may be resized, too

@@ -15,8 +15,12 @@ from urllib.parse import parse_qs, urlparse
 from ringcomm.engine.api.collectives import barrier, broadcast_object
 from ringcomm.engine.api.init_rank_size import begin_anew, engine, init, local_size, rank, size
 from ringcomm.errors import CommTimeoutError, ConfigError
+from ringcomm.launched.children_are_no_ranks import parent_rank_pid
 from ringcomm.launched.launcher import (
+    foreign_launcher,
     is_launched_by_mpi,
+    launched_rank,
+    launched_size,
     missing_of_torch,
     require_mpi_launcher,
     torch_ranks,
@@ -41,12 +45,40 @@ def wrap_env(torchs_own: Rendezvous) -> Rendezvous:
     """Return a handler of env://, which acts as mpi:// under mpirun without torch's variables."""
 
     def handle(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **more: Any) -> Found:
-        missing = missing_of_torch(parse_qs(urlparse(url).query))
+        given = parse_qs(urlparse(url).query)
+        _refuse_ranks_of_others({name: int(values[0]) for name, values in given.items()})
+        missing = missing_of_torch(given)
         if not missing or not is_launched_by_mpi():
             return torchs_own(url, timeout=timeout, **more)
         return by_mpi(url, timeout)
 
     return handle
+
+
+def _refuse_ranks_of_others(given: dict[str, int]) -> None:
+    """Raise ConfigError if all of MPI's ranks are numbered by something else, as by SLURM_PROCID.
+
+    Two of them may have one number, of which torch would tell by EADDRINUSE, or not at all. Groups
+    of other sizes, of processes that ranks start, and of torchrun have numbers of their own.
+    """
+    found = torch_ranks() | given
+    launched = launched_size()
+    if launched is None or not found.keys() >= {"rank", "world_size"}:
+        return
+    if foreign_launcher() or parent_rank_pid() is not None:
+        return
+    _, n_ranks = launched
+    if found["world_size"] == n_ranks and found["rank"] != launched_rank():
+        raise _numbered_differently(found["rank"], n_ranks, launched_rank(), n_ranks)
+
+
+def _numbered_differently(said: int, said_size: int, rank: int, size: int) -> ConfigError:
+    return ConfigError(
+        f"torch.distributed says rank {said} of {said_size} (RANK and WORLD_SIZE, or arguments "
+        f"of init_process_group), MPI says rank {rank} of {size}. Unset RANK and "
+        'WORLD_SIZE, and pass neither rank nor world_size: init_method="mpi://" takes both '
+        "from MPI"
+    )
 
 
 def start_as_rank(given_rank: int | None, given_size: int | None) -> None:
@@ -76,12 +108,7 @@ def start_as_rank(given_rank: int | None, given_size: int | None) -> None:
     if given_rank not in (None, rank()) or given_size not in (None, size()):
         said = rank() if given_rank is None else given_rank
         said_size = size() if given_size is None else given_size
-        raise ConfigError(
-            f"torch.distributed says rank {said} of {said_size} (RANK and WORLD_SIZE, or arguments "
-            f"of init_process_group), MPI says rank {rank()} of {size()}. Unset RANK and "
-            'WORLD_SIZE, and pass neither rank nor world_size: init_method="mpi://" takes both '
-            "from MPI"
-        )
+        raise _numbered_differently(said, said_size, rank(), size())
 
 
 def make_store(timeout: timedelta) -> Any:
