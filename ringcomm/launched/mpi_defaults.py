@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 
 # Measured with Open MPI 5.0.11: coll/han returns wrong sums across hosts after a rank is killed
 # (open-mpi/ompi#11794); a single TCP connection per pair is half duplex (11 against 22 MB/s on a
@@ -21,6 +21,17 @@ _ON_ONE_HOST = {
 }
 # Without a launcher, no process removes the segment of btl/sm in /dev/shm (Open MPI 5.0.11).
 _ALONE = _ON_ONE_HOST | {"OMPI_MCA_btl": "self,tcp"}
+
+
+# The rest matters while MPI starts, or, as `coll`, where MPI's collectives meet a death.
+_BETWEEN_HOSTS = ("OMPI_MCA_coll=", "OMPI_MCA_btl_tcp_links=")
+
+
+def missed_settings(settings: Iterable[str], *, is_open_mpi: bool, n_hosts: int) -> list[str]:
+    """Return those of set_mpi_defaults() that the job lacks, if MPI had started before them."""
+    if not is_open_mpi or n_hosts == 1:
+        return []
+    return [each for each in settings if each.startswith(_BETWEEN_HOSTS)]
 
 
 def set_mpi_defaults(environ: MutableMapping[str, str] = os.environ) -> list[str]:

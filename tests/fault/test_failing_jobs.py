@@ -436,7 +436,7 @@ def test_what_a_lost_rank_has_started_does_not_keep_the_job(tmp_path):
     assert "x rank 1" in report_of(job.output)
 
 
-def test_mpi_imported_first_is_told_and_still_safe(tmp_path):
+def test_mpi_imported_first_is_still_safe(tmp_path):
     body = """
     import logging
     logging.basicConfig()
@@ -450,7 +450,7 @@ def test_mpi_imported_first_is_told_and_still_safe(tmp_path):
     assert job.code != 0
     assert job.seconds < PROMPTLY_S
     assert "raised ValueError" in report_of(job.output)
-    assert "came too late: OMPI_MCA_coll=^han" in job.output
+    assert "came too late" not in job.output  # nothing did, on one host
 
 
 def test_mpi_imported_first_ends_in_order(tmp_path):

@@ -130,6 +130,17 @@ def test_the_user_s_own_mpi_setting_wins():
     assert "OMPI_MCA_btl=self,sm,tcp" in added
 
 
+def test_only_what_a_job_lacks_has_come_too_late():
+    made = [f"{name}={value}" for name, value in settings_in(dict(ONE_HOST))]
+    assert len(made) == 6
+    missed = mpi_defaults.missed_settings
+    assert missed(made, is_open_mpi=True, n_hosts=1) == []
+    assert missed(made, is_open_mpi=False, n_hosts=2) == []
+    lacks = ["OMPI_MCA_coll=^han", "OMPI_MCA_btl_tcp_links=2"]
+    assert missed(made, is_open_mpi=True, n_hosts=2) == lacks
+    assert missed(made[1:], is_open_mpi=True, n_hosts=3) == lacks[1:]  # the user has set it
+
+
 def test_all_settings_of_mpi_are_in_the_docs_and_no_others():
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     made = [f"{k}={v}" for e in (dict(ONE_HOST), dict(TWO_HOSTS), {}) for k, v in settings_in(e)]

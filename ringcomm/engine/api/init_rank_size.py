@@ -43,6 +43,7 @@ from ringcomm.errors import NotInitializedError, PeerFailedError, RingcommError
 from ringcomm.launched.become_rank_program import say_place_as_srun_would
 from ringcomm.launched.children_are_no_ranks import mark_children_of_this_rank, parent_rank_pid
 from ringcomm.launched.launcher import is_fault_tolerant, is_hydra, refuse_foreign_ranks
+from ringcomm.launched.mpi_defaults import missed_settings
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import State
 from ringcomm.status.print_alike_errors_once import print_alike_errors_once
@@ -181,11 +182,17 @@ def _make_world(
 def _warn_at_start(world: World, started: Started) -> None:
     if world.engine.settings.elastic and (gap := world.gap_text("elastic job")):
         _log.warning("%s", gap)
-    if started.was_early and started.settings:
+    transport = world.transport
+    missed = missed_settings(
+        started.settings if started.was_early else (),
+        is_open_mpi=transport.presence.implementation.startswith("Open MPI"),
+        n_hosts=len(set(transport.places["machine"].tolist())),
+    )
+    if missed:
         _log.warning(
             "mpi4py.MPI was imported before ringcomm.init(), so these settings came too late: %s. "
             "Call ringcomm.init() first, or set them for mpirun (-x NAME=VALUE).",
-            " ".join(started.settings),
+            " ".join(missed),
         )
 
 
