@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "status/end_after_python.hpp"
 #include "status/page.hpp"
@@ -25,6 +26,9 @@ nb::object text(const std::string& utf8) {
   return nb::steal(PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()),
                                         "replace"));
 }
+
+// A path comes as bytes: as a str it may hold surrogates, which no std::string takes.
+std::string path_of(const nb::bytes& path) { return {path.c_str(), path.size()}; }
 
 nb::dict snapshot(const MappedPage& page) {
   const OpView op = page.op();
@@ -178,9 +182,14 @@ void bind_status(nb::module_& m) {
       .def("mark", &StepClock::mark, "i"_a)
       .def("end", [](StepClock& clock, MappedPage& page) { clock.end(&page); }, "page"_a)
       .def("skip", [](StepClock& clock) { clock.end(nullptr); });
-  m.def("record_this_rank_in", &record_this_rank_in, "path"_a);
+  m.def("record_this_rank_in", [](const nb::bytes& path) { record_this_rank_in(path_of(path)); },
+        "path"_a);
   nb::class_<Watchdog>(m, "Watchdog")
-      .def(nb::init<double, std::string, std::string>(), "seconds"_a, "message"_a, "news"_a)
+      .def("__init__",
+           [](Watchdog* self, double seconds, std::string message, const nb::bytes& news) {
+             new (self) Watchdog(seconds, std::move(message), path_of(news));
+           },
+           "seconds"_a, "message"_a, "news"_a)
       .def("cancel", &Watchdog::cancel, nb::call_guard<nb::gil_scoped_release>());
   m.def("catch_stop_signals", &catch_stop_signals);
   m.def("stop_signal", &stop_signal);

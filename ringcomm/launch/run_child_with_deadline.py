@@ -11,9 +11,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ringcomm.launched.process_stat import all_processes
+from ringcomm.system_text import read_text
 
 _PATIENCE_S = 5.0  # between SIGTERM, on which mpirun ends its ranks, and SIGKILL
 _CANNOT_START = 127
@@ -136,7 +136,7 @@ def _descendants(ancestor: int) -> list[int]:
 def _mpi_files(pid: int) -> list[str]:
     """Return the files of MPI's shared memory in a process, which it leaves if it is killed."""
     try:
-        maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
+        maps = read_text(f"/proc/{pid}/maps")
     except OSError:  # it has ended
         return []
     return re.findall(r" (/dev/shm/(?:mpich_shm_|sm_segment\.|vader_segment\.)\S+)$", maps, re.M)

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ringcomm.system_text import read_text
+
 
 def usable_cores(cpus: Iterable[Iterable[int]], root: Path = Path("/")) -> int:
     """Return how many of these CPUs may be busy at a time.
@@ -48,6 +50,6 @@ def _quotient(text: str) -> list[float]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return read_text(path)
     except OSError:
         return ""

@@ -65,7 +65,7 @@ def _node_in(folder: str, host: str) -> int | None:
     import json  # takes 5 ms
 
     try:
-        with open(f"{folder}/run.json") as file:
+        with open(f"{folder}/run.json", "rb") as file:
             hosts = json.load(file)["hosts"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -77,13 +77,10 @@ def _node_in(folder: str, host: str) -> int | None:
     return shorts.index(short) if shorts.count(short) == 1 else None
 
 
-def escaped(argument: str) -> str:
-    r"""Return an argument as launchers pass it on: a lone ":", which parts commands, is r"\:"."""
-    return f"\\{argument}" if argument.lstrip("\\") == ":" else argument
-
-
 def _unescaped(argument: str) -> str:
-    return argument[1:] if argument.startswith("\\") and escaped(argument) != argument else argument
+    r"""Return ":" for r"\:", which stands for it: launchers part commands at ":"."""
+    is_escaped = argument.startswith("\\") and argument.lstrip("\\") == ":"
+    return argument[1:] if is_escaped else argument
 
 
 def main(folder: str, program: list[str], environ: MutableMapping[str, str] = os.environ) -> None:
@@ -121,10 +118,10 @@ def _log_to(folder: str, environ: MutableMapping[str, str]) -> bool:
                 flush=True,
             )
         return False
-    with open("/proc/self/stat") as stat:
-        start = stat.read().rpartition(")")[2].split()[19]
-    with open(f"{folder}/rank-{rank}.at", "w") as file:  # as in ringcomm.launched.rank_process
-        file.write(f"{os.getpid()} {host} {start}\n")
+    with open("/proc/self/stat", "rb") as stat:
+        start = stat.read().rpartition(b")")[2].split()[19]
+    with open(f"{folder}/rank-{rank}.at", "wb") as file:  # as in ringcomm.launched.rank_process
+        file.write(b"%d %s %s\n" % (os.getpid(), os.fsencode(host), start))
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -12,6 +12,7 @@ from collections.abc import Container, Mapping, Sequence
 from ringcomm.errors import ConfigError
 from ringcomm.launched.ancestors import mpirun_and_above
 from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
+from ringcomm.system_text import read_text
 
 
 def is_on(text: str) -> bool:
@@ -160,8 +161,8 @@ def job_on_this_host(environ: Mapping[str, str] = os.environ) -> str:
 def mpirun_command() -> tuple[str, ...]:
     """Return the command line of the mpirun that started this process; () if it is elsewhere."""
     for pid in itertools.islice(mpirun_and_above(), 1):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-            return tuple(file.read().split("\0")[:-1])
+        with contextlib.suppress(OSError):
+            return tuple(read_text(f"/proc/{pid}/cmdline").split("\0")[:-1])
     return ()
 
 

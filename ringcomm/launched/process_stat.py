@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ringcomm.system_text import read_text
+
 
 @dataclass(frozen=True)
 class ProcessStat:
@@ -35,8 +37,8 @@ class ProcessStat:
     @classmethod
     def of(cls, pid: int) -> ProcessStat:
         """Return what is known of the process with this pid. Raises OSError if there is none."""
-        with open(f"/proc/{pid}/stat", errors="surrogateescape") as file:
-            name, _, rest = file.read().partition("(")[2].rpartition(")")
+        text = read_text(f"/proc/{pid}/stat")
+        name, _, rest = text.partition("(")[2].rpartition(")")
         fields = rest.split()
         return cls(
             pid=pid,

@@ -27,6 +27,7 @@ from ringcomm.nvidia.judge_software import (
     Stack,
     nccl_paths,
 )
+from ringcomm.system_text import read_text
 
 R = TypeVar("R")
 _LIBRARY = "libcuda.so.1"
@@ -105,7 +106,7 @@ def _nccl() -> Nccl:
 
 def loaded() -> str:
     """Return the text of /proc/self/maps, which names all loaded libraries."""
-    return _MAPS.read_text(errors="replace")
+    return read_text(_MAPS)
 
 
 def _driver() -> Driver:
@@ -172,7 +173,7 @@ def _attribute(cuda: ctypes.CDLL, number: int, device: ctypes.c_int) -> int:
 
 def _release() -> str:
     try:
-        text = _KERNEL_MODULE.read_text()
+        text = read_text(_KERNEL_MODULE)
     except OSError:
         return ""
     match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)

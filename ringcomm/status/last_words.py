@@ -65,7 +65,7 @@ class LastWords:
         page.record_this_process()
         note_rank_process()
         if path := run_file(f"rank-{launched_rank()}.end"):
-            record_this_rank_in(path)
+            record_this_rank_in(os.fsencode(path))
 
     def disarm(self) -> None:
         """From now on, record nothing. Remove the hooks, unless others were set after them."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringcomm._core import StatusPage
+from ringcomm.system_text import read_text
 
 _SIGNAL: Final = signal.SIGRTMAX - 3  # one that programs do not use, as a rule
 _ANSWER_S: Final = 1.0
@@ -99,7 +100,7 @@ def where_is(page: Mapping[str, Any]) -> str:
 
 def _handles(pid: int, number: int) -> bool:
     """Return True if the process catches a signal, which would end it else."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = read_text(f"/proc/{pid}/status")
     match = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
     return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 

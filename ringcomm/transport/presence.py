@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -25,6 +24,7 @@ from ringcomm.status.ending_in_words import how_it_ended
 from ringcomm.status.guardian import Ward
 from ringcomm.status.page_enums import Ending, State
 from ringcomm.status.stacks import offer_stacks, where_is
+from ringcomm.system_text import bytes_of, host_name, text_of
 from ringcomm.transport.base import Died
 from ringcomm.transport.failure_news import DIRECT
 from ringcomm.transport.membership.events_and_actions import (
@@ -147,7 +147,7 @@ class Presence:
     def _settle(self, data: MPI.Comm) -> None:
         """Make the status page, exchange places, watch the ranks of this node, share memory."""
         candidates: MPI.Comm = data.Split_type(self.mpi.COMM_TYPE_SHARED)
-        host, pid, nonce = socket.gethostname(), os.getpid(), int.from_bytes(os.urandom(7))
+        host, pid, nonce = host_name(), os.getpid(), int.from_bytes(os.urandom(7))
         job: str = data.bcast(os.urandom(4).hex())
         self.page = StatusPage.create(job, host, self.number, self.size, candidates.rank, nonce)
         offer_stacks(self.page)
@@ -160,7 +160,7 @@ class Presence:
         for text in separate:
             _log.warning("host %s: %s", host, text)
         machine = self.numbers_of(candidates)[0]
-        mine = (host.encode(), pid, node[0], machine, candidates.rank, candidates.size)
+        mine = (bytes_of(host), pid, node[0], machine, candidates.rank, candidates.size)
         self.places = np.empty(self.size, PLACE)
         data.Allgather(np.array([mine], PLACE).view(np.uint8), self.places.view(np.uint8))
         self._memories = self._share_memory(candidates, node, memory)
@@ -187,7 +187,7 @@ class Presence:
             _log.warning(
                 "host %s: its ranks share no memory (%s): messages are used instead, which are "
                 "several times slower",
-                socket.gethostname(),
+                host_name(),
                 problem,
             )
         return {}
@@ -250,7 +250,7 @@ class Presence:
     def label(self, number: int) -> str:
         """Return the host and the pid of a process: "host a, pid 4711"."""
         place = self.places[number]
-        return f"host {place['host'].decode()}, pid {place['pid']}"
+        return f"host {text_of(place['host'])}, pid {place['pid']}"
 
     def look(self, *, at_once: bool = False) -> bool:
         """Note the processes that have died; return True if there are any.

@@ -99,7 +99,7 @@ def start_deadline(timeout_s: float) -> Iterator[None]:
         f"ringcomm.init: not all ranks came within {timeout_s:g} s: a rank ended before it called "
         "ringcomm.init(), or never calls it. Look for its error above; RINGCOMM_TIMEOUT_S sets the "
         "limit.\n",
-        run_file(LOST_BEFORE_INIT),
+        os.fsencode(run_file(LOST_BEFORE_INIT)),
     )
     try:
         yield

@@ -175,6 +175,27 @@ def test_the_arguments_of_a_program_pass_as_they_are(form, tmp_path):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == ODD_ARGUMENTS
 
 
+def test_paths_and_names_of_any_bytes_are_no_fault_in_an_ascii_locale(tmp_path):
+    folder = tmp_path / os.fsdecode(b"gr\xc3\xb6\xdfe \xff")
+    folder.mkdir()
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    body = """
+    rc.init()
+    rc.allreduce(np.ones(1), name="h\xf6he")
+    print(len(sys.argv[1]), flush=True)
+    rc.barrier()
+    if rc.rank() == 1:
+        raise ValueError("gr\xf6\xdfe")
+    rc.barrier()
+    """
+    job = Started(folder, "-np", 2, script(folder, body), "\xf6\xfc", env=locale).finish()
+    assert job.code == 1, job
+    assert job.end["rank"] == 1
+    assert "x rank 1 " in job.err
+    assert "raised ValueError" in job.err
+    assert "Decode" not in job.out + job.err + job.log(0) + job.log(1)
+
+
 def test_a_program_that_knows_nothing_of_ringcomm_runs(tmp_path):
     job = Started(tmp_path, "-np", 2, "--", "sh", "-c", "echo $RANK; exit $RANK").finish()
     assert sorted(job.out.splitlines()) == ["[0] 0", "[1] 1"]

@@ -217,7 +217,7 @@ def test_a_rank_records_its_end_only_in_its_own_process(tmp_path):
         "from ringcomm._core import StatusPage, record_this_rank_in\n"
         "page = StatusPage.create('job', 'host', 0, 1, 0, 1)\n"
         "page.record_this_process()\n"
-        f"record_this_rank_in({str(path)!r})\n"
+        f"record_this_rank_in({os.fsencode(path)!r})\n"
         "page.set_state(1); page.set_state(2)\n"
         "if os.fork() == 0: sys.exit(9)\n"
         "os.wait(); page.set_state(3); sys.exit(300)\n"
@@ -228,7 +228,7 @@ def test_a_rank_records_its_end_only_in_its_own_process(tmp_path):
 
 def test_a_record_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(OSError, match="No such file"):
-        record_this_rank_in(str(tmp_path / "none" / "rank-0.end"))
+        record_this_rank_in(os.fsencode(tmp_path / "none" / "rank-0.end"))
 
 
 def test_a_folder_holds_one_run(tmp_path):

@@ -7,7 +7,6 @@ import gc
 import logging
 import math
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -47,6 +46,7 @@ from ringcomm.launched.mpi_defaults import missed_settings
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import State
 from ringcomm.status.print_alike_errors_once import print_alike_errors_once
+from ringcomm.system_text import host_name
 
 if TYPE_CHECKING:
     from ringcomm.status.guardian import Guardian
@@ -326,7 +326,7 @@ def _start_guardian(world: World, settings: Settings) -> Guardian | None:
         _log.warning(
             "host %s has no guardian: if a rank is killed there, no message names it, and only "
             "MPI ends the others. %s",
-            socket.gethostname(),
+            host_name(),
             error,
         )
         return None

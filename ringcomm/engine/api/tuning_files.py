@@ -25,7 +25,7 @@ def load(settings: Settings, transport: Transport) -> str:
     if path is None:
         return ""
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")
         problem = _problem(Table.loads(text), layout, transport.implementation)
     except FileNotFoundError:
         if settings.tuning:

@@ -124,8 +124,8 @@ def _stop(
         return
     live = [rank for rank in engine.groups.default.ranks if rank not in engine.watch.peers.gone]
     if engine.job_rank == min(live) and (path := run_file(STOPPED)):
-        with open(path, "w") as file:
-            file.write(f"{answer.step}\n")
+        with open(path, "wb") as file:
+            file.write(b"%d\n" % answer.step)
     program.is_stopping = True
     _save(savers, answer)
     answer.give("stops")

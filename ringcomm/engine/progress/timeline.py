@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ringcomm.system_text import host_name
 from ringcomm.transport.membership.view import View
 
 _log = logging.getLogger("ringcomm")
@@ -73,7 +74,7 @@ class Timeline:
         self._free: list[int] = []  # numbers of the free lanes, a heap
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         self._append("[\n")
-        host = os.uname().nodename
+        host = host_name()
         self.write("M", 0, name="process_name", args={"name": f"rank {rank}", "host": host})
 
     def begin(self, label: str, nbytes: int) -> Lane:

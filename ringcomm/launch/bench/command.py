@@ -38,6 +38,7 @@ from ringcomm.launch.bench.runner import (
 )
 from ringcomm.launch.usable_cores import usable_cores
 from ringcomm.progress_bar import progress_bar
+from ringcomm.system_text import read_text
 
 _OF_INTEREST = ("RINGCOMM_", "OMPI_MCA_", "MPIR_CVAR_")
 _OF_THE_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")  # mpirun sets OMPI_MCA_*
@@ -222,8 +223,7 @@ def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[Case]
 
 def _fitting(sizes: Sequence[int]) -> list[int]:
     """Return the sizes that fit in the memory of every host, or the smallest if none fits."""
-    with open("/proc/meminfo") as file:
-        lines = dict(line.split(":") for line in file)
+    lines = dict(line.split(":") for line in read_text("/proc/meminfo").splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
     limit = min(rc.allgather_object(available // rc.local_size())) // _MEMORY_FACTOR
     fitting = [size for size in sizes if size <= limit] or [min(sizes)]

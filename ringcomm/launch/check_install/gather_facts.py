@@ -26,6 +26,7 @@ from ringcomm.launch.run_child_with_deadline import Outcome, outside_of_a_job, r
 from ringcomm.launch.usable_cores import cgroup_limit
 from ringcomm.nvidia.find_software import versions
 from ringcomm.nvidia.judge_software import Stack
+from ringcomm.system_text import read_text
 
 _PACKAGES: Final = ("numpy", "mpi4py", "torch", *FAMILIES)
 _ANSWER_S = 30.0
@@ -80,7 +81,8 @@ _ASK_LIBRARY = f"""
 import json, re, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-paths = re.findall(r"/.*/libmpi(?:ch|_\\w+)?\\.so.*", open("/proc/self/maps").read())
+maps = open("/proc/self/maps", errors="replace").read()
+paths = re.findall(r"/.*/libmpi(?:ch|_\\w+)?\\.so.*", maps)
 print({_MARK!r} + json.dumps([MPI.Get_library_version(), paths[0] if paths else ""]), flush=True)
 """
 
@@ -178,8 +180,7 @@ def _cores(cpus: Iterable[int]) -> int:
 
 
 def _siblings(cpu: int) -> str:
-    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     try:
-        return topology.read_text()
+        return read_text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     except OSError:
         return str(cpu)

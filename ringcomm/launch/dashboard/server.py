@@ -86,7 +86,7 @@ async def _admit(
 
 
 async def _page(_: Request) -> Response:
-    return Response((_STATIC / "index.html").read_text(), media_type="text/html")
+    return Response((_STATIC / "index.html").read_bytes(), media_type="text/html")
 
 
 async def _stream(_: Request, *, source: Source, is_ending: Callable[[], bool]) -> Response:

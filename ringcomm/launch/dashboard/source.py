@@ -145,7 +145,7 @@ class Source:
         if self.folder is None:
             return None
         try:
-            found: dict[str, Any] = json.loads((self.folder.path / name).read_text())
+            found: dict[str, Any] = json.loads((self.folder.path / name).read_bytes())
         except FileNotFoundError:
             return None
         return found

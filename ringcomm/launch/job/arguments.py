@@ -217,7 +217,7 @@ def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
     if args.hostfile is None:
         return ()
     try:
-        text = args.hostfile.read_text()
+        text = args.hostfile.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--hostfile {args.hostfile}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, Ending, Verdict, judge_ending
 from ringcomm.launch.run_child_with_deadline import outside_of_a_job
+from ringcomm.system_text import host_name
 
 _REFUSED, _CANNOT_START, _INTERRUPTED = 2, 127, 130
 
@@ -192,7 +192,7 @@ def _config(
         "program": list(request.program),
         "working_folder": os.getcwd(),
         "started": _time_text(time.time()),
-        "host": socket.gethostname(),
+        "host": host_name(),
         "pid": os.getpid(),
         "ranks": job.size,
         "roles": dict(job.roles),

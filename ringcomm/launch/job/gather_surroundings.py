@@ -14,6 +14,7 @@ from ringcomm.launch.job.plan_types import Surroundings
 from ringcomm.launch.run_child_with_deadline import run_child
 from ringcomm.launched import become_rank_program
 from ringcomm.launched.launcher import launching_variable
+from ringcomm.system_text import host_name, read_text
 
 _ANSWER_S = 30.0
 
@@ -39,7 +40,7 @@ def gather_surroundings(
 
 
 def _own_names() -> frozenset[str]:
-    name = socket.gethostname()
+    name = host_name()
     return frozenset({name, name.partition(".")[0], "localhost", "127.0.0.1", "::1"})
 
 
@@ -48,7 +49,7 @@ def _node_file(environ: Mapping[str, str]) -> str | None:
     if not path:
         return None
     try:
-        return Path(path).read_text()
+        return read_text(path)
     except OSError as error:
         raise ConfigError(
             f"PBS_NODEFILE is {path}, which cannot be read ({error.strerror}). Name the hosts by -H"

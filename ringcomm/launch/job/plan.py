@@ -10,7 +10,6 @@ from ringcomm.launch.check_install.judge_facts import judge, problem_of
 from ringcomm.launch.job.hosts import Host, parse_host_file, places_of, slurm_hosts
 from ringcomm.launch.job.launchers import Order, start_by_mpirun, start_by_srun
 from ringcomm.launch.job.plan_types import Plan, Request, Surroundings
-from ringcomm.launched.become_rank_program import escaped
 
 _THREADS: Final = "OMP_NUM_THREADS"
 _LEAST_LOSSES: Final = 8  # as by default: small jobs may be resized, too
@@ -37,7 +36,7 @@ def plan(request: Request, here: Surroundings) -> Plan:
     start_by = {"mpirun": start_by_mpirun, "srun": start_by_srun}[request.launcher]
     start = start_by(request, here, order)
     python = here.facts.python[1]
-    program = map(escaped, request.program)
+    program = map(_escaped, request.program)
     return Plan(
         argv=(*start.argv, python, "-I", "-S", here.starter, here.folder, *program),
         variables=start.variables | variables,
@@ -46,6 +45,11 @@ def plan(request: Request, here: Surroundings) -> Plan:
         notes=(*where.notes, *thread_notes, *start.notes),
         files=start.files,
     )
+
+
+def _escaped(argument: str) -> str:
+    r"""Return r"\:" for ":", where launchers part commands; become_rank_program takes it back."""
+    return f"\\{argument}" if argument.lstrip("\\") == ":" else argument
 
 
 def _refuse_what_is_missing(request: Request, here: Surroundings) -> None:

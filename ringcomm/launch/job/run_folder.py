@@ -20,6 +20,7 @@ from ringcomm.launch.job.read_records import (
 )
 from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT
 from ringcomm.launched.rank_process import RankProcess
+from ringcomm.system_text import text_of
 
 CONFIG: Final = "run.json"
 END: Final = "end.json"
@@ -87,7 +88,7 @@ class RunFolder:
     def ranks(self) -> dict[int, RankProcess]:
         """Return the process of each rank that has started on a host that sees the folder."""
         texts = self._files("rank-", ".at")
-        found = {rank: RankProcess.parse(text.decode()) for rank, text in texts}
+        found = {rank: RankProcess.parse(text_of(text)) for rank, text in texts}
         return {rank: process for rank, process in found.items() if process is not None}
 
     def in_init(self) -> set[int]:

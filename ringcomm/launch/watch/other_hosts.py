@@ -28,6 +28,7 @@ from ringcomm.launch.watch.slow_link import Traffic
 from ringcomm.launch.watch.tcp_counters import traffic_of
 from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
 from ringcomm.launched.rank_process import RankProcess
+from ringcomm.system_text import host_name
 
 _INTERVAL_S: Final = 1.0
 _SILENT_S: Final = 10.0  # a host that has written nothing for so long is not heard of
@@ -55,7 +56,7 @@ def reports(folder: Path) -> list[Report]:
     found = []
     for path in sorted(folder.glob("host-*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # of another version
-            found.append(_parsed(json.loads(path.read_text())))
+            found.append(_parsed(json.loads(path.read_bytes())))
     return found
 
 
@@ -103,7 +104,7 @@ def of_run(samples: Sequence[RankSample], folder: Path) -> list[RankSample]:
 def _is_of_another(sample: RankSample, ranks: Mapping[tuple[int, str], RankProcess]) -> bool:
     """Return True if a rank of this host has a pid that a rank of this run had before it."""
     pid, host = sample.page["pid"], sample.page["host"]
-    return sample.process is not None and host == os.uname().nodename and not ranks[pid, host].lives
+    return sample.process is not None and host == host_name() and not ranks[pid, host].lives
 
 
 def _ranks_of(report: Report) -> list[RankSample]:
@@ -126,7 +127,7 @@ def traffic_by_host(found: Sequence[Report]) -> dict[tuple[str, str], Traffic]:
 
 def main(folder: Path) -> None:
     """Write what the ranks of this host do, until they are over."""
-    host, ranks = os.uname().nodename, Ranks()
+    host, ranks = host_name(), Ranks()
     mine: list[RankSample] = []
     is_over = False
     while not is_over:

@@ -76,4 +76,4 @@ def _events(files: Mapping[Path, Path], paths: Sequence[Path]) -> list[Event]:
 
 
 def _events_of(path: Path) -> list[Event]:
-    return read_events(path.read_text(errors="replace"))
+    return read_events(path.read_text("utf-8", "replace"))

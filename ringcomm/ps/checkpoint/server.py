@@ -7,7 +7,6 @@ nothing else. Until a file is written, what it will hold is in memory twice.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition
 from ringcomm.ps.snapshot_numbers_and_phases import owner_of
+from ringcomm.system_text import host_name
 
 if TYPE_CHECKING:
     from ringcomm.ps.placement.partition_places_and_moves import Partition
@@ -322,7 +322,7 @@ class Store:
 
     def _unseen(self, folder: Path) -> str:
         return (
-            f"server {self._index} on {os.uname().nodename} sees no {folder}: checkpoints "
+            f"server {self._index} on {host_name()} sees no {folder}: checkpoints "
             "must lie on a file system that all ranks share"
         )
 

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+from ringcomm.system_text import read_text
+
 _MEMINFO: Final = Path("/proc/meminfo")
 _LIMIT: Final = Path("/sys/fs/cgroup/memory.max")  # of a container; "max" where it has none
 
@@ -15,10 +17,10 @@ def available_nbytes() -> int:
 
     Linux gives memory before it has it: a process that uses more is killed, and says nothing.
     """
-    found = re.search(r"MemAvailable: +(\d+) kB", _MEMINFO.read_text())
+    found = re.search(r"MemAvailable: +(\d+) kB", read_text(_MEMINFO))
     available = 1 << 63 if found is None else int(found[1]) * 1024
     try:
-        limit = _LIMIT.read_text().strip()
+        limit = read_text(_LIMIT).strip()
     except OSError:
         return available
     return min(available, int(limit)) if limit.isdecimal() else available

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from ringcomm.ps.server.parts_of_a_table import Contents
 from ringcomm.ps.server.replies import NOTHING, as_body
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.table_spec import Spec
+from ringcomm.system_text import host_name
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -343,7 +343,7 @@ class Catalog:
         nbytes, available = count * np.dtype(spec.dtype).itemsize * n_arrays, available_nbytes()
         if nbytes > available and not self.is_copy:
             raise RingcommError(
-                f"table[{spec.name}]: server {self._index} on {os.uname().nodename} is to own "
+                f"table[{spec.name}]: server {self._index} on {host_name()} is to own "
                 f"{nbytes} bytes of its {spec.count} elements and their updater's state, and the "
                 f"machine has {available}. Use more servers on other machines, or a smaller table"
             )

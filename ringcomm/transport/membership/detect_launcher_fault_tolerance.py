@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ringcomm.launched.launcher import is_by_srun, mpirun_command
+from ringcomm.system_text import text_of
 from ringcomm.transport.membership.launcher_fault_tolerance import Gap, Launch, gap_of
 
 if TYPE_CHECKING:
@@ -30,4 +31,4 @@ def find_gap(presence: Presence) -> Gap | None:
 
 def hosts_of(presence: Presence) -> dict[str, int]:
     """Return how many processes there were on each host at first."""
-    return dict(Counter(name.decode() for name in presence.places["host"].tolist()))
+    return dict(Counter(text_of(name) for name in presence.places["host"].tolist()))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launched.process_stat import all_processes
 from ringcomm.launched.rank_process import RankProcess
+from ringcomm.system_text import host_name
 
 
 def send_signal(number: int, ranks: Sequence[RankProcess]) -> None:
@@ -21,7 +22,7 @@ def send_signal(number: int, ranks: Sequence[RankProcess]) -> None:
 
 def ranks_here(folder: RunFolder) -> dict[int, RankProcess]:
     """Return the processes of the ranks of this host, by rank."""
-    here = os.uname().nodename
+    here = host_name()
     return {rank: process for rank, process in folder.ranks().items() if process.host == here}
 
 
