@@ -237,9 +237,17 @@ std::shared_ptr<NodeMemory> NodeMemory::adopt(Descriptor board, Descriptor arena
   return made;
 }
 
-Mapping NodeMemory::window(std::size_t context) const {
+std::shared_ptr<const Mapping> NodeMemory::window(std::size_t context) const {
   if (context >= kWindows) throw std::out_of_range("no window for that many groups");
-  return Mapping(board_fd_, kHeadBytes + context * kWindowBytes, kWindowBytes);
+  const std::lock_guard lock(windows_mutex_);
+  std::weak_ptr<const Mapping>& known = windows_[context];
+  std::shared_ptr<const Mapping> window = known.lock();
+  if (window == nullptr) {
+    window = std::make_shared<const Mapping>(board_fd_, kHeadBytes + context * kWindowBytes,
+                                             kWindowBytes);
+    known = window;
+  }
+  return window;
 }
 
 void NodeMemory::clear_window(std::size_t context) const {

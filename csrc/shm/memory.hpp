@@ -106,8 +106,9 @@ class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
   std::byte* arena() const { return arena_.data(); }
   Allocator& allocator() { return allocator_; }
 
-  // Maps the window of a group, a number below kWindows.
-  Mapping window(std::size_t context) const;
+  // Maps the window of a group, a number below kWindows: once for all who hold it, as do the teams of
+  // views that are over until Python drops them.
+  std::shared_ptr<const Mapping> window(std::size_t context) const;
   // Sets it to 0 and frees its memory. No rank uses it any more.
   void clear_window(std::size_t context) const;
 
@@ -128,6 +129,8 @@ class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
   BoardHead* head_;
   Mapping arena_;
   Allocator allocator_;
+  mutable std::mutex windows_mutex_;
+  mutable std::map<std::size_t, std::weak_ptr<const Mapping>> windows_;  // by context
 };
 
 }  // namespace ringcomm

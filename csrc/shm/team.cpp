@@ -43,14 +43,14 @@ std::shared_ptr<Team> Team::of(std::size_t index, std::size_t context, bool is_c
                                const std::vector<std::shared_ptr<NodeMemory>>& memories) {
   if (index >= memories.size()) throw std::invalid_argument("this rank is no member");
   struct Kept {
-    std::vector<Mapping> windows;
+    std::vector<std::shared_ptr<const Mapping>> windows;
     std::vector<std::shared_ptr<NodeMemory>> memories;
   };
   auto kept = std::make_shared<Kept>();
   std::vector<Mate> mates;
   for (const auto& memory : memories) {
     kept->windows.push_back(memory->window(context));
-    mates.push_back({reinterpret_cast<Window*>(kept->windows.back().data()), &memory->bell(),
+    mates.push_back({reinterpret_cast<Window*>(kept->windows.back()->data()), &memory->bell(),
                      memory->arena(), memory->pid()});
   }
   kept->memories = memories;

@@ -23,14 +23,14 @@ constexpr unsigned kSpins = 100'000;  // who yields comes back later than who lo
 
 struct Pair {
   std::vector<std::shared_ptr<NodeMemory>> memories;
-  std::vector<Mapping> windows;
+  std::vector<std::shared_ptr<const Mapping>> windows;
   std::vector<Mate> mates;
 
   Pair() {
     for (std::size_t rank = 0; rank < 2; ++rank) {
       memories.push_back(NodeMemory::create(rank + 1, 1u << 20));
       windows.push_back(memories.back()->window(0));
-      mates.push_back({reinterpret_cast<Window*>(windows.back().data()), &memories.back()->bell(),
+      mates.push_back({reinterpret_cast<Window*>(windows.back()->data()), &memories.back()->bell(),
                        memories.back()->arena(), memories.back()->pid()});
     }
   }

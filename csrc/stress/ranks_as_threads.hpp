@@ -46,14 +46,14 @@ class PlacesTold {
 
 struct Node {
   std::vector<std::shared_ptr<NodeMemory>> memories;
-  std::vector<Mapping> windows;
+  std::vector<std::shared_ptr<const Mapping>> windows;
   std::vector<Mate> mates;
 
   explicit Node(std::size_t size) {
     for (std::size_t rank = 0; rank < size; ++rank) {
       memories.push_back(NodeMemory::create(rank + 1, kArena));
       windows.push_back(memories.back()->window(0));
-      mates.push_back({reinterpret_cast<Window*>(windows.back().data()), &memories.back()->bell(),
+      mates.push_back({reinterpret_cast<Window*>(windows.back()->data()), &memories.back()->bell(),
                        memories.back()->arena(), memories.back()->pid()});
     }
   }
