@@ -16,6 +16,7 @@ from ringcomm.atomic_files import BrokenFileError, checksum
 from ringcomm.data.sampler import ShardedSampler
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import rank, size
+from ringcomm.engine.api.one_error_for_all import gather_or_raise
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.horovod.process_sets import require_nobody_in_join
 from ringcomm.torch.optim.averaging_optimizer import StateSharding
@@ -322,15 +323,13 @@ class _Attempts:
     def gather(self, mine: Any) -> list[Any]:
         """Return the objects of all ranks; if actions failed, raise the first error. Collective."""
         error = self._error
-        failure = None if error is None else (isinstance(error, TypeError), _words(error))
-        reports = collectives.allgather_object((failure, mine))
-        require_nobody_in_join(f"checkpoint[{self._where}]", reports, range(size()))
-        for r, (failure, _) in enumerate(reports):
-            if failure is not None:
-                is_type_error, words = failure
-                kind = TypeError if is_type_error else RingcommError
-                raise kind(f"checkpoint[{self._where}]: rank {r}: {words}") from error
-        return [theirs for _, theirs in reports]
+        if error is not None and not isinstance(error, BrokenFileError | TypeError):
+            text = f"{type(error).__name__}: {error}. Checkpoints that exist are unchanged"
+            error = RingcommError(text)
+        where = f"checkpoint[{self._where}]"
+        reports = gather_or_raise(where, (mine,), error)
+        require_nobody_in_join(where, reports, range(size()))
+        return [each[0] for each in reports if each is not None]
 
 
 def _require_same(steps: list[int], folder: Path) -> None:
@@ -349,12 +348,6 @@ def _require_all_or_none(shards: list[Any], folder: Path) -> None:
             f"checkpoint[{folder}]: ranks {without} pass no shard=, the others do. Pass one on "
             "every rank, such as an empty list, or on none"
         )
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, BrokenFileError | TypeError):
-        return str(error)
-    return f"{type(error).__name__}: {error}. Checkpoints that exist are unchanged"
 
 
 def _position_of(sampler: Any, consumed: int | None) -> Any:

@@ -1,0 +1,86 @@
+"""What one rank refuses is the same error on all ranks, whoever is how late."""
+
+import pytest
+from harness import errors_of_ranks, outcomes, run_ranks
+
+import ringcomm as rc
+from ringcomm.engine.api import one_error_for_all
+from ringcomm.engine.api.one_error_for_all import gather_or_raise, raise_together
+
+
+def failing(error, on_rank):
+    return lambda rank: gather_or_raise("file[x]", rank, error if rank == on_rank else None)
+
+
+def test_without_an_error_all_get_what_all_have_said():
+    assert run_ranks(3, failing(None, 0)) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (rc.ConfigError("it is damaged"), "file[x]: rank 1: it is damaged"),
+        (OSError(13, "No access"), "file[x]: rank 1: PermissionError: [Errno 13] No access"),
+        (TypeError("no number"), "file[x]: rank 1: no number"),
+    ],
+)
+def test_an_error_of_one_rank_is_that_of_all_and_names_it(error, text):
+    errors = errors_of_ranks(3, failing(error, 1))
+    kind = TypeError if isinstance(error, TypeError) else rc.RingcommError
+    assert [type(each) for each in errors] == [kind] * 3
+    assert {str(each) for each in errors} == {text}
+    assert len({"".join(getattr(each, "__notes__", [])) for each in errors}) == 1
+    assert all(each.__cause__ is None for each in errors), "only one rank of a host prints it"
+
+
+def test_an_error_that_nobody_expects_says_where_it_rose():
+    def body(rank):
+        try:
+            _ = {}["absent"] if rank == 1 else None
+        except KeyError as error:
+            gather_or_raise("file[x]", None, error)
+        gather_or_raise("file[x]", None)
+
+    for error in errors_of_ranks(2, body):
+        [note] = error.__notes__
+        assert note.startswith("Rank 1 failed here:")
+        assert '_ = {}["absent"]' in note
+
+
+def test_an_error_of_an_operation_stays_what_it_is():
+    lost = rc.PeerFailedError("rank 1 is lost", rank=1, reason="is lost")
+    with pytest.raises(rc.PeerFailedError):
+        gather_or_raise("file[x]", None, lost)
+
+
+def test_nobody_ends_with_the_error_before_all_know_it(monkeypatch):
+    """Who heard of an end first would take it for a loss."""
+    order = []
+    barrier = one_error_for_all.collectives.barrier
+
+    def recorded(**options):
+        barrier(**options)
+        order.append("met")
+
+    monkeypatch.setattr(one_error_for_all.collectives, "barrier", recorded)
+
+    def body(rank):
+        try:
+            failing(rc.ConfigError("no"), 1)(rank)
+        except rc.RingcommError:
+            order.append("raised")
+            raise
+
+    errors_of_ranks(3, body)
+    assert order.count("met") == order.count("raised") == 3
+    assert order[0] == "met"
+
+
+def test_a_rank_that_dies_meanwhile_does_not_hide_the_error():
+    def body(rank):
+        if rank == 2:
+            raise ValueError("it dies before the others meet")
+        raise_together(rc.RingcommError("refused"))
+
+    one, two, _ = outcomes(3, body)
+    assert str(one) == str(two) == "refused"
