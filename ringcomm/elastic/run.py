@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 
 from ringcomm.elastic.current_view_and_listeners import tell_listeners
+from ringcomm.elastic.refuse_newcomers import refuse_newcomers
 from ringcomm.elastic.state import HostsUpdatedInterrupt, State
 from ringcomm.elastic.wait_for_enough_ranks import await_enough_ranks
 from ringcomm.engine.api.begin_next_view import (
@@ -50,6 +51,9 @@ def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]
     sets and handles of the old view are over. Then the listeners of on_new_view() are called, each
     rank gets the last state that any of them has committed, the state's reset callbacks are called,
     and so is `train`.
+
+    A process that comes with another state than the job has (its class, names and shapes of its
+    values) ends with an error, and the others go on without it.
 
     Spares (RINGCOMM_SPARES) wait in here for the place of a lost rank. If the view has room for one
     that comes later, or is to have another size, commit() ends the view by a NewViewInterrupt,
@@ -118,14 +122,17 @@ def warn_unless_elastic(what: str) -> bool:
 def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
     results: list[R] = []
     begin: Callable[[], None] = functools.partial(_begin, state, is_elastic)
+    is_newcomer = False  # until it has the state of the job
     while True:
         try:
             if is_elastic and is_outside():
                 state.forget_commits()
+                is_newcomer = True
                 if not take_place():
                     end_outside()  # what follows in the program is for the ranks of the job
-                begin = functools.partial(_resume, state)
+                begin = functools.partial(_resume, state, is_newcomer=True)
             begin()
+            is_newcomer = False
             results[:] = [train()]
             if is_elastic:
                 finish_run()
@@ -141,7 +148,7 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
                 break
             _clear_locals(error)
             del end
-            begin = functools.partial(_resume, state)
+            begin = functools.partial(_resume, state, is_newcomer=is_newcomer)
     return results[0]
 
 
@@ -151,7 +158,8 @@ def _begin(state: State, is_elastic: bool) -> None:
     state.sync()
 
 
-def _resume(state: State) -> None:
+def _resume(state: State, *, is_newcomer: bool) -> None:
+    refuse_newcomers(state, is_newcomer=is_newcomer)
     has_enough = await_enough_ranks()
     take_missed_commands(in_new_view=True)
     tell_listeners()

@@ -639,3 +639,58 @@ print("mapped once", flush=True)
 def test_views_that_are_over_map_no_memory_of_their_own(tmp_path):
     job = run_elastic(5, MAPPED, cwd=tmp_path)
     assert job.output.count("mapped once") == 2, job.output
+
+
+OTHER_STATE = """
+others = {
+    "shape": lambda: rc.elastic.ArrayState(step=0, x=np.zeros(500)),
+    "name": lambda: rc.elastic.ArrayState(step=0, y=np.zeros(1000)),
+    "one value more": lambda: rc.elastic.ArrayState(step=0, x=np.zeros(1000), lr=0.1),
+    "class": lambda: rc.elastic.ObjectState(step=0, x=np.zeros(1000)),
+}
+if me >= 3:
+    state = others[sys.argv[1]]()
+
+@rc.elastic.run
+def train(state):
+    while state.step < 20:
+        if me == 1 and state.step == 5:
+            die()
+        step(state)
+
+train(state)
+print(f"rank {me} is done: {rc.rank()} of {rc.size()}, {state.x[0]:g}", flush=True)
+"""
+OTHERS = {
+    "shape": "x is float64 (500,) here, and float64 (1000,) in the job",
+    "name": "x is nothing here, and float64 (1000,) in the job",
+    "one value more": "lr is a value here, and nothing in the job",
+    "class": "its class is ObjectState here, and ArrayState in the job",
+}
+
+
+@pytest.mark.parametrize("other", at_length(list(OTHERS), ["name"]))
+def test_a_spare_with_another_state_ends_alone_and_the_job_goes_on(other, tmp_path):
+    """Two of them, one after the other."""
+    script = tmp_path / "other.py"
+    script.write_text(PRELUDE + OTHER_STATE)
+    job = run_job(
+        5, script, other, cwd=tmp_path, options=ANY_EXIT[0],
+        env=ELASTIC | {"RINGCOMM_SPARES": "2", "RINGCOMM_TIMEOUT_S": "60"},
+    ).output  # fmt: skip
+    assert f"rank 0 is done: 0 of 2, {5 * 6 + 15 * 4}" in job, job
+    assert "rank 2 is done: 1 of 2" in job
+    assert f"its state is not that of the job: {OTHERS[other]}" in job
+    assert job.count("The job goes on without it") == 2
+    assert "raised RingcommError" in job
+
+
+def test_if_the_refused_spare_was_needed_the_job_says_so_and_ends_with_code_75(tmp_path):
+    script = tmp_path / "other.py"
+    script.write_text(PRELUDE + OTHER_STATE)
+    job = run_job(
+        4, script, "shape", cwd=tmp_path, options=ANY_EXIT[0],
+        env=ELASTIC | {"RINGCOMM_SPARES": "1", "RINGCOMM_ELASTIC_MIN": "3"},
+    ).output  # fmt: skip
+    assert "The job goes on without it" in job, job
+    assert "2 ranks are left, and RINGCOMM_ELASTIC_MIN is 3; no others have come" in job

@@ -10,6 +10,7 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm.elastic import ArrayState, ObjectState, State, current_view_and_listeners
 from ringcomm.elastic.checksum import checksum_of
+from ringcomm.elastic.refuse_newcomers import differences, outline_of
 from ringcomm.engine.api import begin_next_view
 from ringcomm.errors import NewViewInterrupt
 
@@ -279,3 +280,19 @@ def test_a_checksum_sees_each_value_its_type_and_its_place():
     assert checksum_of({"x": np.arange(3.0)}) == checksum_of({"x": np.arange(6.0)[:3].copy()})
     assert checksum_of(np.arange(6.0)[::2]) == checksum_of(np.array([0.0, 2.0, 4.0]))
     assert checksum_of(object()) == checksum_of(object())
+
+
+def test_attributes_that_no_commit_keeps_are_not_part_of_the_outline_of_a_state():
+    """A newcomer has not set them: the program does so while it trains."""
+    for mine, others in zip(both(step=0, x=np.zeros(3)), both(step=7, x=np.ones(3)), strict=True):
+        mine.seen, mine.step = [1], None
+        assert differences(outline_of(mine), outline_of(others)) == ""
+
+
+def test_differences_of_outlines_have_both_values_and_are_few():
+    one = outline_of(ArrayState(step=0, x=np.zeros(3), y=np.zeros(2)))
+    two = outline_of(ObjectState(step=0, x=0, a=1, b=2))
+    assert differences(one, two) == (
+        "its class is ArrayState here, and ObjectState in the job; x is float64 (3,) here, and a "
+        "value in the job; a is nothing here, and a value in the job; and 2 more"
+    )

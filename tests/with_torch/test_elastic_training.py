@@ -10,6 +10,7 @@ from storms import LAUNCHERS
 
 import ringcomm as rc
 import ringcomm.torch as hvd
+from ringcomm.elastic.refuse_newcomers import differences, outline_of
 from ringcomm.torch.elastic import ObjectState, TorchState
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
@@ -24,6 +25,7 @@ import os, signal, sys
 import torch
 import ringcomm as rc
 import ringcomm.torch as hvd
+from ringcomm.elastic.refuse_newcomers import differences, outline_of
 
 hvd.init()
 torch.set_num_threads(1)
@@ -97,6 +99,7 @@ import os, signal, sys
 import torch
 import ringcomm as rc
 import ringcomm.torch as hvd
+from ringcomm.elastic.refuse_newcomers import differences, outline_of
 
 hvd.init()
 torch.set_num_threads(1)
@@ -451,3 +454,16 @@ def test_a_kept_commit_of_the_version_before_is_read(tmp_path):
     assert (n, step, rate) == (2, 7, 0.25) == tuple(alike)
     assert {*first, *second} == {3, 4, 5, 6, 7, 8, 9}  # 0, 1 and 2 were recorded
     assert (tmp_path / "state.previous").read_bytes() == base64.b64decode(OF_BEFORE)
+
+
+def test_the_outline_of_a_state_has_the_shapes_of_models():
+    def outline(*layers):
+        model = torch.nn.Sequential(*layers)
+        return outline_of(TorchState(model, torch.optim.SGD([torch.zeros(1)]), step=0))
+
+    here, there = outline(torch.nn.Linear(2, 3)), outline(torch.nn.Linear(2, 4))
+    assert differences(here, there) == (
+        "model.0.weight is torch.float32 (3, 2) here, and torch.float32 (4, 2) in the job; "
+        "model.0.bias is torch.float32 (3,) here, and torch.float32 (4,) in the job"
+    )
+    assert differences(here, here) == ""
