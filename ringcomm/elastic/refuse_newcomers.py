@@ -50,8 +50,8 @@ def refuse_newcomers(state: State, *, is_newcomer: bool) -> None:
     if problem:
         withdraw(world)  # nobody waits for the end of this process
         raise RingcommError(
-            f"elastic.run: {world.transport.label(rank())} gets no place, for its state is not that "
-            f"of the job: {problem}. Start all processes with the same program, arguments and data"
+            f"elastic.run: {world.transport.label(rank())} gets no place, for its state is not "
+            f"that of the job: {problem}. Start all processes with the same program, arguments and data"
         )
     if not refused:
         return

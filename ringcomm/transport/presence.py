@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ from ringcomm.transport.start_mpi import agreed_tags
 if TYPE_CHECKING:
     from ringcomm.transport.start_mpi import MPI
 
+T = TypeVar("T")
 _log = logging.getLogger("ringcomm")
 _LOOK_S = 1e-3  # between two looks for deaths
 _WITHDREW = "takes part no more, or died (so says another rank)"
@@ -191,6 +192,11 @@ class Presence:
                 problem,
             )
         return {}
+
+    def allgather_object(self, mine: T) -> list[T]:
+        """Return the objects of all processes. Collective, before anybody may die: by MPI alone."""
+        found: list[T] = self.lines[0].data.allgather(mine)
+        return found
 
     def numbers_of(self, comm: MPI.Comm) -> tuple[int, ...]:
         """Return the processes of a communicator. Raises ValueError if one is not of the job."""

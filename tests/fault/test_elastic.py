@@ -499,6 +499,27 @@ def test_spares_that_cannot_be_are_refused(settings, text, tmp_path):
     assert "not reached" not in job.output
 
 
+OF_ONE_HOST = """
+import os
+if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+    os.environ["RINGCOMM_ALGORITHM"] = "direct"
+import ringcomm as rc
+rc.init()
+print("not reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["SPARES", "RESERVES"])
+def test_a_process_without_a_place_has_the_settings_of_the_ranks_from_the_start(what, tmp_path):
+    """When it takes a place, a difference would end them all."""
+    env = ELASTIC | {f"RINGCOMM_{what}": "1"}
+    job = run_script(3, OF_ONE_HOST, cwd=tmp_path, options=LAUNCHERS["ulfm"], env=env)
+    assert job.code != 0
+    text = "init: ranks 0, 1 started with RINGCOMM_ALGORITHM=auto, rank 2 started with RINGCOMM_"
+    assert text in job.output, job.output
+    assert "not reached" not in job.output
+
+
 LATE = """
 @rc.elastic.run
 def train(state):

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ringcomm._core import exit_at_last, kill_at_last
+from ringcomm._version import __version__
 from ringcomm.config import Settings, read_settings
 from ringcomm.engine.api.await_others_at_end import await_others_at_end
 from ringcomm.engine.api.begin_next_view import announce_leave, withdraw
@@ -34,11 +35,18 @@ from ringcomm.engine.api.world import (
 )
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.engine.core import current_engine
+from ringcomm.engine.core.call import Call, explain_mismatch
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.meet_and_leave import close, leave, see_others_leave, stop
+from ringcomm.engine.core.meet_and_leave import (
+    close,
+    leave,
+    see_others_leave,
+    settings_to_compare,
+    stop,
+)
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.engine.progress.timeline import Timeline
-from ringcomm.errors import NotInitializedError, PeerFailedError, RingcommError
+from ringcomm.errors import MismatchError, NotInitializedError, PeerFailedError, RingcommError
 from ringcomm.launched.become_rank_program import say_place_as_srun_would
 from ringcomm.launched.children_are_no_ranks import mark_children_of_this_rank, parent_rank_pid
 from ringcomm.launched.launcher import is_fault_tolerant, is_hydra, refuse_foreign_ranks
@@ -51,6 +59,7 @@ from ringcomm.system_text import host_name
 if TYPE_CHECKING:
     from ringcomm.status.guardian import Guardian
     from ringcomm.transport.mpi import MpiTransport
+    from ringcomm.transport.presence import Presence
     from ringcomm.transport.start_mpi import MPI, Started
 
 _log = logging.getLogger("ringcomm")
@@ -142,6 +151,8 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         machines = transport.places["machine"].tolist()
         say_place_as_srun_would(sorted(set(machines)).index(machines[transport.rank]))
         mark_children_of_this_rank()
+        if settings.spares or settings.reserves:
+            _require_alike_outside(presence, settings)
         if world.is_outside:
             stay_outside(world)
             is_needed = sleep_until_needed()
@@ -158,6 +169,18 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         end_outside()
     if world.engine.job_rank == 0:
         _warn_at_start(world, _mpi)
+
+
+def _require_alike_outside(presence: Presence, settings: Settings) -> None:
+    """Compare what meet() compares with processes that are no ranks yet, too.
+
+    The first meeting of such a process with the ranks is when it takes a place; an error would then
+    end them all.
+    """
+    shared = settings_to_compare(settings, __version__)
+    calls = [Call("init", settings=each) for each in presence.allgather_object(shared)]
+    if any(call != calls[0] for call in calls):
+        raise MismatchError(explain_mismatch(calls, 0, range(presence.size)))
 
 
 def _begin_mpi() -> Started:

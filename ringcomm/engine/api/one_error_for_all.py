@@ -1,8 +1,8 @@
 """What one rank does or reads for all, and refuses, is the same error on all ranks.
 
-If that rank alone raised its error, it would end. Where a job goes on after losses, the others would
-take that for one, go on without what was refused, and might overwrite it. An error of this module is
-no loss: nobody heals, and every rank ends with it unless its program catches it.
+If that rank alone raised its error, it would end. Where a job goes on after losses, the others
+would take that for one, go on without what was refused, and might overwrite it. An error of this
+module is no loss: nobody heals, and every rank ends with it unless its program catches it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def raise_together(error: Exception) -> NoReturn:
     Who raised it before that could end while another rank still waits for the news, and that one
     would see a loss instead.
     """
-    with contextlib.suppress(RingcommError):  # a rank is lost: this one knows the error all the same
+    with contextlib.suppress(RingcommError):  # a rank is lost, and this one knows the error
         collectives.barrier(name="an error of all ranks")
     raise error
 

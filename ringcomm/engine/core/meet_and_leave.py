@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ringcomm.collectives.measured_times import Table
+from ringcomm.config import Settings
 from ringcomm.engine.core.agreement import broadcast_bytes
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.current_engine import serve_thread
@@ -24,13 +25,18 @@ def meet(engine: Engine, version: str, table: str = "") -> None:
     `table` is rank 0's table of measured times; all ranks choose algorithms by it. Raises
     MismatchError if ranks differ in their version, or in a setting that must be the same.
     """
-    call = Call("init", settings=(f"ringcomm {version}", *engine.settings.shared))
+    call = Call("init", settings=settings_to_compare(engine.settings, version))
 
     async def share(t: Channel) -> None:
         text = await broadcast_bytes(table.encode(), 0, t)
         engine.selection.table = Table.loads(text.decode()) if text else None
 
     engine.execute("init", None, lambda _: Plan(call, 0, share))
+
+
+def settings_to_compare(settings: Settings, version: str) -> tuple[str, ...]:
+    """Return what must be the same on all ranks, as texts."""
+    return (f"ringcomm {version}", *settings.shared)
 
 
 def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from ringcomm.atomic_files import BrokenFileError, checksum
 from ringcomm.data.sampler import ShardedSampler
-from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import rank, size
 from ringcomm.engine.api.one_error_for_all import gather_or_raise
 from ringcomm.errors import MismatchError, RingcommError

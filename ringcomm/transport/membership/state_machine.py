@@ -256,7 +256,7 @@ class Membership:
 _Result = tuple[Membership, list[Action]]
 
 
-def handle(state: Membership, event: Event) -> _Result:  # noqa: PLR0911 - one per event
+def handle(state: Membership, event: Event) -> _Result:
     """Return the state after an event, and what to do, in this order."""
     if state.phase is Phase.GONE:
         return state, []
@@ -301,7 +301,7 @@ def _changed(state: Membership, changes: Changes) -> Membership:
     return replace(state, changes=state.changes | others)
 
 
-def _hear(state: Membership, source: int, message: Message) -> _Result:  # noqa: PLR0911 - kinds
+def _hear(state: Membership, source: int, message: Message) -> _Result:
     kind, view = message.kind, message.view
     if state._told is not None and source in state._told[0].lost:
         return state, []  # the others rely on it that this process goes on without the source
