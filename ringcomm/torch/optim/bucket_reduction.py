@@ -43,6 +43,10 @@ class BucketReduction:
         """Return the result in the bucket's dtype, once the handle is done."""
         return self._compressor.decompress(self._sent, self._context)
 
+    def has_copied(self, bucket: torch.Tensor) -> bool:
+        """Return True if the reduction under way leaves the bucket as it is."""
+        return self._sent.untyped_storage().data_ptr() != bucket.untyped_storage().data_ptr()
+
     @property
     def description(self) -> BucketDescription:
         """Description by which another rank can take part in the reduction under way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,14 @@ import torch
 from ringcomm.arrays import DTYPES, device_adapter_for
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.message_patterns import chunks, consecutive, within
-from ringcomm.collectives.operators import SUM, Op
+from ringcomm.collectives.operators import AVERAGE, SUM, Op
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.registered_arrays import on_gpu, zeros
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
+from ringcomm.errors import MismatchError
 from ringcomm.torch.backward.watched_tensors import n_storage_references
+from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.bucket_reduction import BucketReduction
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
 
@@ -49,15 +52,47 @@ class Streams:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Options of one step's reduction. `samples` is the weight of this rank's mean, if any."""
+    """Options of one step's reduction.
+
+    A weighted mean is a sum of gradient * samples, divided at the end. In the 16 bits of a
+    compressor that could overflow. So gradients are compressed as multiples of `unit`, which no
+    rank's samples exceed, and averaged: what is sent is at most the gradient, and the average too.
+
+    Attributes:
+        samples: the weight of this rank's mean, if any.
+        unit: a number of samples, the same on all ranks; 0: it is not known yet.
+    """
 
     options: GradientOptions
     samples: float | None = None
+    unit: float = 0.0
+
+    @property
+    def has_unit(self) -> bool:
+        """True if gradients are sent as multiples of the unit."""
+        return self.samples is not None and self.options.compression is not Compression.none
+
+    @property
+    def exceeds_unit(self) -> bool:
+        """True if this rank has more samples than the unit, so that all need a larger one."""
+        return self.has_unit and self.samples is not None and self.samples > self.unit
 
     @property
     def wire_op(self) -> Op:
-        """Operator of the allreduce: a weighted mean is a sum, divided at the end."""
-        return self.options.op if self.samples is None else SUM
+        """Operator of the allreduce."""
+        return self.options.op if self.samples is None else AVERAGE if self.has_unit else SUM
+
+    @property
+    def weight(self) -> float | None:
+        """Factor of the gradients that are sent; None: they have no weight."""
+        if self.samples is None or not self.has_unit:
+            return self.samples
+        return self.samples / (self.unit or 1.0)
+
+    @property
+    def samples_of_one(self) -> float:
+        """Number of samples that a result of 1 stands for."""
+        return (self.unit or 1.0) * self.group.size if self.has_unit else 1.0
 
     @property
     def group(self) -> Group:
@@ -150,10 +185,26 @@ class Bucket:
     def launch(self, scaling: Scaling) -> None:
         """Start to reduce the buffer."""
         self.streams.join()
-        self._factor = scaling.options.predivide
-        scaled = self._weighted(scaling.samples)
-        if self._factor != 1.0:
-            scaled.div_(self._factor)
+        predivide = scaling.options.predivide
+        scaled = self._weighted(scaling.weight)
+        if predivide != 1.0:
+            scaled.div_(predivide)
+        self._send(scaled, scaling)
+
+    def launch_again(self, scaling: Scaling) -> None:
+        """Start to reduce the same gradients in another unit; call it when the handle is done."""
+        scaled = self.buffer if self._wide is None else self._wide
+        if not self.reduction.has_copied(scaled):
+            return  # it has the dtype of the gradients, where no unit is too small
+        try:
+            self.handles[0].wait()
+        except MismatchError:
+            return  # land() raises it
+        scaled.mul_(self._factor / _factor_of_result(scaling))
+        self._send(scaled, scaling)
+
+    def _send(self, scaled: torch.Tensor, scaling: Scaling) -> None:
+        self._factor = _factor_of_result(scaling)
         self.handles = (self.reduction.launch(scaled, scaling.wire_op, scaling.group),)
 
     def land(self, total: float | None) -> None:
@@ -173,15 +224,25 @@ class Bucket:
             self.buffer[: self.own.start].zero_()
             self.buffer[self.own.stop :].zero_()
 
-    def _weighted(self, samples: float | None) -> torch.Tensor:
-        """Return the gradients times samples; in float32 if they have 16 bits, against overflow."""
-        if samples is None:
+    def _weighted(self, weight: float | None) -> torch.Tensor:
+        """Return the gradients times weight; in float32 if they have 16 bits, against overflow."""
+        if weight is None:
             return self.buffer
         if self.buffer.dtype in _16_BIT:
             self._wide = wide(self.buffer) if self._wide is None else self._wide.copy_(self.buffer)
         wire = self.buffer if self._wide is None else self._wide
         # The mean over an empty batch is NaN, and NaN * 0 is NaN.
-        return wire.mul_(samples) if samples else wire.zero_()
+        return wire.mul_(weight) if weight else wire.zero_()
+
+
+def _factor_of_result(scaling: Scaling) -> float:
+    return scaling.options.predivide * scaling.samples_of_one
+
+
+def unit_for(samples: float) -> float:
+    """Return the unit for at most so many samples: a power of two, which rounds no gradient."""
+    fraction, exponent = math.frexp(samples)
+    return math.ldexp(1.0, min(exponent - (fraction == 0.5), 1023))
 
 
 def make_buckets(

@@ -25,11 +25,13 @@ class BucketPlan:
     Attributes:
         buckets: the buckets, in the order in which they will probably be full; None: not made yet.
         suffix: end of the names of messages; it names the optimizer.
+        unit: see Scaling; the same on all ranks that take part.
     """
 
     def __init__(self, slots: Sequence[GradientSlot], options: GradientOptions) -> None:
         self.buckets: list[Bucket] | None = None
         self.suffix = ""
+        self.unit = 0.0
         self.slots, self._options = slots, options
         self._full: list[Bucket] = []  # sent as soon as ranks have agreed on the parameters
         self._fired: dict[int, None] | None = {}  # ready gradients; None: buckets follow `_order`
@@ -118,7 +120,7 @@ class BucketPlan:
     def forget_order(self) -> None:
         """Plan as in the first step: parameters or ranks have changed."""
         self.drop()
-        self._fired, self._order = {}, None
+        self._fired, self._order, self.unit = {}, None, 0.0
 
     def forget_sparse(self) -> None:
         """Expect dense gradients of all parameters."""

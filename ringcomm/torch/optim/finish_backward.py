@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ringcomm.collectives.operators import BOR
+from ringcomm.collectives.operators import BOR, MAX
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.interleave_collectives import CollectiveTask
-from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets
+from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets, unit_for
 from ringcomm.torch.optim.buckets_in_order_of_readiness import BucketPlan
 from ringcomm.torch.optim.gradient_presence import (
     COMPLAINS,
     DENSE,
+    EXCEEDS_UNIT,
     FAILED,
     HAS_SAMPLES,
     LATE,
@@ -55,11 +56,12 @@ class Attempt:
     can_be_sent_again: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Exchange:
     """The end of one backward(), or of a step without one.
 
     Attributes:
+        scaling: run() replaces it if the ranks need a larger unit.
         step: how many steps are complete.
         attempt: how many zero_grad() there were since.
     """
@@ -93,6 +95,8 @@ class Exchange:
         if presence.flags & FAILED:
             return (yield from self._end_of_others_failure(presence))
         problem = self._problem(presence)
+        if problem is None and presence.flags & EXCEEDS_UNIT:
+            yield from self._enlarge_unit(presence)
         # Even if there is a problem: another rank may have sent any bucket, and wait for this rank.
         self._launch_rest(presence)
         sums = [] if problem else self._launch_sparse(presence)
@@ -128,7 +132,7 @@ class Exchange:
         samples = self.scaling.samples
         flags = UNWEIGHTED if samples is None else WEIGHTED
         flags |= (HAS_SAMPLES if samples else 0) | (FAILED if has_failed else 0)
-        flags |= COMPLAINS if self._complaint else 0
+        flags |= (COMPLAINS if self._complaint else 0) | EXCEEDS_UNIT * self.scaling.exceeds_unit
         group = self.scaling.group
         codes = bytes(slot.code for slot in self.plan.slots)
         mine = Presence(codes, flags, ranks=bit_of(group.index, group.size))
@@ -246,6 +250,21 @@ class Exchange:
                 if not slot.is_as_packed:
                     slot.pack(presence.codes[member.index])
             bucket.launch(self.scaling)
+
+    def _enlarge_unit(self, presence: Presence) -> CollectiveTask[None]:
+        """Choose a unit for the samples of all ranks; send again what was sent in a smaller one."""
+        if self.scaling.unit:  # else no rank has sent anything
+            self._launch_rest(presence)
+        mine = np.array([self.scaling.samples])
+        name, group = f"largest number of samples{self.plan.suffix}", self.scaling.group
+        handle = collectives.allreduce_async_(mine, MAX, name=name, group=group)
+        yield handle
+        self.plan.unit = unit_for(float(handle.wait()[0]))
+        self.scaling = replace(self.scaling, unit=self.plan.unit)
+        for bucket in self._buckets:
+            if bucket.is_under_way:
+                yield from bucket.handles
+                bucket.launch_again(self.scaling)
 
     def _launch_sparse(self, presence: Presence) -> list[SparseSum]:
         sums = []

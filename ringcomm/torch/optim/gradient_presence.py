@@ -16,8 +16,9 @@ from ringcomm.torch.backward.equality_by_bor import is_alike, with_complement
 # HAS_BASE: .grad contains what an earlier reduction has left; NO_BASE: it does not. LEFT: that is
 # of an earlier step, and is reduced again, together with what the program has added to it.
 DENSE, SPARSE, LATE, WAS_SPARSE, HAS_BASE, NO_BASE, LEFT = 1, 2, 4, 8, 16, 32, 64
-# Flags of a rank. COMPLAINS: .grad was changed in a way that cannot count.
-FAILED, WEIGHTED, UNWEIGHTED, HAS_SAMPLES, COMPLAINS = 1, 2, 4, 8, 16
+# Flags of a rank. COMPLAINS: .grad was changed in a way that cannot count. EXCEEDS_UNIT: see
+# Scaling.exceeds_unit.
+FAILED, WEIGHTED, UNWEIGHTED, HAS_SAMPLES, COMPLAINS, EXCEEDS_UNIT = 1, 2, 4, 8, 16, 32
 
 _STEP = 8  # bytes
 

@@ -218,7 +218,8 @@ class GradientReducer:
         self._is_communicating = self._n_passes >= self.passes_per_step
         if self._is_communicating:
             self._prepare()
-            self._is_sending = self._agreement.is_reached and self._failed is None
+            is_known = bool(self.plan.unit) or not self._scaling.has_unit
+            self._is_sending = self._agreement.is_reached and is_known and self._failed is None
 
     def end_pass(self) -> CollectiveTask[None]:
         """Complete the reduction, if this pass communicates."""
@@ -234,7 +235,7 @@ class GradientReducer:
     # --- reductions -------------------------------------------------------------------------------
     @property
     def _scaling(self) -> Scaling:
-        return Scaling(self.options, self.samples)
+        return Scaling(self.options, self.samples, self.plan.unit)
 
     @property
     def named(self) -> Named:
