@@ -6,6 +6,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ringcomm.integers import is_integer
+
 State = dict[str, Any]
 _KEYS: Final = ("epoch", "phases", "taken", "rank", "size", "samples", "shuffle", "seed")
 
@@ -25,7 +27,7 @@ def whole_state(state: Any) -> State:
         )
     phases = state["phases"]
     is_dealt = isinstance(phases, list | tuple) and all(
-        isinstance(counts, list | tuple) and counts and all(isinstance(n, int) for n in counts)
+        isinstance(counts, list | tuple) and counts and all(map(is_integer, counts))
         for counts in phases
     )
     if not is_dealt:

@@ -16,6 +16,7 @@ from typing import IO, Any, Final, NamedTuple
 
 from ringcomm.atomic_files import checksum, crc_of, replacing
 from ringcomm.errors import RingcommError
+from ringcomm.integers import is_integer
 
 _log = logging.getLogger("ringcomm")
 _FORMAT: Final = 2
@@ -55,12 +56,12 @@ class KeptFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int) -> None:
-        if not isinstance(every, int) or every < 1:
+        if not (isinstance(every, bool) or is_integer(every)) or every < 1:
             raise ValueError(f"keep_in: every must be a number of commits >= 1, not {every!r}")
         self.given = os.fspath(path)
         self.path = Path(path).absolute()
         self.origin = Origin()
-        self._every = every
+        self._every = int(every)
         self._count = -1  # descriptor, once this rank writes
         self._has_written = False  # a commit; so what the job began with is no longer there
         self._has_failed = False  # in the last attempt

@@ -51,7 +51,7 @@ def refuse_newcomers(state: State, *, is_newcomer: bool) -> None:
         withdraw(world)  # nobody waits for the end of this process
         raise RingcommError(
             f"elastic.run: {world.transport.label(rank())} gets no place, for its state is not "
-            f"that of the job: {problem}. Start all processes with the same program, arguments and data"
+            f"that of the job: {problem}. Start all processes with the same program and arguments"
         )
     if not refused:
         return

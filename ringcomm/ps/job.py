@@ -167,7 +167,7 @@ def _begin(current: Session, *, evaluates: bool) -> None:
 
 def _require_seconds(**seconds: float | None) -> None:
     for name, value in seconds.items():
-        if value is not None and not (isinstance(value, int | float) and value > 0):
+        if value is not None and not (hasattr(value, "__float__") and value > 0):
             raise ConfigError(f"ps.init: {name} is {value!r}; it must be more than 0 seconds")
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ringcomm.errors import MismatchError
+from ringcomm.ps.protocol.frame_meta import plain
 from ringcomm.ps.update_modes import Mode
 
 
@@ -91,7 +92,7 @@ class Spec:
         """Raise MismatchError if the spec of another rank differs."""
         mine, theirs = self.to_json(), other.to_json()
         for key, value in mine.items():
-            if json.dumps(value) == json.dumps(theirs[key]):
+            if _text(value) == _text(theirs[key]):
                 continue
             what, a, b = _in_words(self.kind, key, value, theirs[key])
             hint = " (of arrays, the chief's counts)" if what == "init" else ""
@@ -101,11 +102,15 @@ class Spec:
             )
 
 
+def _text(value: Any) -> str:
+    return json.dumps(value, default=plain)
+
+
 def _in_words(kind: str, key: str, mine: Any, theirs: Any) -> tuple[str, str, str]:
     """Return how an error names a field of two specs and shows both values."""
     if key == "parts":  # perhaps thousands: the first that differ
         pairs = itertools.zip_longest(mine, theirs)
-        mine, theirs = next((a, b) for a, b in pairs if json.dumps(a) != json.dumps(b))
+        mine, theirs = next((a, b) for a, b in pairs if _text(a) != _text(b))
     if key == "initial" and kind == "dense":
         mine, theirs = ("an array" if each == "chief" else repr(each) for each in (mine, theirs))
         return "init", mine, theirs

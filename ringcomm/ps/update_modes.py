@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ringcomm.integers import is_integer
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -29,9 +31,9 @@ class Mode:
 
 def SSP(staleness: int) -> Mode:
     """Return bounded staleness: no worker is more than `staleness` steps ahead of the slowest."""
-    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+    if not is_integer(staleness) or staleness < 0:
         raise ValueError(f"SSP takes a number of steps >= 0, not {staleness!r}")
-    return Mode("ssp", staleness)
+    return Mode("ssp", int(staleness))
 
 
 def FirstOf(k: int) -> Mode:
@@ -40,9 +42,9 @@ def FirstOf(k: int) -> Mode:
     A gradient has come once all of its blocks have been pushed, of the table or of all tables of an
     optimizer. It counts in all of them or in none.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+    if not is_integer(k) or k < 1:
         raise ValueError(f"FirstOf takes a number of workers >= 1, not {k!r}")
-    return Mode("first_of", k)
+    return Mode("first_of", int(k))
 
 
 def mode_of(mode: str | Mode) -> Mode:

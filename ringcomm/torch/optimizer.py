@@ -17,10 +17,10 @@ from ringcomm.torch.optim.adasum import with_adasum
 from ringcomm.torch.optim.averaging_optimizer import AveragingOptimizer
 from ringcomm.torch.optim.distributed_optimizer_options import (
     GradientOptions,
+    checked_passes,
     groups_of,
     require_mean,
     require_own,
-    require_passes,
 )
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import derive, named_in_order
@@ -166,7 +166,7 @@ def DistributedOptimizer(
     if shard_state:
         raise ValueError("op=hvd.Adasum combines updates of whole tensors: it needs shard_state=0")
     require_mean(gradient_predivide_factor, op)
-    require_passes(backward_passes_per_step)
+    checked_passes(backward_passes_per_step)
     return with_adasum(
         optimizer, named, compressor, process_set, sync_weights=sync_weights, known=given or ()
     )

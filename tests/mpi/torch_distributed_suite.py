@@ -3,6 +3,7 @@
 import functools
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -260,6 +261,24 @@ def test_all_to_all_single_exchanges_uneven_parts(rank, size):
     dist.all_to_all_single(out, x, received, sent)
     expected = [torch.full((n, 2), 10.0 * r + rank) for r, n in enumerate(received)]
     assert torch.equal(out, torch.cat(expected))
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, torch.Size])
+def test_splits_may_be_anything_that_lists_integers(rank, size, kind):
+    out = torch.empty(size * (size + 1) // 2)
+    x = torch.full((size * (rank + 1),), float(rank))
+    dist.all_to_all_single(out, x, kind(list(range(1, size + 1))), kind([rank + 1] * size))
+    assert out.tolist() == [float(r) for r in range(size) for _ in range(r + 1)]
+
+
+def test_rows_of_an_array_are_lists_of_ranks(rank, size):
+    for row in np.arange(size).reshape(-1, 1):
+        group = dist.new_group(row)
+        assert (dist.get_rank(group) == 0) == (rank in row)
+    mine, _ = dist.new_subgroups_by_enumeration(np.arange(size).reshape(1, -1))
+    x = torch.ones(1)
+    dist.all_reduce(x, group=mine)
+    assert x.item() == size
 
 
 def test_all_to_all_exchanges_lists(rank, size):

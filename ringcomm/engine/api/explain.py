@@ -19,6 +19,7 @@ from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.executors.gpu_loader import TransportChoice, device_executor, is_on_gpu
 from ringcomm.errors import ConfigError
+from ringcomm.integers import is_integer
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,7 +110,7 @@ def explain(
         raise ValueError(
             f"collective is {collective!r}; it must be one of {', '.join(COLLECTIVES)}"
         )
-    if isinstance(nbytes, bool) or not hasattr(nbytes, "__index__"):
+    if not is_integer(nbytes):
         raise TypeError(f"nbytes is {nbytes!r}; it must be a number of bytes, an int")
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; it must be >= 0")

@@ -12,6 +12,7 @@ from typing import Any, Final
 from ringcomm.config import program_parameters
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.errors import ConfigError
+from ringcomm.integers import is_integer
 from ringcomm.open_errors import needed_for
 
 _BOOLEANS: Final = {"true": True, "1": True, "yes": True, "on": True} | {
@@ -103,6 +104,7 @@ class Params(Mapping[str, Any]):
 
 
 def _checked(name: str, value: Any) -> Any:
+    value = int(value) if is_integer(value) else value
     if not isinstance(value, int | float | str | bool):
         raise TypeError(f"Params: {name} is {value!r}; a default is an int, float, bool or str")
     return value

@@ -16,6 +16,7 @@ from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
+from ringcomm.integers import is_integer
 from ringcomm.transport.channel import Channel
 
 A = TypeVar("A", bound=Any)
@@ -63,7 +64,7 @@ def rank_of(what: str, rank: int, group: Group) -> int:
 
 def int_of(what: str, number: int, due: str = "an int") -> int:
     """Return a number as an int. Raises TypeError if it is not an integer."""
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
+    if not is_integer(number):
         raise TypeError(f"{what} must be {due}, not {number!r}")
     return operator.index(number)
 

@@ -8,6 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from ringcomm.integers import is_integer
 from ringcomm.ps.protocol.frames import STEPS_MAX
 
 
@@ -58,6 +59,6 @@ def require_periods(every_s: Any, every_steps: Any) -> None:
 
 
 def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if not is_integer(value):
         raise TypeError(f"ps.save: {name} is {value!r}; it must be an integer")
     return operator.index(value)

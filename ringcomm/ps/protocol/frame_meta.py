@@ -171,7 +171,14 @@ def owners_of(meta: bytes) -> tuple[int, Owners]:
 
 def packed_json(data: Any) -> bytes:
     """Return data as the meta of a control request."""
-    return json.dumps(data, separators=(",", ":")).encode()
+    return json.dumps(data, separators=(",", ":"), default=plain).encode()
+
+
+def plain(number: Any) -> Any:
+    """Return a number of numpy as one of Python, which json.dumps() takes."""
+    if not isinstance(number, np.generic):
+        raise TypeError(f"{number!r} cannot be sent: it is no number of Python or numpy")
+    return number.item()
 
 
 def packed_stamp(stamp: int) -> bytes:

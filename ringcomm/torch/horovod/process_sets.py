@@ -11,6 +11,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import MismatchError
+from ringcomm.integers import is_integer
 
 # As in Horovod, ranks match operations without a name by their order within a family of operations.
 # So each family has its own group. Allreduce uses the process set's first group: the fastest path.
@@ -43,11 +44,11 @@ class ProcessSet:
         self.mpi_comm = None if isinstance(ranks_or_comm, Iterable) else ranks_or_comm
         if self.mpi_comm is None:
             ranks = list(ranks_or_comm)
-            if any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
+            if not all(map(is_integer, ranks)):
                 raise ValueError(
                     f"ProcessSet takes ranks, ints, or an mpi4py communicator, not {ranks!r}"
                 )
-            self.ranks = sorted(ranks)
+            self.ranks = sorted(map(int, ranks))
         elif not hasattr(self.mpi_comm, "Get_group"):
             raise ValueError(
                 f"ProcessSet takes ranks or an mpi4py communicator, not {ranks_or_comm!r}"

@@ -15,7 +15,7 @@ from ringcomm.torch.compression import Compressor
 from ringcomm.torch.horovod.process_sets import ProcessSet
 from ringcomm.torch.horovod.reduce_op import Adasum
 from ringcomm.torch.horovod.reductions import allreduce_async
-from ringcomm.torch.optim.distributed_optimizer_options import require_passes
+from ringcomm.torch.optim.distributed_optimizer_options import checked_passes
 from ringcomm.torch.optim.equalize_weights import FirstWeights
 from ringcomm.torch.optim.wrapping import derive, renamed, underlying
 
@@ -78,7 +78,7 @@ class _AdasumOptimizer(Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Check the number and ignore it: .grad is the sum of all backward() until step()."""
-        require_passes(passes)
+        checked_passes(passes)
 
     def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError, as Horovod does: step() combines the updates in any case."""

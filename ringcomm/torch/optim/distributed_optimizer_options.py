@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +15,7 @@ from ringcomm.collectives.operators import AVERAGE, SUM, Op
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
+from ringcomm.integers import is_integer
 from ringcomm.torch.backward.parameter_hooks import Named
 from ringcomm.torch.compression import Compression, Compressor, name_of
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
@@ -109,10 +111,12 @@ def groups_of(groups: ParameterGroups | None, num_groups: int) -> ParameterGroup
     if groups is not None and num_groups:
         raise ValueError("groups replaces num_groups: pass one of them, not both")
     chosen = num_groups if groups is None else groups
-    if isinstance(chosen, bool) or (isinstance(chosen, int) and chosen < 0):
+    number = int(cast(int, chosen)) if is_integer(chosen) else None
+    if isinstance(chosen, bool) or (number is not None and number < 0):
         raise ValueError(f"groups is {chosen!r}; it is a number >= 0, or lists of parameters")
-    if isinstance(chosen, int):
-        return chosen
+    if number is not None:
+        return number
+    assert not isinstance(chosen, int)
     chosen = [list(each) for each in chosen]
     listed = [p for each in chosen for p in each]
     if any(not isinstance(p, torch.Tensor) for p in listed):
@@ -131,10 +135,11 @@ def require_mean(predivide: float, op: object) -> None:
         )
 
 
-def require_passes(n: object) -> None:
-    """Raise ValueError if n is not a number of backward() calls per step."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+def checked_passes(n: int) -> int:
+    """Return n as int. Raises ValueError if it is not a number of backward() calls per step."""
+    if not is_integer(n) or n < 1:
         raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")
+    return int(n)
 
 
 def require_own(options: GradientOptions, own: Named, known: Named) -> None:

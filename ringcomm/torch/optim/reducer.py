@@ -33,7 +33,7 @@ from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, witho
 from ringcomm.torch.horovod.process_sets import global_process_set
 from ringcomm.torch.optim.buckets import Scaling
 from ringcomm.torch.optim.buckets_in_order_of_readiness import BucketPlan
-from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions, require_passes
+from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions, checked_passes
 from ringcomm.torch.optim.equalize_weights import FirstWeights
 from ringcomm.torch.optim.finish_backward import Exchange, FailedPass
 from ringcomm.torch.optim.gradient_shard import GradientShard
@@ -95,8 +95,7 @@ class GradientReducer:
 
     def set_passes_per_step(self, n: int) -> None:
         """Add up the gradients of n backward() calls before sending; call it between two steps."""
-        require_passes(n)
-        self.passes_per_step = n
+        self.passes_per_step = checked_passes(n)
         self._agreement.forget()
 
     def follow(self, named: Named) -> None:

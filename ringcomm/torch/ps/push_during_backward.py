@@ -29,7 +29,7 @@ from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
     note_samples,
 )
 from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
-from ringcomm.torch.optim.distributed_optimizer_options import require_passes
+from ringcomm.torch.optim.distributed_optimizer_options import checked_passes
 from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket, ServedSlot, plan
 from ringcomm.torch.ps.clip_and_scale import is_on
@@ -57,8 +57,7 @@ class Feeder:
         self, named_parameters: Named, groups: Groups, options: ServerOptions, passes_per_step: int,
         buffers: Sequence[Buffer] = (),
     ) -> None:  # fmt: skip
-        require_passes(passes_per_step)
-        self.options, self._passes_per_step = options, passes_per_step
+        self.options, self._passes_per_step = options, checked_passes(passes_per_step)
         self.step = self._n_passes = 0
         self.was_applied = True
         self.session = session()

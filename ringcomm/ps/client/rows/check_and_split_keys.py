@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ringcomm import _core
+from ringcomm.integers import is_integer
 from ringcomm.ps.client.check_arguments import array_of, is_16bit
 
 Array = NDArray[Any]
@@ -113,7 +114,7 @@ def _of_python(label: str, keys: Any) -> Keys:
     given = np.asarray(keys, object)
     each: Any
     for each in given.flat:
-        if isinstance(each, bool | np.bool) or not isinstance(each, int | np.integer):
+        if not is_integer(each):
             raise TypeError(
                 f"{label}: key {each!r} is a {type(each).__name__}, not an integer in [0, 2^64)"
             )

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ringcomm.codec import Codec
 from ringcomm.errors import MismatchError
+from ringcomm.integers import is_integer
 from ringcomm.ps.client.check_arguments import (
     dtype_of,
     factor_of,
@@ -257,7 +258,7 @@ class HashTable(TableBase):
         Raises:
             ValueError: n is no such number.
         """
-        n_rows = -1 if isinstance(n, bool) or not isinstance(n, int | np.integer) else int(n)
+        n_rows = int(n) if is_integer(n) else -1
         nbytes = n_rows * self.dim * self.dtype.itemsize
         if not 0 <= nbytes < _ROWS_NBYTES_MAX:
             raise ValueError(

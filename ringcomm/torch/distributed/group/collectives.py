@@ -20,6 +20,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Deferred, Followed, Plan
 from ringcomm.engine.operations.allgather_and_gather import plan_gather
 from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.base import int_of
 from ringcomm.engine.operations.broadcast import plan_broadcast
 from ringcomm.engine.operations.grouped import plan_grouped_allreduce
 from ringcomm.engine.operations.into_array import (
@@ -261,7 +262,7 @@ def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
 def _elements(x: Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
     """Return how many elements of x's line go to each rank, or come from it."""
     rows = x.shape[0] if x.dim() else 1
-    if not splits:
+    if splits is None or len(splits) == 0:
         if rows % size:
             raise ValueError(
                 f"all_to_all_single: {rows} rows of the {what} cannot be shared evenly by {size} "
@@ -269,7 +270,7 @@ def _elements(x: Tensor, splits: Sequence[int], size: int, what: str) -> list[in
             )
         splits = [rows // size] * size
     width = math.prod(x.shape[1:]) * _width(x)
-    return [n * width for n in splits]
+    return [int_of(f"all_to_all_single: a split of the {what}", n) * width for n in splits]
 
 
 def _width(x: Tensor) -> int:

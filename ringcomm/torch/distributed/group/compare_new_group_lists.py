@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ringcomm.engine.core.agreement import gather_bytes
 from ringcomm.engine.core.call import Call, explain_mismatch
 from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.operations.base import int_of
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
 
@@ -28,7 +29,7 @@ def compare(mine: Sequence[int], callers: Sequence[int], number: int) -> Plan[No
             calls = [Call(f"new_group({_listed(each)})") for each in passed]
             raise MismatchError(explain_mismatch(calls, number, callers))
 
-    packed = json.dumps(list(mine)).encode()
+    packed = json.dumps([int_of("new_group: a rank", rank) for rank in mine]).encode()
     return Plan(Call("new_group"), len(packed), run)
 
 

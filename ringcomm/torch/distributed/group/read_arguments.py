@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ringcomm.collectives.operators import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
+from ringcomm.integers import is_integer
 from ringcomm.torch.distributed.compat import c10d
 
 _Kind = c10d.ReduceOp.RedOpType
@@ -46,8 +47,8 @@ def call_options(opts: Any, *more: Any, **named: Any) -> CallOptions:
             call = call._replace(reduction=_reduction(value))
         elif isinstance(value, timedelta):
             call = call._replace(timeout_s=_seconds(value))
-        elif isinstance(value, int):
-            call = call._replace(root=value)
+        elif isinstance(value, bool) or is_integer(value):
+            call = call._replace(root=int(value))
     return call
 
 
