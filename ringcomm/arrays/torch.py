@@ -24,6 +24,16 @@ def writing(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.inference_mode() if x.is_inference() else torch.no_grad()
 
 
+def advice_for(device_type: str) -> str:
+    """Return what to do with a tensor on a device from which ringcomm sends nothing."""
+    if device_type != "meta":
+        return "Use .cpu()"
+    return (
+        "It has no values yet: give it memory, such as by model.to_empty(device='cpu') or "
+        "torch.empty_like(x, device='cpu'), and fill it"
+    )
+
+
 class TorchTensors(AnyAdapter):
     """Base of the adapters of dense tensors. Results have no autograd history."""
 
@@ -33,7 +43,9 @@ class TorchTensors(AnyAdapter):
         if x.layout is not torch.strided:
             raise TypeError(f"cannot communicate a {x.layout} tensor: use .to_dense()")
         if x.device.type != self.device_type:
-            raise TypeError(f"cannot communicate a tensor on {x.device} here. Use .cpu()")
+            raise TypeError(
+                f"cannot communicate a tensor on {x.device} here. {advice_for(x.device.type)}"
+            )
         known = _KNOWN.get(x.dtype)
         if known is None:
             raise TypeError(f"cannot communicate dtype {x.dtype}; known: {', '.join(DTYPES)}")

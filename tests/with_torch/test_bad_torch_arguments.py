@@ -94,7 +94,7 @@ APART = {
 }  # fmt: skip
 # Several operations, or none: one rank's mistake is not for the others to hear of.
 ALONE = {
-    "add_process_set", "average_metrics", "broadcast_optimizer_state", "broadcast_parameters",
+    "add_process_set", "broadcast_optimizer_state", "broadcast_parameters",
     "DistributedOptimizer", "poll", "process_set_by_id", "ProcessSet", "remove_process_set",
     "scaled_lr", "start_timeline", "synchronize", "SyncBatchNorm",
 }  # fmt: skip

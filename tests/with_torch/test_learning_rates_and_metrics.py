@@ -229,7 +229,28 @@ def test_metrics_keep_no_graph():
 )
 def test_numbers_that_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        run_ranks(1, lambda _: call())
+
+
+@pytest.mark.parametrize("bad", ["samples", "metrics", "added"])
+def test_what_one_rank_alone_cannot_report_is_an_error_on_all(bad):
+    """So the next exchange is not that of another call."""
+
+    def average(rank):
+        if bad == "added":
+            metrics = hvd.Metrics()
+            metrics.add(1, x=torch.ones(2 if rank == 1 else 1))
+            return metrics.average()
+        if bad == "samples":
+            return hvd.average_metrics({"x": 1}, samples=-1 if rank == 1 else 1)
+        return hvd.average_metrics({"x": [1, 2] if rank == 1 else 1})
+
+    def body(rank):
+        with pytest.raises(rc.MismatchError, match="rank 1 could not take part: ValueError"):
+            average(rank)
+        return hvd.average_metrics({"y": rank})
+
+    assert run_ranks(3, body) == [{"y": 1.0}] * 3
 
 
 def test_other_names_in_another_batch_are_refused():

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ringcomm.arrays import arrived
+from ringcomm.arrays.torch import advice_for
 from ringcomm.errors import ConfigError
 from ringcomm.torch.untraced import untraced
 
@@ -227,7 +228,7 @@ def make_device_backend(
     if plugin is None or name == "ringcomm":
         raise RuntimeError(
             f"ringcomm: a tensor is on {kind}, and this torch has no backend for {kind} "
-            f"({name or 'none'} is not there). Use .cpu(), or install a torch that has one."
+            f"({name or 'none'} is not there). {advice_for(kind)}; or install a torch that has one."
         )
     timeout = timeout or DEFAULT_TIMEOUT
     if not plugin.extended_api:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import pickle
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from ringcomm.engine.api import collectives
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.operations.objects import plan_allgather_object
 from ringcomm.errors import MismatchError
+
+_Report = tuple[float, dict[str, float]]  # number of samples, and metrics
 
 
 def average_metrics(metrics: Mapping[str, Any], *, samples: float = 1.0) -> dict[str, float]:
@@ -26,16 +30,25 @@ def average_metrics(metrics: Mapping[str, Any], *, samples: float = 1.0) -> dict
         samples; NaN if no rank has samples.
 
     Raises:
-        MismatchError: ranks pass different names.
+        MismatchError: ranks pass different names, or some pass something that is refused.
         ValueError: samples is negative or not finite, or a value has more than one element.
     """
-    if not 0 <= samples < math.inf:
-        raise ValueError(f"average_metrics: samples is finite and at least 0, not {samples}")
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"average_metrics: metrics must be numbers by name, not {metrics!r}")
-    mine = {name: _number(name, value) for name, value in metrics.items()}
-    reports: list[tuple[float, dict[str, float]] | None]
-    reports = collectives.allgather_object((float(samples), mine))
+
+    def report() -> _Report:
+        if not 0 <= samples < math.inf:
+            raise ValueError(f"average_metrics: samples is finite and at least 0, not {samples}")
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"average_metrics: metrics must be numbers by name, not {metrics!r}")
+        return float(samples), {name: _number(name, value) for name, value in metrics.items()}
+
+    return _average(report)
+
+
+def _average(report: Callable[[], _Report]) -> dict[str, float]:
+    """Return the means over all ranks. If report() raises on some ranks, all learn of it."""
+    plan = lambda g: plan_allgather_object(g, None, report())  # noqa: E731
+    packed = engine().execute("allgather_object", None, plan, None)
+    reports: list[_Report | None] = [pickle.loads(each) for each in packed]
     present = [(r, *report) for r, report in enumerate(reports) if report]  # None: in join()
     counting = [(r, n, numbers) for r, n, numbers in present if n]
     if not counting:
@@ -95,8 +108,13 @@ class Metrics:
         """
         samples, sums = self._samples, self._sums
         self._samples, self._sums = 0.0, {}
-        means = {name: _number(name, sums[name]) / samples for name in sums if samples}
-        return average_metrics(means, samples=samples)
+
+        def report() -> _Report:
+            return float(samples), {
+                name: _number(name, sums[name]) / samples for name in sums if samples
+            }
+
+        return _average(report)
 
 
 def _number(name: str, value: Any) -> float:
