@@ -20,6 +20,7 @@ from ringcomm.engine.api.begin_next_view import (
     stop_for_another_size,
 )
 from ringcomm.engine.api.init_rank_size import rank
+from ringcomm.engine.api.one_error_for_all import raise_together
 from ringcomm.engine.core.current_engine import has_engine
 from ringcomm.errors import (
     CommTimeoutError,
@@ -209,16 +210,18 @@ class State(ABC):
             given = collectives.allgather_object(
                 None if self._file is None else self._file.given, name="elastic paths"
             )
-            raise MismatchError(
-                f"keep_in: rank 0 keeps commits in {given[0]}, and rank {odd} in {given[odd]}. "
-                "Each rank may become rank 0, so call it on all ranks with the same path"
+            raise_together(
+                MismatchError(
+                    f"keep_in: rank 0 keeps commits in {given[0]}, and rank {odd} in {given[odd]}. "
+                    "Each rank may become rank 0, so call it on all ranks with the same path"
+                )
             )
         if self._file is None or facts[root].origin != UNREAD:
             return False
         read = self._read_file(self._file) if rank() == root else None
         read = collectives.broadcast_object(read, root, name="elastic file")
         if read.refusal is not None:
-            raise RingcommError(read.refusal)
+            raise_together(RingcommError(read.refusal))
         has_commit = read.n_commits is not None
         n_commits, is_saved = (read.n_commits, 1) if has_commit else facts[root].commit
         facts[root] = _Facts(n_commits, is_saved, facts[root].path, *read.origin)
@@ -233,7 +236,8 @@ class State(ABC):
                 return _Read()
             self.save()
             for name in self.COPIES:
-                mine, found = sorted(getattr(self, name)), sorted(kept.copies.get(name, {}))
+                mine = sorted(map(str, getattr(self, name)))
+                found = sorted(map(str, kept.copies.get(name, {})))
                 if mine != found:
                     raise file.refusal(f"keeps the values {found}, and the state has {mine}")
             if text := self._misfit(kept.copies):
@@ -265,7 +269,9 @@ class State(ABC):
         for r, each in enumerate(texts):
             if each is not None:
                 what = f"keeps commit {self._n_commits}, which rank {r} cannot restore ({each})"
-                raise file.refusal(what) from mine
+                refusal = file.refusal(what)
+                refusal.__cause__ = mine
+                raise_together(refusal)
 
     def check_host_updates(self) -> None:
         """Raise an error if the ranks of the job are to change, before an operation fails. Local.

@@ -43,7 +43,8 @@ def test_no_integers(value):
         lambda: rc.sendrecv(np.ones(2), N(1 - rc.rank()), np.ones(2), N(1 - rc.rank())),
         lambda: rc.explain(N(100), "float32"),
         lambda: list(rc.data.ShardedSampler(N(4), seed=N(2)).batches(N(2))),
-        lambda: list(rc.data.WorkQueue(N(4), N(2), name="q", seed=N(3))),
+        # Rank 0 keeps the queue, until the other one has heard that it is empty.
+        lambda: (list(rc.data.WorkQueue(N(4), N(2), name="q", seed=N(3))), rc.barrier()),
     ],
 )
 def test_the_core_takes_integers_of_numpy(call):
