@@ -159,13 +159,13 @@ class Guardian {
   void watch() {
     while (!all_done()) {
       wait_for_news();
-      report_faults();
+      report_fault();
       if (is_reported_) release_the_reported();
       if (fault_ns_ != 0 && monotonic_ns() > fault_ns_ + grace_ns_) end_the_rest();
       end_orphans();
     }
     wait_until_reaped();
-    report_faults();
+    while (report_fault()) continue;  // `ringcomm run` judges by how each rank ended
     remove_segments();
     end_all_orphans();
     if (is_hydra_) hold_output_open();
@@ -228,30 +228,46 @@ class Guardian {
     return all;
   }
 
-  // The first fault is the job's; under fault tolerance the job goes on, and each fault is news.
-  void report_faults() {
-    if (is_reported_ && !fault_tolerant_) return;
+  // The first fault is the job's; under fault tolerance the job goes on, and each fault is news. False if
+  // there is none to report now.
+  bool report_fault() {
+    if (is_reported_ && !fault_tolerant_) return false;
     auto now = facts();
     for (std::size_t i = 0; i < now.size(); ++i)
       if (is_reported_ && ranks_[i].is_reported) now[i] = RankFacts{};
     const int first = culprit(now);
-    if (first == kNobody && (is_reported_ || !was_interrupted(now))) return;
+    if (first == kNobody && !was_interrupted(now)) return false;
     note_fault(now);
     if (first == kNobody) {
-      if (!others_have_spoken(now)) return;
-      tell(interruption(now), a_stopped(now), kNobody);
-      return;
+      if (!others_have_spoken(now)) return false;
+      tell(interruption(now), now[static_cast<std::size_t>(interrupted(now).front())], kNobody);
+      record_too(now, interrupted(now));
+      ops_.clear();
+      return true;
     }
     RankFacts& failed = now[static_cast<std::size_t>(first)];
-    if (failed.end.kind == Ending::terminated && !others_have_ended(now)) return;
-    if (!failed.is_gone && !others_have_spoken(now)) return;
-    if (may_follow(now, first) && monotonic_ns() < news_ns_ + kLetBury) return;
+    if (failed.end.kind == Ending::terminated && !others_have_ended(now)) return false;
+    if (!failed.is_gone && !others_have_spoken(now)) return false;
+    if (may_follow(now, first) && monotonic_ns() < news_ns_ + kLetBury) return false;
     if (failed.is_gone && failed.end.kind == Ending::none) learn_how(first, failed);
     const auto time = failed.end.kind != Ending::none ? failed.end.time_ns
                                                       : std::max(failed.gone_ns, failed.leaving_ns);
     ranks_[static_cast<std::size_t>(first)].is_reported = true;
     tell(report(now, first, ops_, time), failed, failed.rank);
+    record_too(now, alike(now, first));
     ops_.clear();
+    return true;
+  }
+
+  // Where the job goes on, how these ended counts, too, and what was told names them.
+  void record_too(const std::vector<RankFacts>& now, const std::vector<int>& others) {
+    if (!fault_tolerant_) return;
+    for (const int i : others) {
+      const RankFacts& each = now[static_cast<std::size_t>(i)];
+      ranks_[static_cast<std::size_t>(i)].is_reported = true;
+      record_.report(each.rank, code_of(each), evidence_of(each), time_of_failure(each), "");
+    }
+    release_the_reported();
   }
 
   void tell(const std::string& text, const RankFacts& failed, int rank) {
@@ -285,17 +301,23 @@ class Guardian {
   // their line first, or fail alike. When a process has died, the launcher closes the output in a moment.
   bool others_have_spoken(const std::vector<RankFacts>& now) const {
     return monotonic_ns() > news_ns_ + kLetSpeak ||
-           std::all_of(now.begin(), now.end(), [](const RankFacts& f) {
-             return f.is_gone || f.end.kind != Ending::none;
-           });
+           all_others(now, [](const RankFacts& f) { return f.is_gone || f.end.kind != Ending::none; });
   }
 
   // Who terminates one rank mostly terminates them all, and each takes a moment to hear of it.
   bool others_have_ended(const std::vector<RankFacts>& now) const {
     return monotonic_ns() > news_ns_ + std::min(kLetEnd, grace_ns_ / 2) ||
-           std::all_of(now.begin(), now.end(), [](const RankFacts& f) {
+           all_others(now, [](const RankFacts& f) {
              return f.is_gone || f.end.kind != Ending::none || f.state == State::left;
            });
+  }
+
+  // True if all ranks are so of which nothing is reported yet.
+  template <class Is>
+  bool all_others(const std::vector<RankFacts>& now, Is is_so) const {
+    for (std::size_t i = 0; i < now.size(); ++i)
+      if (!ranks_[i].is_reported && !is_so(now[i])) return false;
+    return true;
   }
 
   // The kernel says how a process ended only after its parent has waited for it, which is soon.
@@ -404,13 +426,6 @@ class Guardian {
                                       [](const Watched& w) { return w.is_gone; });
     if (!all_gone) return;  // they left in order, and MPI_Finalize does this
     remove_files(segments_);
-  }
-
-  static const RankFacts& a_stopped(const std::vector<RankFacts>& ranks) {
-    const auto is_stopped = [](const RankFacts& r) {
-      return r.end.kind == Ending::interrupted || r.end.kind == Ending::terminated;
-    };
-    return *std::find_if(ranks.begin(), ranks.end(), is_stopped);
   }
 
   static void write_out(const std::string& text) {

@@ -54,8 +54,6 @@ void MappedPage::answer_command(const std::string& text) {
   page_->mailbox.mail.store(Mail::answered);
 }
 
-void MappedPage::set_role(const std::string& role) { store_text(page_->role, role); }
-
 void MappedPage::note_step(const StepView& view) {
   append(page_->steps, page_->n_steps, [&](Page::Step& step) {
     std::copy(std::begin(view.marks_ns), std::end(view.marks_ns), step.marks_ns);

@@ -68,6 +68,7 @@ void on_signal(int signal) {
       end.time_ns = monotonic_ns();
       end.code = signal;
       end.kind.store(signal == SIGTERM ? Ending::terminated : Ending::fatal_signal);
+      if (signal != SIGTERM) record_exit(128 + signal);  // where no guardian is, nobody else says so
     }
   }
   sigaction(signal, &previous[signal], nullptr);
@@ -222,6 +223,11 @@ void MappedPage::set_state(State state) {
   if (state == State::leaving) page_->leaving_ns.store(monotonic_ns());
   page_->state.store(state);
   if (state == State::left && page_ == recorded_page) record_left();
+}
+
+void MappedPage::set_role(const std::string& role) {
+  store_text(page_->role, role);
+  if (page_ == recorded_page) record_role(role);
 }
 
 void MappedPage::begin_op(const std::string& name, std::uint64_t sequence, std::uint64_t nbytes) {

@@ -197,14 +197,10 @@ std::string rank_list(const std::vector<int>& ranks) {
   return out;
 }
 
-// Of ranks that ended in the same way at the same place one is shown.
-std::string likewise_line(const std::vector<RankFacts>& ranks, const RankFacts& first) {
-  std::vector<int> alike;
-  for (const RankFacts& r : ranks)
-    if (r.rank != first.rank && is_primary(r.end.kind) && r.end.kind == first.end.kind &&
-        r.end.code == first.end.code && r.end.what == first.end.what && r.end.where == first.end.where)
-      alike.push_back(r.rank);
-  return alike.empty() ? "" : "  likewise: " + rank_list(alike) + "\n";
+std::string likewise_line(const std::vector<RankFacts>& ranks, int culprit) {
+  std::vector<int> others;
+  for (const int i : alike(ranks, culprit)) others.push_back(ranks[static_cast<std::size_t>(i)].rank);
+  return others.empty() ? "" : "  likewise: " + rank_list(others) + "\n";
 }
 
 std::string waiting_lines(const std::vector<RankFacts>& ranks, int culprit,
@@ -268,8 +264,27 @@ int culprit(const std::vector<RankFacts>& ranks) {
   return is_odd_one_out ? failed.index : kNobody;
 }
 
+std::vector<int> interrupted(const std::vector<RankFacts>& ranks) {
+  std::vector<int> found;
+  for (std::size_t i = 0; i < ranks.size(); ++i)
+    if (interruption_time(ranks[i]) != kNever) found.push_back(static_cast<int>(i));
+  return found;
+}
+
 bool was_interrupted(const std::vector<RankFacts>& ranks) {
-  return culprit(ranks) == kNobody && earliest(ranks, interruption_time).index != kNobody;
+  return culprit(ranks) == kNobody && !interrupted(ranks).empty();
+}
+
+std::vector<int> alike(const std::vector<RankFacts>& ranks, int culprit) {
+  const RankFacts& first = ranks[static_cast<std::size_t>(culprit)];
+  std::vector<int> found;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const RankFacts& r = ranks[i];
+    if (static_cast<int>(i) != culprit && is_primary(r.end.kind) && r.end.kind == first.end.kind &&
+        r.end.code == first.end.code && r.end.what == first.end.what && r.end.where == first.end.where)
+      found.push_back(static_cast<int>(i));
+  }
+  return found;
 }
 
 std::string report(const std::vector<RankFacts>& ranks, int culprit,
@@ -277,7 +292,7 @@ std::string report(const std::vector<RankFacts>& ranks, int culprit,
   const RankFacts& first = ranks[static_cast<std::size_t>(culprit)];
   const std::string what = was_given_up(ranks, first) ? left_early(first) : deed(first);
   return "x " + who(first) + " " + what + "\n" + where_lines(first.end.where) +
-         likewise_line(ranks, first) + waiting_lines(ranks, culprit, ops, fault_ns);
+         likewise_line(ranks, culprit) + waiting_lines(ranks, culprit, ops, fault_ns);
 }
 
 int code_of(const RankFacts& r) {
@@ -320,12 +335,17 @@ std::int64_t time_of_failure(const RankFacts& r) {
 
 std::string interruption(const std::vector<RankFacts>& ranks) {
   std::uint64_t step = 0;
-  bool by_key = false;
+  bool by_key = false, are_all = true;
+  std::vector<int> ended;
   for (const RankFacts& r : ranks) {
+    const bool is_one = interruption_time(r) != kNever;
+    if (is_one) ended.push_back(r.rank);
+    are_all = are_all && (is_one || r.is_gone || r.state == State::left);
     step = std::max(step, r.step);
     by_key = by_key || r.end.kind == Ending::interrupted;
   }
-  return std::string("x the job was ended from outside (") + (by_key ? "SIGINT" : "SIGTERM") + ")" +
+  const std::string who = are_all ? "the job was" : rank_list(ended) + (ended.size() > 1 ? " were" : " was");
+  return "x " + who + " ended from outside (" + (by_key ? "SIGINT" : "SIGTERM") + ")" +
          (step == 0 ? "" : " after step " + std::to_string(step)) + "\n";
 }
 

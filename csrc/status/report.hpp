@@ -47,8 +47,14 @@ int culprit(const std::vector<RankFacts>& ranks);
 // seen: that one's descriptors were closed before.
 bool may_follow(const std::vector<RankFacts>& ranks, int index);
 
-// True if nobody failed and someone was ended from outside (Ctrl-C, SIGTERM).
+// Indices of the ranks that were ended from outside (Ctrl-C, SIGTERM).
+std::vector<int> interrupted(const std::vector<RankFacts>& ranks);
+
+// True if nobody failed and someone was ended from outside.
 bool was_interrupted(const std::vector<RankFacts>& ranks);
+
+// Indices of the ranks that ended in the same way at the same place: the report of one names the others.
+std::vector<int> alike(const std::vector<RankFacts>& ranks, int culprit);
 
 // The report, at most 10 lines. `ops` is what each rank was doing when the fault was seen.
 std::string report(const std::vector<RankFacts>& ranks, int culprit,

@@ -56,6 +56,11 @@ void record_this_rank_in(const std::string& path) {
 
 void record_left() { append_to_rank("left\n", 5); }
 
+void record_role(const std::string& role) {
+  const std::string text = "role " + role + "\n";
+  append_to_rank(text.data(), text.size());
+}
+
 // snprintf is not async-signal-safe.
 void record_exit(int code) {
   char text[] = "exit 000\n";

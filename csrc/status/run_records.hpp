@@ -9,12 +9,13 @@
 
 namespace ringcomm {
 
-// From now on this process appends to the file `path`: "began" (now), "left", "exit CODE". Throws
-// std::system_error.
+// From now on this process appends to the file `path`: "began" (now), "role NAME" (the last one counts),
+// "left", "exit CODE". Throws std::system_error.
 void record_this_rank_in(const std::string& path);
 
 // Async-signal-safe. Nothing without record_this_rank_in(), and in forked children.
 void record_left();
+void record_role(const std::string& role);  // not async-signal-safe
 void record_exit(int code);
 
 // The file of a guardian: lines "watches PID", "report RANK CODE EVIDENCE TIME_NS NBYTES" followed by so

@@ -298,6 +298,70 @@ def test_a_record_says_when_a_rank_failed_and_by_what_this_is_known(
     assert before - 5e6 < failure.time_ns < after + 5e7  # the guardian sees a death a moment later
 
 
+ENDS_OF_ALL = {
+    # how all ranks end, evidence of each, how many texts tell of it
+    "raise": ('raise ValueError("boom")', "own", 1),
+    "os._exit": ("os._exit(3)", "own", 1),
+    "abort": ("os.abort()", "own", 1),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "killed", 3),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", "asked", 1),
+}
+
+
+@pytest.mark.parametrize("way", ENDS_OF_ALL)
+def test_where_the_job_goes_on_the_end_of_each_rank_is_recorded_and_like_ones_are_told_once(
+    way, start_rank, capfd, monkeypatch, tmp_path
+):
+    body, evidence, n_texts = ENDS_OF_ALL[way]
+    monkeypatch.setenv("RINGCOMM_RUN_FOLDER", f"{os.getpid()} {tmp_path}")
+    ranks = [start_rank(rank, body) for rank in range(3)]
+    guardian = Guardian([each.ward for each in ranks], grace_s=5, is_fault_tolerant=True)
+    os.kill(guardian._process.pid, signal.SIGSTOP)  # it sees all deaths at once, as on a busy node
+    for rank in ranks:
+        rank.go()
+    wait_until(lambda: all(each.page.snapshot()["end_kind"] for each in ranks) or way == "SIGKILL",
+               "they end")  # fmt: skip
+    os.kill(guardian._process.pid, signal.SIGCONT)
+    for rank in ranks:
+        rank.end()
+    guardian.wait()
+    (path,) = tmp_path.glob("guardian-*")
+    failures = parse_guardian_file(path.read_bytes()).failures
+    found = {each.rank: each.evidence for each in failures if each.rank is not None}
+    assert found.keys() == {0, 1, 2}
+    assert {*found.values()} <= {evidence, "silent" if evidence == "killed" else evidence}
+    assert sum(bool(each.text) for each in failures) == n_texts
+    capfd.readouterr()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_where_the_job_goes_on_those_that_are_terminated_are_named(
+    n, start_rank, capfd, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("RINGCOMM_RUN_FOLDER", f"{os.getpid()} {tmp_path}")
+    ranks = [start_rank(rank, WAITING) for rank in range(3)]
+    guardian = Guardian([each.ward for each in ranks], grace_s=0.5, is_fault_tolerant=True)
+    for rank in ranks:
+        rank.go()
+        wait_until_running(rank)
+    for rank in ranks[:n]:
+        rank.process.terminate()
+        rank.end()
+    (path,) = tmp_path.glob("guardian-*")
+
+    def told():
+        return parse_guardian_file(path.read_bytes()).failures
+
+    wait_until(lambda: len({each.rank for each in told()} - {None}) == n, "the records")
+    text = "x rank 0 (host here" if n == 1 else "x ranks 0,1 were ended from outside (SIGTERM)"
+    assert told()[0].text.startswith(text)
+    assert not ranks[2].page.snapshot()["is_reported"]
+    ranks[2].process.kill()
+    ranks[2].end()
+    guardian.wait()
+    capfd.readouterr()
+
+
 def test_sigkill_is_named(start_rank, capfd):
     bystander, culprit = start_rank(0, WAITING), start_rank(1, "time.sleep(60)")
     guardian = guarded(capfd, culprit, bystander)

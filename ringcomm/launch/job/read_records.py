@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ringcomm.status.page_enums import RESERVE, SPARE
+
 
 class Evidence(StrEnum):
     """By what a guardian knows of a failure, the surest sign that it came first at the front.
@@ -27,7 +29,7 @@ class Failure:
     code: int  # the exit code that it gives to the job; 0: not known
     evidence: Evidence
     time_ns: int  # when it failed, since 1970, by the clock of its host
-    text: str
+    text: str  # "": the one before it names this rank, too
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,22 @@ class RankEnd:
 
     has_left: bool = False  # it called shutdown(), and so did all others
     code: int | None = None  # of its exit; None: it has not exited, or was killed
+    role: str = ""  # as on its status page: "worker", "server 0", "spare"; "" and "rank 3" train
+
+    @property
+    def is_worker(self) -> bool:
+        """True of a rank that trains."""
+        return self.role.partition(" ")[0] in ("", "rank", "worker")
+
+    @property
+    def may_train(self) -> bool:
+        """True of a worker, and of a process that waits for the place of one."""
+        return self.is_worker or self.role in (SPARE, RESERVE)
 
 
 def parse_rank_end(text: str) -> RankEnd:
     """Return the content of a rank's file."""
     lines = text.splitlines()
     codes = [line.removeprefix("exit ") for line in lines if line.startswith("exit ")]
-    return RankEnd("left" in lines, int(codes[-1]) if codes else None)
+    roles = [line.removeprefix("role ") for line in lines if line.startswith("role ")]
+    return RankEnd("left" in lines, int(codes[-1]) if codes else None, roles[-1] if roles else "")
