@@ -624,7 +624,81 @@ def test_a_job_whose_ranks_are_all_lost_goes_on_from_the_kept_commit(tmp_path):
     assert done.out.count("began at 9, ended with 20.0") == 2, done
     assert done.out.count("goes on from commit 9, ") == 1, done
     assert "1 commit after it is lost" in done.out
-    assert "all ranks were killed; it is started again" in done.err
+    assert "the job has lost all its workers; it is started again" in done.err
     assert done.end["code"] == 137
     again = json.loads((tmp_path / "run-restart-1" / "end.json").read_text())
     assert again["code"] == 0
+
+
+FAILS = """
+def end():
+    print("ends", flush=True)
+    DEED
+rc.init()
+if WHERE == "before":
+    end()
+state = rc.elastic.ArrayState(step=0)
+
+@rc.elastic.run
+def train(state):
+    while state.step < 9:
+        rc.barrier()
+        if WHERE == "in" and state.step == 4:
+            end()
+        state.step += 1
+        state.commit()
+
+train(state)
+end()
+"""
+DEEDS = {
+    "raise": ('raise ValueError("no labels")', 1),
+    "sys.exit": ("sys.exit(3)", 3),
+    "os._exit": ("os._exit(4)", 4),
+    "abort": ("os.abort()", 134),
+}
+
+
+@pytest.mark.skipif(IS_MPICH, reason="--elastic needs Open MPI 5")
+@pytest.mark.parametrize("where", ["before", "in", "after"])
+@pytest.mark.parametrize("deed", at_length([*DEEDS], ["raise", "abort"]))
+def test_a_program_that_fails_by_itself_is_not_started_again(deed, where, tmp_path):
+    deed, code = DEEDS[deed]
+    body = FAILS.replace("DEED", deed).replace("WHERE", repr(where))
+    done = Started(tmp_path, "-np", 2, "--elastic", "1:2", script(tmp_path, body)).finish()
+    assert done.code == code, done
+    assert done.out.count("ends") == 2, done
+    assert done.err.count("the program has failed by itself, so the job is not started again") == 1
+    headline = r"^x rank \d \(host .*"
+    assert len(re.findall(headline, done.err, re.MULTILINE)) == 1, done
+    assert "  likewise: rank " in done.err
+    assert not (tmp_path / "run-restart-1").exists()
+
+
+@pytest.mark.skipif(IS_MPICH, reason="--elastic needs Open MPI 5")
+def test_an_elastic_job_below_its_minimum_because_a_rank_raises_ends_with_the_code_of_that(
+    tmp_path,
+):
+    body = """
+    rc.init()
+    state = rc.elastic.ArrayState(step=0)
+
+    @rc.on_checkpoint
+    def save(step):
+        print("saved step", state.step, flush=True)
+
+    @rc.elastic.run
+    def train(state):
+        while state.step < 9:
+            rc.barrier()
+            if state.step == 4 and os.environ["RANK"] == "1":
+                sys.exit(3)
+            state.step += 1
+            state.commit()
+
+    train(state)
+    """
+    done = Started(tmp_path, "-np", 2, "--elastic", "2:2", script(tmp_path, body)).finish()
+    assert done.code == 3, done
+    assert done.out.count("saved step") == 1, done
+    assert "the program has failed by itself, so the job is not started again" in done.err

@@ -210,6 +210,15 @@ def test_the_last_exit_code_of_a_rank_counts():
     assert parse_rank_end("began\n") == RankEnd()
 
 
+def test_the_last_role_of_a_rank_says_whether_it_trains():
+    begun = "began\nrole \nrole spare\n"
+    assert (parse_rank_end(begun).is_worker, parse_rank_end(begun).may_train) == (False, True)
+    for role in ("worker", "rank 2", ""):
+        assert parse_rank_end(f"{begun}role {role}\n").is_worker
+    for role in ("server 0", "evaluator"):
+        assert not parse_rank_end(f"{begun}role {role}\n").may_train
+
+
 def test_a_rank_records_its_end_only_in_its_own_process(tmp_path):
     path = tmp_path / "rank-0.end"
     code = (
@@ -320,7 +329,7 @@ VERDICTS = {
     "beside the ranks of init(comm)": ([GOOD, None], [], 0, "", {}, 0, None),
     "a failure there, without a guardian": ([GOOD, None], [], 3, OPENMPI_EXIT, {}, 3, 1),
     "likewise in an elastic job, whose launcher returns 0 for each": (
-        [GOOD, None], [], 0, "", {"goes_on_after_deaths": True}, 1, 1,
+        [GOOD, None], [], 0, "", {"least": 1}, 1, 1,
     ),
     "os._exit after shutdown()": ([LEFT, GOOD], [], 0, "", {}, 0, None),
     "killed after shutdown()": ([LEFT, GOOD], [], 137, OPENMPI_SIGNAL, {}, 137, 1),
@@ -401,24 +410,36 @@ VERDICTS = {
     "asked, but a rank raised": ([BAD, BAD], [RAISED], 1, "", {"asked": 15}, 1, 1),
     "ended by a scheduler": ([KILLED] * 2, [STOPPED], 143, "", {}, 143, None),
     "a death in an elastic job": ([GOOD, KILLED], [failed(1, 137)], 137, "",
-                                  {"goes_on_after_deaths": True}, 0, None),
+                                  {"least": 1}, 0, None),
+    "more deaths than an elastic job may have": (
+        [GOOD, KILLED], [failed(1, 137)], 0, "", {"least": 2}, 137, 1,
+    ),
+    "SIGTERM to some ranks of an elastic job": (
+        [GOOD, KILLED, KILLED],
+        [STOPPED, *(failed(rank, 143, evidence=Evidence.ASKED) for rank in (1, 2))], 0, "",
+        {"least": 1}, 0, None,
+    ),
     "all dead in an elastic job, nobody saw how, and mpirun returns 1": (
-        [KILLED] * 2, [failed(1, 0), failed(0, 0)], 1, "", {"goes_on_after_deaths": True}, 137, 1,
+        [KILLED] * 2, [failed(1, 0), failed(0, 0)], 1, "", {"least": 1}, 137, 1,
     ),
     "all dead in an elastic job": ([KILLED] * 2, [failed(1, 137), failed(0, 139)], 0,
-                                   "", {"goes_on_after_deaths": True}, 137, 1),
+                                   "", {"least": 1}, 137, 1),
     "too few are left in an elastic job": (
-        [KILLED, RankEnd(False, 75), GOOD], [failed(0, 137), failed(1, 75)], 0, "",
-        {"goes_on_after_deaths": True}, 75, None,
+        [KILLED, RankEnd(False, 75), GOOD],
+        [failed(0, 137, evidence=Evidence.KILLED), failed(1, 75)], 0, "", {"least": 2}, 75, None,
     ),
     "a failure beside those that stop": (
         [RankEnd(False, 75), RankEnd(False, 3)], [failed(1, 3), failed(0, 75)], 0, "",
-        {"goes_on_after_deaths": True}, 3, 1,
+        {"least": 2}, 3, 1,
+    ),
+    "stopped by ctl in an elastic job that has lost a rank": (
+        [RankEnd(True, 75), KILLED], [failed(1, 137), failed(0, 75)], 0, "",
+        {"least": 1, "is_stopped": True}, 75, None,
     ),
     "nobody calls init() in an elastic job": ([None, None], [], 0, "",
-                                              {"goes_on_after_deaths": True}, 1, None),
+                                              {"least": 1}, 1, None),
     "lost before init() in an elastic job": (
-        [None, None], [], 143, "", {"goes_on_after_deaths": True, "lost_before_init": 1}, 1, 1,
+        [None, None], [], 143, "", {"least": 1, "lost_before_init": 1}, 1, 1,
     ),
 }  # fmt: skip
 

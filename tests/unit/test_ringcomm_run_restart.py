@@ -8,29 +8,28 @@ import pytest
 
 from ringcomm.launch.job.hosts import Host, parse_hosts
 from ringcomm.launch.job.plan_types import Request
-from ringcomm.launch.job.read_records import RankEnd
 from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
 from ringcomm.launch.job.restart.unreachable_hosts import silent_hosts
+from ringcomm.launch.job.verdict import Cause, Verdict
 
 REQUEST = Request(program=("train",), np=6, elastic=(2, 6), hosts=parse_hosts("h1:2,h2:2,h3:2"))
-KILLED = {rank: RankEnd() for rank in range(6)}
-STOPPED = {rank: RankEnd(code=75) for rank in range(6)}
-FAILED = KILLED | {3: RankEnd(code=1)}
+KILLED = Verdict(137, "rank 3 failed", 3, cause=Cause.LOST)
+STOPPED = Verdict(75, "too few", cause=Cause.TOO_FEW)
+FAILED = Verdict(1, "rank 3 failed", 3, cause=Cause.PROGRAM)
 LOST = Ended(
     request=REQUEST,
     hosts=REQUEST.hosts,
-    code=137,
+    verdict=KILLED,
     was_asked_to_stop=False,
-    ends=KILLED,
     silent={"h2"},
     n_restarts=0,
     limit=3,
 )
 
 
-@pytest.mark.parametrize("ends", [KILLED, STOPPED, FAILED, {}], ids=["killed", "75", "failed", "-"])
-def test_a_job_that_has_lost_a_host_is_started_again_on_the_others(ends):
-    decision = decide(replace(LOST, ends=ends))
+@pytest.mark.parametrize("verdict", [KILLED, STOPPED, FAILED], ids=["killed", "75", "failed"])
+def test_a_job_that_has_lost_a_host_is_started_again_on_the_others(verdict):
+    decision = decide(replace(LOST, verdict=verdict))
     assert decision.request == replace(
         REQUEST, np=4, hosts=(Host("h1", 2), Host("h3", 2)), elastic=(2, 4)
     )
@@ -40,30 +39,31 @@ def test_a_job_that_has_lost_a_host_is_started_again_on_the_others(ends):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("verdict", "reason"),
     [
-        ({"ends": STOPPED, "code": 75}, "the job could not go on, and its ranks have ended in"),
-        ({"ends": KILLED}, "all ranks were killed"),
+        (
+            STOPPED,
+            "the job could not go on, and its ranks have ended in order; it is started again",
+        ),
+        (KILLED, "the job has lost all its workers; it is started again"),
     ],
 )
-def test_a_job_that_could_not_go_on_is_started_again_where_all_hosts_answer(change, reason):
-    decision = decide(replace(LOST, silent=(), **change))
+def test_a_job_that_could_not_go_on_is_started_again_where_all_hosts_answer(verdict, reason):
+    decision = decide(replace(LOST, silent=(), verdict=verdict))
     assert decision.request == REQUEST
-    assert decision.why.startswith(reason)
+    assert decision.why == reason
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"code": 0},
+        {"verdict": Verdict(0, "completed")},
         {"was_asked_to_stop": True},
-        {"silent": (), "ends": FAILED, "code": 1},
-        {"silent": (), "ends": {}},  # its program never called init()
-        {"silent": (), "ends": KILLED | {0: RankEnd(has_left=True)}},
+        {"silent": (), "verdict": FAILED, "limit": 0},  # nobody expects it
         {"request": replace(REQUEST, elastic=None)},
     ],
 )
-def test_no_other_job_is_started_again(change):
+def test_a_job_that_nobody_expects_to_start_again_does_not_say_why(change):
     decision = decide(replace(LOST, **change))
     assert decision.request is None
     assert decision.why == ""
@@ -73,6 +73,7 @@ def test_no_other_job_is_started_again(change):
     ("change", "why"),
     [
         ({"n_restarts": 3}, "it is not started again: --restarts is 3"),
+        ({"silent": (), "verdict": FAILED}, "failed by itself, so the job is not started again"),
         ({"limit": 0}, "it is not started again: --restarts is 0"),
         (
             {"silent": {"h1", "h2", "h3"}},

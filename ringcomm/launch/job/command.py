@@ -75,9 +75,8 @@ def _run_and_restart(argv: Sequence[str], args: Arguments, folder: RunFolder) ->
             Ended(
                 request=request,
                 hosts=job.hosts,
-                code=verdict.code,
+                verdict=verdict,
                 was_asked_to_stop=ending.asked is not None or ending.is_stopped,
-                ends=ending.ends,
                 silent=_silent(request, job, here) if verdict.code and request.elastic else (),
                 n_restarts=n_restarts,
                 limit=args.restarts,
@@ -132,7 +131,7 @@ def _run(
         folder,
         size=job.size,
         grace_s=args.grace_s,
-        goes_on_after_deaths=request.elastic is not None,
+        least=None if request.elastic is None else request.elastic[0],
         silent_hosts=partial(_silent, request, job, here) if job.hosts else None,
         forks_ranks=_forks_ranks(request),
     )
@@ -147,7 +146,7 @@ def _run(
         folder.record_end(_record(verdict, ending, start))
     except OSError as error:  # the disk is full, or somebody has removed the folder
         say(f"{folder.path / END} cannot be written: {error.strerror}")
-    _say_end(verdict, folder)
+    _say_end(verdict, folder, has_shown_report=request.elastic is not None)
     return verdict, ending
 
 
@@ -156,14 +155,18 @@ def _forks_ranks(request: Request) -> bool:
     return request.launcher == "mpirun" and not any("dvm" in each for each in request.options)
 
 
-def _say_end(verdict: Verdict, folder: RunFolder) -> None:
-    """Print the last lines of a run that did not complete."""
+def _say_end(verdict: Verdict, folder: RunFolder, *, has_shown_report: bool) -> None:
+    """Print the last lines of a run that did not complete.
+
+    The reports of an elastic job are shown as ranks die.
+    """
     if verdict.code == 0:
         return
     if verdict.code == STOPPED_IN_ORDER and verdict.rank is None:
         say(f"{verdict.what} - exit {verdict.code}; start the job again to go on")
         return
-    report = verdict.report or f"x {verdict.what} - exit {verdict.code}\n"
+    report = "" if has_shown_report else verdict.report
+    report = report or f"x {verdict.what} - exit {verdict.code}\n"
     log = folder.path if verdict.rank is None else folder.log_of(verdict.rank)
     shown = log if log.exists() else folder.path
     show(f"\n{report}  logs: {_near(shown)}\n".encode(errors="backslashreplace"), sys.stderr)

@@ -50,7 +50,8 @@ class Supervisor:
         folder: the folder of the run.
         size: number of ranks.
         grace_s: seconds that ranks have to stop in order when they are asked to.
-        goes_on_after_deaths: a dead rank does not end the job; it is reported at once.
+        least: an elastic job goes on after deaths with so many workers, and each is reported at
+            once; None: it is not elastic.
         silent_hosts: asks the hosts of the job, and returns those that do not answer. If there is
             one, and all ranks of this host have ended (not well, unless the job goes on after
             deaths), the launcher is ended, which may hang. None: the job has no other hosts.
@@ -66,14 +67,15 @@ class Supervisor:
         *,
         size: int,
         grace_s: float,
-        goes_on_after_deaths: bool = False,
+        least: int | None = None,
         silent_hosts: Callable[[], Collection[str]] | None = None,
         forks_ranks: bool = False,
     ) -> None:
         self._folder = folder
         self._size = size
         self._stop = _Stop(grace_s)
-        self._goes_on = goes_on_after_deaths
+        self._least = least
+        self._goes_on = least is not None
         self._orphan = None if silent_hosts is None else Orphan(grace_s, silent_hosts)
         self._start = Start(folder)
         self._hung = Hung(folder, size, grace_s)
@@ -120,7 +122,7 @@ class Supervisor:
             launcher_code=process.returncode,
             launcher_text=self._launcher_tail.decode(errors="replace"),
             asked=self._stop.signal,
-            goes_on_after_deaths=self._goes_on,
+            least=self._least,
             is_stopped=self._folder.is_stopped,
             lost_before_init=self._start.lost,
             has_hung=self._hung.is_found,

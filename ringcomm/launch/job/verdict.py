@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Final
 
 from ringcomm.launch.job.read_records import Evidence, Failure, RankEnd
@@ -20,6 +21,17 @@ _OBEYED: Final = (STOPPED_IN_ORDER, 129, 130, 137, 143)
 _BY_SIGKILL: Final = 128 + 9
 _BY_SIGTERM: Final = 128 + 15
 _SUREST: Final = tuple(Evidence)
+
+
+class Cause(StrEnum):
+    """Why an elastic job has ended with a code other than 0."""
+
+    START = "the job has not come through ringcomm.init()"
+    PROGRAM = "the program has failed by itself"
+    ASKED = "the ranks were asked to end"
+    TRAINED = "a worker has come to its end"
+    LOST = "the job has lost all its workers"
+    TOO_FEW = "the job could not go on, and its ranks have ended in order"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +46,7 @@ class Ending:
         launcher_code: exit code of mpirun or srun; -N: signal N ended it.
         launcher_text: what it printed last.
         asked: the signal by which the job was asked to stop, if it was.
-        goes_on_after_deaths: a dead rank is no failure of the job.
+        least: with so many workers an elastic job goes on after deaths; None: it is not elastic.
         is_stopped: all ranks have taken the command to stop, of `ringcomm ctl` or a signal.
         lost_before_init: a rank that ended before init(), if the others waited for it in vain.
         has_hung: the launcher was ended because it hung after all ranks: its code means nothing.
@@ -47,7 +59,7 @@ class Ending:
     launcher_code: int
     launcher_text: str = ""
     asked: int | None = None
-    goes_on_after_deaths: bool = False
+    least: int | None = None
     is_stopped: bool = False
     lost_before_init: int | None = None
     has_hung: bool = False
@@ -61,22 +73,65 @@ class Verdict:
     what: str  # in words
     rank: int | None = None  # the one that failed first, if it is known
     report: str = ""  # the guardian's report about it, if there is one
+    cause: Cause | None = None  # of an elastic job's code, unless that is 0
 
 
 def judge_ending(ending: Ending) -> Verdict:
     """Return the verdict: the first of these rules that applies."""
     rules = (_could_not_go_on, _failed_rank, _stopped, _completed, _bad_exit, _by_launcher)
-    return next(verdict for rule in rules if (verdict := rule(ending)) is not None)
+    verdict = next(verdict for rule in rules if (verdict := rule(ending)) is not None)
+    if ending.least is None or verdict.code == 0 or verdict.cause is not None:
+        return verdict
+    return replace(verdict, cause=_cause(ending))
 
 
 def _could_not_go_on(e: Ending) -> Verdict | None:
-    """The ranks of an elastic job that have not died have saved a checkpoint, and stopped."""
-    if not e.goes_on_after_deaths or e.asked is not None or e.is_stopped:
+    """The ranks of an elastic job that have not died have saved a checkpoint, and stopped.
+
+    If there are enough together with those that failed by themselves, that failure counts.
+    """
+    if e.least is None or e.asked is not None or e.is_stopped:
         return None
-    codes = {end.code for end in e.ends.values()} - {None, 0}  # 0: of rc.elastic.leave()
+    dead = _dead(e)
+    codes = {end.code for rank, end in e.ends.items() if rank not in dead}
+    codes -= {None, 0}  # 0: of rc.elastic.leave()
     if codes != {STOPPED_IN_ORDER}:
         return None
-    return Verdict(STOPPED_IN_ORDER, "too few ranks were left, or some could not be reached")
+    n_failed = sum(_trains(e, each.rank) and _kind(each) is Evidence.OWN for each in e.failures)
+    n_left = sum(bool(end.code) and end.may_train for end in e.ends.values())
+    if n_failed and n_failed + n_left >= e.least:
+        return None
+    what = "too few ranks were left, or some could not be reached"
+    return Verdict(STOPPED_IN_ORDER, what, cause=Cause.TOO_FEW)
+
+
+def _cause(e: Ending) -> Cause:
+    """Return why an elastic job has ended that has not come to its end, nor ended in order.
+
+    Its launcher ends no rank because another one has failed. But if so many are killed that the
+    others cannot go on, these may raise an error because of that.
+    """
+    if not e.ends:
+        return Cause.START
+    assert e.least is not None
+    ends = {rank: e.ends.get(rank, RankEnd()) for rank in range(e.size)}
+    workers = {rank: end for rank, end in ends.items() if end.is_worker}
+    kinds = {each.rank: _kind(each) for each in _culprits(e)}
+    killed = {rank for rank, kind in kinds.items() if kind in (Evidence.KILLED, Evidence.SILENT)}
+    has_trained = any(_is_good(e, rank) for rank in workers)
+    n_others = sum(end.may_train for rank, end in ends.items() if rank not in killed)
+    if n_others < e.least and not has_trained:
+        return Cause.LOST
+    has_failed = any(end.code not in (None, 0, STOPPED_IN_ORDER) for end in workers.values())
+    if has_failed or Evidence.OWN in kinds.values():
+        return Cause.PROGRAM
+    if has_trained:
+        return Cause.TRAINED
+    if (
+        killed or workers.keys() - kinds.keys()
+    ):  # of the others nothing is known: their host is lost
+        return Cause.LOST
+    return Cause.ASKED if Evidence.ASKED in kinds.values() else Cause.PROGRAM
 
 
 def _failed_rank(e: Ending) -> Verdict | None:
@@ -90,8 +145,15 @@ def _failed_rank(e: Ending) -> Verdict | None:
         return None
     if e.is_stopped and first.code == STOPPED_IN_ORDER:
         return None
+    if first.evidence is Evidence.ASKED and _stops(e):  # with others
+        return None
     code = first.code or _code_of_silent(e, first.rank)
-    return Verdict(code, f"rank {first.rank} failed", first.rank, first.text)
+    what = f"rank {first.rank} failed"
+    if e.least is not None and (n := len(_good_workers(e))):
+        what += (
+            f"; {n} worker{'s have' if n > 1 else ' has'} ended well, and there must be {e.least}"
+        )
+    return Verdict(code, what, first.rank, first.text)
 
 
 def _code_of_silent(e: Ending, rank: int) -> int:
@@ -107,7 +169,7 @@ def _code_of_silent(e: Ending, rank: int) -> int:
     others = {each.code for each in _culprits(e) if each.rank != rank}
     others |= {end.code for other, end in e.ends.items() if other != rank and end.code is not None}
     is_of_another = code in others if named is None else named != rank
-    if e.goes_on_after_deaths and named is None and code in (0, 1):
+    if e.least is not None and named is None and code in (0, 1):
         return _BY_SIGKILL
     return _BY_SIGKILL if code != 0 and is_of_another else code or 1
 
@@ -118,13 +180,17 @@ def _doubt(failure: Failure) -> tuple[int, int]:
     MPI and launchers end the ranks of the other hosts. The clocks of hosts differ, so what ended a
     rank counts before the time.
     """
-    has_obeyed = failure.code == STOPPED_IN_ORDER
-    return _SUREST.index(Evidence.ASKED if has_obeyed else failure.evidence), failure.time_ns
+    return _SUREST.index(_kind(failure)), failure.time_ns
+
+
+def _kind(failure: Failure) -> Evidence:
+    """Return by what it is known; who ends with 75 has done as it was asked."""
+    return Evidence.ASKED if failure.code == STOPPED_IN_ORDER else failure.evidence
 
 
 def _stopped(e: Ending) -> Verdict | None:
     """The job was asked to stop, by us or by somebody else."""
-    stops = [each for each in e.failures if each.rank is None]
+    stops = _stops(e)
     report = stops[0].text if stops else ""
     if e.asked is None:
         is_good = not stops or _are_done(e)
@@ -144,22 +210,55 @@ def _completed(e: Ending) -> Verdict | None:
 
 def _are_done(e: Ending) -> bool:
     """Return True if each rank that counts has recorded a good end."""
-    dead = {each.rank for each in _culprits(e)} if e.goes_on_after_deaths else set()
-    ends = {rank: e.ends.get(rank, RankEnd()) for rank in range(e.size) if rank not in dead}
-    if not e.ends or not ends or any(end.code for end in ends.values()):
-        return False
-    # os._exit() after shutdown() leaves no exit code, nor does a rank that never calls init(), as
-    # beside those of init(comm). Then, too, the launcher's counts, unless that is 0 in any case.
-    without_init = set() if e.goes_on_after_deaths else ends.keys() - e.ends.keys()
-    is_good = e.launcher_code == 0 and not e.has_hung
-    return all(
-        end.code == 0 or (is_good and (end.has_left or rank not in e.seen or rank in without_init))
-        for rank, end in ends.items()
-    )
+    counts = {*range(e.size)} - _dead(e)
+    is_enough = e.least is None or len(_good_workers(e)) >= e.least
+    return bool(e.ends) and is_enough and all(_is_good(e, rank) for rank in counts)
+
+
+def _good_workers(e: Ending) -> list[int]:
+    counts = {*range(e.size)} - _dead(e)
+    return [rank for rank in counts if _trains(e, rank) and _is_good(e, rank)]
+
+
+def _dead(e: Ending) -> set[int | None]:
+    """Return the ranks whose death is no failure of the job, as long as enough workers live."""
+    is_none = e.least is None
+    return {x.rank for x in e.failures if not is_none and x.code != STOPPED_IN_ORDER}
+
+
+def _is_good(e: Ending, rank: int) -> bool:
+    """Return True if a rank has recorded a good end.
+
+    os._exit() after shutdown() leaves no exit code, nor does a rank that never calls init(), as
+    beside those of init(comm). Then, too, the launcher's counts, unless that is 0 in any case.
+    """
+    end = e.ends.get(rank, RankEnd())
+    is_without_init = e.least is None and rank not in e.ends
+    may_have_none = end.has_left or rank not in e.seen or is_without_init
+    is_launcher_good = e.launcher_code == 0 and not e.has_hung
+    if end.code is None:
+        return is_launcher_good and may_have_none
+    is_asked = e.asked is not None or e.is_stopped
+    return end.code == 0 or (is_asked and end.code == STOPPED_IN_ORDER)
+
+
+def _trains(e: Ending, rank: int | None) -> bool:
+    return rank is not None and e.ends.get(rank, RankEnd()).is_worker
+
+
+def _stops(e: Ending) -> list[Failure]:
+    return [each for each in e.failures if each.rank is None]
 
 
 def _culprits(e: Ending) -> list[Failure]:
-    return [each for each in e.failures if each.rank is not None]
+    """Return the failures of ranks; in an elastic job of workers alone, if any have failed.
+
+    What others do there follows from it: spares get no state, and servers have nobody to serve.
+    """
+    failed = [each for each in e.failures if each.rank is not None]
+    if e.least is None:
+        return failed
+    return [each for each in failed if _trains(e, each.rank)] or failed
 
 
 def _bad_exit(e: Ending) -> Verdict | None:
@@ -183,7 +282,7 @@ def _by_launcher(e: Ending) -> Verdict:
     is_unknown = e.has_hung and rank is None
     if is_unknown and not e.ends:
         return Verdict(code, "the launcher hung, and only it knew how the ranks ended")
-    if code == 0 and not e.ends and e.goes_on_after_deaths:  # the launcher's is 0 in any case
+    if code == 0 and not e.ends and e.least is not None:  # the launcher's is 0 in any case
         return Verdict(1, "no rank has come through ringcomm.init(): see their logs")
     if code == 0 and not e.ends:
         return Verdict(0, "completed")

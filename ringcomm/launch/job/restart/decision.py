@@ -6,17 +6,17 @@ when a host has crashed, and hangs when one has lost its power (measured).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
 from ringcomm.launch.job.hosts import Host, places_of
 from ringcomm.launch.job.plan_types import Request
-from ringcomm.launch.job.read_records import RankEnd
-from ringcomm.launch.job.verdict import STOPPED_IN_ORDER
+from ringcomm.launch.job.verdict import Cause, Verdict
 
 _AGENTS: Final = ("plm_ssh_agent", "plm_rsh_agent")
+_FROM_OUTSIDE: Final = (Cause.LOST, Cause.TOO_FEW)
 _SSH: Final = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 
 
@@ -27,9 +27,8 @@ class Ended:
     Attributes:
         request: what was asked for.
         hosts: the hosts on which it ran; (): this one alone.
-        code: the exit code of `ringcomm run`.
+        verdict: how it ended.
         was_asked_to_stop: by a signal, or by `ringcomm ctl`.
-        ends: what each rank recorded.
         silent: the hosts that do not answer.
         n_restarts: how often it was started again before.
         limit: how often it may be.
@@ -37,9 +36,8 @@ class Ended:
 
     request: Request
     hosts: tuple[Host, ...]
-    code: int
+    verdict: Verdict
     was_asked_to_stop: bool
-    ends: Mapping[int, RankEnd]
     silent: Collection[str]
     n_restarts: int
     limit: int
@@ -55,11 +53,11 @@ class Decision:
 
 def decide(job: Ended) -> Decision:
     """Return what comes after the end of a job."""
-    if job.request.elastic is None or job.code == 0 or job.was_asked_to_stop:
+    if job.request.elastic is None or job.verdict.code == 0 or job.was_asked_to_stop:
         return Decision(None)
-    reason = _reason(job)
-    if not reason:
-        return Decision(None)
+    reason, cause = _reason(job), job.verdict.cause
+    if not job.silent and cause not in _FROM_OUTSIDE:
+        return Decision(None, f"{reason}, so the job is not started again" if job.limit else "")
     if job.n_restarts >= job.limit:
         return Decision(None, f"{reason}; it is not started again: --restarts is {job.limit}")
     left = tuple(host for host in job.hosts if host.name not in job.silent)
@@ -76,15 +74,12 @@ def decide(job: Ended) -> Decision:
 
 
 def _reason(job: Ended) -> str:
-    """Return why a job may be started again; "": its program has failed."""
+    """Return why the job has ended."""
     if job.silent:
         hosts = ", ".join(sorted(job.silent))
         return f"the job has ended, and {hosts} do{'' if len(job.silent) > 1 else 'es'} not answer"
-    if job.code == STOPPED_IN_ORDER:
-        return "the job could not go on, and its ranks have ended in order"
-    if job.ends and all(end.code is None and not end.has_left for end in job.ends.values()):
-        return "all ranks were killed"
-    return ""
+    assert job.verdict.cause is not None  # it is elastic, and its code is not 0
+    return job.verdict.cause
 
 
 def _on(hosts: tuple[Host, ...], job: Ended) -> Request | None:
