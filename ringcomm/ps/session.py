@@ -88,6 +88,7 @@ class Session:
         recovers_from: the folder of ps.init(recover=); None: the program recovers.
         drops_step: the step that this worker is in trains nothing, for it has recovered within it.
         between_steps: called after each step of this worker, if set.
+        is_ending: too few workers are left, and the job ends after this step.
         newcomers: wait until this worker has ended its step, and stands still.
         members_said: who is in the next group of ps.live_workers(), by the worker that says so.
         begins: on a rank that took the place of a worker: the rounds that are not its own, by
@@ -119,6 +120,7 @@ class Session:
     recovers_from: Path | None = None
     drops_step: bool = False
     between_steps: Callable[[], None] | None = None
+    is_ending: bool = False
     newcomers: set[int] = field(default_factory=set)
     members_said: dict[int, list[int]] = field(default_factory=dict)
     begins: Mapping[int, int] = field(default_factory=dict)
@@ -131,6 +133,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.takeovers = Takeovers(self.layout)
+        self.engine.control.members = lambda: self.layout.workers
 
     @property
     def may_be_chief(self) -> bool:

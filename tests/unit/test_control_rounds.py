@@ -130,6 +130,17 @@ def test_no_rank_begins_a_step_while_the_step_is_not_agreed_on():
     assert rounds.take_due() == [("pause", False)]
 
 
+def test_a_step_is_not_held_for_a_rank_that_died_before_it_told_all_at_which_step():
+    rounds = Rounds(1)
+    rounds.enter(7)
+    rounds.hear(0, Note(1, Phase.PROPOSED, 5, text="stop"))
+    assert rounds.settle({2}) == []
+    assert rounds.must_hold
+    assert rounds.settle({0, 2}) == []
+    assert not rounds.must_hold
+    assert rounds.leave()
+
+
 # --- commands -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "command"),

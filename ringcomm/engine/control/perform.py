@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _NO_CHECKPOINT = "the program has no function that @rc.on_checkpoint marks"
 STOPPED = "stopped"  # a file in the folder of the run
+# No command of users: a layer of the job proposes it, whose ranks cannot go on. `ringcomm run` may
+# start such a job again, so there is no such file.
+END = "end"
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,13 @@ def _stop(
     if engine.job_rank == min(live) and (path := run_file(STOPPED)):
         with open(path, "wb") as file:
             file.write(b"%d\n" % answer.step)
+    end(program, savers, answer)
+
+
+def end(program: Program, savers: Sequence[Callable[[int], object]], answer: Answer) -> None:
+    """Save a checkpoint, and end this rank's program; raises what perform() does."""
+    if program.is_stopping:
+        return
     program.is_stopping = True
     _save(savers, answer)
     answer.give("stops")

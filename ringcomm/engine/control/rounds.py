@@ -93,7 +93,7 @@ class Rounds:
         return True
 
     def propose(self, text: str, members: Sequence[int], gone: Collection[int] = ()) -> list[Note]:
-        """Begin a round of these ranks, this one included; `gone` are ranks that have left."""
+        """Begin a round of these ranks, this one included; `gone` are ranks that take no part."""
         key = self._me << 32 | self._n_proposed
         self._n_proposed += 1
         self._rounds[key] = _Round(text, tuple(members), promises={self._me: self._promised})
@@ -118,8 +118,14 @@ class Rounds:
         return self.settle(gone)
 
     def settle(self, gone: Collection[int] = ()) -> list[Note]:
-        """Agree on the steps of own rounds for which all ranks that have not left have promised."""
+        """Agree on the steps of own rounds for which all ranks that are not gone have promised.
+
+        Those of ranks that are gone, and have not agreed, are over.
+        """
         notes = []
+        for key in [key for key, each in self._rounds.items() if each.target is None]:
+            if key >> 32 in gone:
+                del self._rounds[key]
         for key, each in self._rounds.items():
             if key >> 32 != self._me or each.target is not None:
                 continue

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from ringcomm.engine.control.commands import STOP, parse, split
 from ringcomm.engine.control.controlled_engine import ControlledEngine
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM, Program
-from ringcomm.engine.control.perform import Answer, perform, refusal
+from ringcomm.engine.control.perform import END, Answer, end, perform, refusal
 from ringcomm.engine.control.rounds import Note, Phase, Rounds
 from ringcomm.engine.control.stop_signals import StopSignals
 from ringcomm.engine.peers.drive_until import drive_until
@@ -34,6 +35,7 @@ class Control:
         is_paused: this rank waits at a step boundary for the command that resumes it.
         signals: those that stop the job.
         checkpoints: functions of other layers that save one, called after those of the program.
+        members: returns the ranks that take commands.
     """
 
     def __init__(self, engine: ControlledEngine, program: Program = PROGRAM) -> None:
@@ -49,6 +51,8 @@ class Control:
         self.is_paused = False
         self.signals = StopSignals(self._engine)
         self.checkpoints: list[Callable[[int], object]] = []
+        self.members: Callable[[], Sequence[int]] = lambda: self._engine.groups.default.ranks
+        self._must_end = False
         engine.watch.listeners[Kind.CONTROL] = self._hear
 
     def complete_step_of(self, program: object) -> None:
@@ -74,7 +78,7 @@ class Control:
         self._last = completed
         self._program.n_steps = self._program.n_before + self._step
         if self._savers:
-            self.signals.arm()
+            self.signals.arm(self.members())
         with self._lock:
             self._rounds.enter(self._step)
         while not self._leave():
@@ -83,6 +87,10 @@ class Control:
             self._propose()
             if self._is_waiting:
                 self._wait()
+
+    def end_job(self) -> None:
+        """End the job as `ringcomm ctl JOB stop` does, at the next step boundary; of any rank."""
+        self._must_end = True
 
     def _counts(self, owner: object) -> bool:
         """Return True if the steps of `owner` are those of the job.
@@ -125,7 +133,7 @@ class Control:
     @property
     def _has_mail(self) -> bool:
         has_command = self._page is not None and self._page.has_command
-        return has_command or self.signals.has_come
+        return has_command or self.signals.has_come or self._must_end
 
     @property
     def _savers(self) -> list[Callable[[int], object]]:
@@ -143,7 +151,7 @@ class Control:
 
         def has_changed() -> bool:
             with self._lock:
-                self._send(self._rounds.settle(engine.watch.peers.left))
+                self._send(self._rounds.settle(self._gone))
             return not self._is_waiting
 
         limit_s = math.inf if self.is_paused else engine.settings.timeout_or_inf
@@ -158,6 +166,9 @@ class Control:
         """Propose what a signal or the command in the mailbox asks for, or refuse the command."""
         if self.signals.take() and not self._program.is_stopping:
             self._propose_to_all(STOP, unless_known=True)
+        if self._must_end and not self._program.is_stopping:
+            self._propose_to_all(END, unless_known=True)
+        self._must_end = False
         if self._page is None or not self._page.has_command:
             return
         text = self._page.take_command()
@@ -179,8 +190,13 @@ class Control:
         with self._lock:
             if unless_known and self._rounds.knows(text):
                 return
-            members = self._engine.groups.default.ranks
-            self._send(self._rounds.propose(text, members, self._engine.watch.peers.left))
+            self._send(self._rounds.propose(text, self.members(), self._gone))
+
+    @property
+    def _gone(self) -> Collection[int]:
+        """The ranks that have left, and those that died and without which this view goes on."""
+        peers = self._engine.watch.peers
+        return {*peers.left, *(peers.dead.keys() & peers.survivable)}
 
     def _hear(self, source: int, header: Header, text: str) -> None:
         """Take a message about a command; called in the progress loop."""
@@ -189,7 +205,7 @@ class Control:
             self.signals.hear(source, note.phase)
             return
         with self._lock:
-            self._send(self._rounds.hear(source, note, self._engine.watch.peers.left))
+            self._send(self._rounds.hear(source, note, self._gone))
 
     def _send(self, notes: list[Note]) -> None:
         for note in notes:
@@ -202,6 +218,11 @@ class Control:
         self._program.taken.append(text)
         reply = self._reply if is_mine else _ignore
         answer = Answer(self._program.n_before + self._step, partial(self._tell, text, reply))
+        if text == END:
+            self._set_paused(is_paused=False)
+            self.signals.tell_of_stop(self.members())
+            end(self._program, self._savers, replace(answer, tell=_ignore))
+            return
         command = parse(split(text))
         if command.word in ("pause", "resume"):
             self._set_paused(is_paused=command.word == "pause")
@@ -209,7 +230,7 @@ class Control:
         else:
             if command.word == "stop":
                 self._set_paused(is_paused=False)
-                self.signals.tell_of_stop()
+                self.signals.tell_of_stop(self.members())
             perform(command, self._program, self._savers, self._engine, answer)
 
     def _set_paused(self, *, is_paused: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Collection
 
 from ringcomm._core import catch_stop_signals, release_stop_signals, stop_signal
 from ringcomm.engine.control.controlled_engine import ControlledEngine
@@ -38,12 +39,12 @@ class StopSignals:
         self._takers: list[int] = []  # ranks that take commands, if this one does not
         self.has_stopped = False
 
-    def arm(self) -> None:
-        """Catch them, and have the ranks catch them that take no commands."""
+    def arm(self, members: Collection[int]) -> None:
+        """Catch them, and have the ranks catch them that take no commands; members are others."""
         if not self._is_armed:
             self._is_armed = True
             catch_stop_signals()
-            self._tell_outside(Phase.READY)
+            self._tell_others(members, Phase.READY)
 
     def release(self) -> None:
         """Catch them no more."""
@@ -63,9 +64,9 @@ class StopSignals:
         self._say()
         return True
 
-    def tell_of_stop(self) -> None:
-        """Tell the ranks that take no commands that those that do have stopped."""
-        self._tell_outside(Phase.STOPPED)
+    def tell_of_stop(self, members: Collection[int]) -> None:
+        """Tell the ranks that take no commands that those that do, the members, have stopped."""
+        self._tell_others(members, Phase.STOPPED)
 
     def hear(self, source: int, phase: Phase) -> None:
         """Take a message of READY, ASKED or STOPPED; called in the progress loop."""
@@ -92,11 +93,11 @@ class StopSignals:
                 self._engine.watch.tell(rank, Kind.CONTROL, round=Phase.ASKED)
         return True
 
-    def _tell_outside(self, phase: Phase) -> None:
+    def _tell_others(self, members: Collection[int], phase: Phase) -> None:
         engine = self._engine
-        inside, gone = engine.groups.default.ranks, engine.watch.peers.gone
+        gone = engine.watch.peers.gone
         for rank in range(engine.job_size):
-            if rank not in inside and rank not in gone:
+            if rank not in members and rank not in gone:
                 engine.watch.tell(rank, Kind.CONTROL, round=phase)
 
     def _say(self) -> None:
