@@ -702,3 +702,89 @@ def test_an_elastic_job_below_its_minimum_because_a_rank_raises_ends_with_the_co
     assert done.code == 3, done
     assert done.out.count("saved step") == 1, done
     assert "the program has failed by itself, so the job is not started again" in done.err
+
+
+BESIDE_A_SERVER = """
+from ringcomm import ps
+rc.init()
+me = rc.rank()
+ps.init()
+
+@rc.on_checkpoint
+def save(step):
+    print("saved after step", step, flush=True)
+
+table = ps.table("w", 100, mode="sync")
+while ps.step_number() < N:
+    table.push(np.ones(100, np.float32)).wait()
+    table.pull().wait()
+    if ps.step_number() == 3 and me in WHO:
+        DEED
+    ps.complete_step()
+    time.sleep(PAUSE)
+print("trained to the end", flush=True)
+"""
+
+
+def beside_a_server(tmp_path, who, deed, *options, n=10, pause=0.0, np=3):
+    body = BESIDE_A_SERVER.replace("WHO", repr(who)).replace("DEED", deed)
+    body = body.replace("PAUSE", repr(pause))
+    program = script(tmp_path, body.replace("< N", f"< {n}"))
+    env = {"RINGCOMM_TIMEOUT_S": "20"}
+    return Started(tmp_path, "-np", np, "--servers", 1, *options, program, env=env).finish()
+
+
+@pytest.mark.skipif(IS_MPICH, reason="--elastic needs Open MPI 5")
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_job_whose_workers_all_fail_beside_a_server_has_failed(least, tmp_path):
+    done = beside_a_server(tmp_path, (0, 1, 2), "sys.exit(3)", "--elastic", f"{least}:3")
+    assert done.code == 3, done
+    assert done.end["what"] != "completed"
+    assert "the program has failed by itself, so the job is not started again" in done.err
+
+
+@pytest.mark.skipif(IS_MPICH, reason="--elastic needs Open MPI 5")
+def test_a_job_whose_workers_are_all_killed_beside_a_server_is_started_again(tmp_path):
+    deed = "os.kill(os.getpid(), signal.SIGKILL)"
+    done = beside_a_server(tmp_path, (0, 1, 2), deed, "--elastic", "1:3", "--restarts", 1)
+    assert done.code == 137, done
+    assert "the job has lost all its workers; it is started again" in done.err
+
+
+@pytest.mark.skipif(IS_MPICH, reason="--elastic needs Open MPI 5")
+@pytest.mark.parametrize(
+    ("deed", "code", "says"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 75, "not started again: --restarts is 0"),
+        ("sys.exit(3)", 3, None),
+    ],
+)
+def test_with_fewer_workers_than_min_beside_a_server_the_others_save_and_end(
+    deed, code, says, tmp_path
+):
+    options = ("--elastic", "2:3", "--restarts", 0)
+    done = beside_a_server(tmp_path, (1, 2), deed, *options, n=400, pause=0.02)
+    assert done.code == code, done
+    assert "1 of 3 workers are left, and RINGCOMM_ELASTIC_MIN is 2" in done.out
+    assert done.out.count("saved after step") == 1, done
+    assert "trained to the end" not in done.out
+    assert says is None or says in done.err
+
+
+@pytest.mark.skipif(IS_MPICH, reason="--elastic needs Open MPI 5")
+def test_a_rank_that_stands_by_counts_as_a_worker_that_is_left(tmp_path):
+    options = ("--elastic", "2:2", "--worker-spares", 1, "--restarts", 0)
+    deed = "os.kill(os.getpid(), signal.SIGKILL)"
+    done = beside_a_server(tmp_path, (1,), deed, *options, n=100, pause=0.02, np=2)
+    assert done.code == 0, done
+    assert done.out.count("trained to the end") == 2, done
+
+
+@pytest.mark.skipif(IS_MPICH, reason="--elastic needs Open MPI 5")
+def test_a_job_with_a_server_that_has_lost_a_worker_stops_in_order_after_a_signal(tmp_path):
+    deed = "os.kill(os.getpid(), signal.SIGKILL if me == 1 else signal.SIGUSR1)"
+    deed = f"time.sleep(me / 4); {deed}"  # the dead one first
+    done = beside_a_server(tmp_path, (1, 2), deed, "--elastic", "1:3", n=400, pause=0.02)
+    assert done.code == 75, done
+    assert done.out.count("saved after step") == 2, done
+    assert "not started again" not in done.err

@@ -15,6 +15,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Final
 
+from ringcomm.ps.members.enough_workers import end_if_too_few
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Coming, Header, Kind
@@ -32,6 +33,7 @@ def end_step(current: Session) -> None:
         current.between_steps()
     if current.newcomers:
         _let_in(current)
+    end_if_too_few(current)
 
 
 def _let_in(current: Session) -> None:
