@@ -22,6 +22,7 @@ from ringcomm.data.epoch_order import (
 from ringcomm.data.epoch_share import EpochShare
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine, is_initialized
+from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join
 from ringcomm.errors import MismatchError
 
 Constant = Literal["global", "local"]
@@ -65,7 +66,8 @@ class ShardedSampler:
         NotInitializedError: init() has not run, and size is not given.
 
     The first iteration raises MismatchError, on every rank, if ranks have different arguments,
-    batches, or epochs.
+    batches, or epochs, or if a rank is in join(): nobody would take its share. Later iterations
+    raise it if a rank was in join() in the last backward() of a DistributedOptimizer.
 
     Cost: 8 bytes per sample of the whole dataset on each rank, 24 during a shuffle.
     """
@@ -234,6 +236,8 @@ class ShardedSampler:
         if not self._is_compared:
             self._compare(batching)
             self._is_compared = True
+        elif self._shares_with_job and (absent := engine().seen_in_join):
+            _require_nobody_in_join([None if r in absent else r for r in range(self.size)])
         if self._run is not None:
             self._set(self._run.epoch + 1, ())
         order = epoch_order(self.n, seed=self.seed, epoch=self._epoch, is_shuffled=self.shuffle)
@@ -264,28 +268,32 @@ class ShardedSampler:
         """The arguments that determine the order of an epoch, besides its number."""
         return {"samples": self.n, "shuffle": self.shuffle, "seed": self.seed}
 
+    @property
+    def _shares_with_job(self) -> bool:
+        """True if all ranks of the job have shares."""
+        if not is_initialized() or self.size == 1:
+            return False
+        return (self.rank, self.size) == (engine().rank, engine().size)
+
     def _compare(self, batching: Mapping[str, Any]) -> None:
         """Raise MismatchError on every rank if ranks have different arguments.
 
         Collective if the sampler is for all ranks of the job. If it is for other processes (rank=
         and size=), this does nothing, because the engine has no group of these processes.
         """
-        if not is_initialized() or self.size == 1:
-            return
-        if (self.rank, self.size) != (engine().rank, engine().size):
+        if not self._shares_with_job:
             return
         phases = tuple(map(tuple, self._phases))
         mine = {"remainder": self.remainder, "epoch": self._epoch, "phases": phases}
         given = collectives.allgather_object(
             {**self._arguments_of_order, **mine, **batching}, name="arguments of ShardedSampler"
         )
-        known = [(rank, each) for rank, each in enumerate(given) if each is not None]  # join()
-        first, expected = known[0]
-        for what, value in expected.items():
-            for other, arguments in known:
+        _require_nobody_in_join(given)
+        for what, value in given[0].items():
+            for other, arguments in enumerate(given):
                 if arguments[what] != value:
                     raise MismatchError(
-                        f"ShardedSampler: rank {first} has {_shown(what, value)}, rank {other} "
+                        f"ShardedSampler: rank 0 has {_shown(what, value)}, rank {other} "
                         f"{_shown(what, arguments[what])}: samples would be used twice, or "
                         "never. Pass the same on every rank. If not all ranks of the job share "
                         "the data, pass rank= and size="
@@ -381,6 +389,19 @@ def require_sampler(label: str, sampler: object) -> None:
     """Raise TypeError if `sampler` is not a ShardedSampler."""
     if not isinstance(sampler, ShardedSampler):
         raise TypeError(f"{label}: sampler must be a ringcomm.data.ShardedSampler, not {sampler!r}")
+
+
+def _require_nobody_in_join(by_rank: Sequence[object]) -> None:
+    require_nobody_in_join(
+        "ShardedSampler",
+        by_rank,
+        range(len(by_rank)),
+        must="take its share of the samples",
+        advice=(
+            "Iterate before the first rank calls join(), or after join() has returned; or use a "
+            "rc.data.WorkQueue, which deals out all samples to the ranks that ask"
+        ),
+    )
 
 
 def _shown(what: str, value: Any) -> str:

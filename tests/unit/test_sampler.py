@@ -172,11 +172,28 @@ def test_arguments_are_compared_once_and_only_among_all_ranks_of_the_job():
     run_ranks(3, body)
 
 
-def test_a_rank_in_join_is_not_asked_for_its_arguments():
+def test_the_share_of_a_rank_in_join_is_not_left_out_without_a_word():
     def body(rank):
         if rank == 2:
             return rc.join()
-        list(sampler_of())
+        for iterable in (sampler_of(), sampler_of().batches(2), rc.data.Loader(np.ones(6), 2)):
+            with pytest.raises(rc.MismatchError, match=r"ranks \[2\] are in join\(\).*WorkQueue"):
+                list(iterable)
+        list(sampler_of(rank=rank, size=2))
+        return rc.join()
+
+    run_ranks(3, body)
+
+
+def test_a_rank_may_join_while_another_has_yet_to_take_its_own_share():
+    def body(rank):
+        shared = sampler_of()
+        list(shared)
+        if rank == 2:
+            list(shared)
+            return rc.join()
+        rc.sendrecv(np.ones(1), 1 - rank, np.ones(1), 1 - rank)  # meanwhile rank 2 joins
+        list(shared)
         return rc.join()
 
     run_ranks(3, body)

@@ -82,7 +82,12 @@ def test_faults_in_the_use_of_samples(flags, expected):
 
 def test_explanations_name_the_ranks_and_both_values():
     assert "rank 0 is in step 4, rank 2 in step 6" in explain_steps([3, 3, 5])
-    assert "rank 1 called set_samples(7) for this step, rank 0 did" in explain_samples([None, 7])
+    assert "rank 1 called set_samples(7) for this step, rank 0 did" in explain_samples(
+        [(None,), (7,)]
+    )
+    assert "rank 1 is in step 4, rank 3 in step 6" in explain_steps([None, 3, None, 5])
+    samples = [None, (7,), None, (None,)]  # ranks 0 and 2 are in join()
+    assert "rank 1 called set_samples(7) for this step, rank 3 did" in explain_samples(samples)
     one = OptimizerSummary((("a", "x"), ("b", "y")), (("op", "SUM"),))
     two = OptimizerSummary((("b", "y"), ("a", "x")), (("op", "SUM"),))
     assert "rank 0 has a x, rank 1 has b y" in explain([one, two])

@@ -20,6 +20,8 @@ from training_models import (
 )
 
 import ringcomm as rc
+import ringcomm.torch as hvd
+from ringcomm.config import Settings
 
 PARTS = {2: (3, 9), 3: (22, 21, 21), 4: (5, 0, 1, 2)}
 
@@ -245,3 +247,64 @@ def test_samples_told_after_backward_are_refused_at_step():
             optimizer.step()
 
     on_replicas(1, body)
+
+
+# --- ranks in join() ------------------------------------------------------------------------------
+def steps(model, optimizer, n, samples=None):
+    for _ in range(n):
+        optimizer.zero_grad()
+        if samples is not None:
+            optimizer.set_samples(samples)
+        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ((3, 5), "rank 0 is in step 4, rank 1 in step 6"),
+        ((3, 0, 5), "rank 0 is in step 4, rank 2 in step 6"),  # rank 1 is in join() again
+        ((0, 5), "rank 0 is in step 1, rank 1 in step 6"),
+        ((5, 0), "rank 0 is in step 6, rank 1 in step 1"),
+    ],
+)
+def test_steps_that_differ_after_join_are_an_error_on_all_ranks_that_train(numbers, expected):
+    def body(rank, model, optimizer, _):
+        steps(model, optimizer, numbers[rank])
+        hvd.join()
+        is_idle = 0 in numbers[:-1] and len(numbers) == 3 and rank == 1
+        if not is_idle:
+            with pytest.raises(rc.MismatchError, match=expected) as caught:
+                steps(model, optimizer, 1)
+            assert "broadcast_optimizer_state" in str(caught.value)
+        hvd.join()
+
+    on_replicas(len(numbers), body, settings=Settings(timeout_s=20))
+
+
+def test_the_rank_that_has_not_called_set_samples_is_named_and_none_in_join():
+    def body(rank, model, optimizer, _):
+        if rank != 1:
+            with pytest.raises(rc.MismatchError, match="rank 2 did not call set_samples"):
+                steps(model, optimizer, 1, samples=2 if rank == 0 else None)
+        hvd.join()
+
+    on_replicas(3, body, settings=Settings(timeout_s=20))
+
+
+def test_a_sampler_that_is_known_by_now_refuses_to_leave_out_the_share_of_a_rank_in_join():
+    def body(rank, model, optimizer, _):
+        sampler = rc.data.ShardedSampler(12, shuffle=False)
+        hvd.barrier()
+        list(sampler)  # compares
+        steps(model, optimizer, 1 if rank == 1 else 2)
+        if rank != 1:
+            with pytest.raises(rc.MismatchError, match=r"ranks \[1\] are in join"):
+                list(sampler)
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+        sampler.set_epoch(3)
+        return list(sampler)
+
+    assert sorted(i for own in on_replicas(3, body) for i in own) == list(range(12))

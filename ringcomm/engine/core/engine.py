@@ -187,6 +187,24 @@ class Engine(EngineContext):
             return True
         return self._joined.has_guests or self.watch.peers.has_lost
 
+    @property
+    def n_joins(self) -> int:
+        """Number of times that join() has ended; the same on all ranks between two operations."""
+        return self._joined.n_ended
+
+    @property
+    def seen_in_join(self) -> tuple[int, ...]:
+        """The ranks that were in join() in an exchange of all ranks, and are there still.
+
+        It is the same on all other ranks. More may be there: a rank that joins is not heard of at
+        one moment by all.
+        """
+        return self._joined.seen
+
+    @seen_in_join.setter
+    def seen_in_join(self, ranks: tuple[int, ...]) -> None:
+        self._joined.seen = ranks
+
     # --- submission -------------------------------------------------------------------------------
     def _submit(
         self,

@@ -65,6 +65,12 @@ class JoinedRanks:
         self._parts: dict[tuple[int, int], list[str]] = {}
         self._tasks: list[Task | CompletedTask] = []
         self.has_guests = False  # another rank has joined, and must be invited
+        self.seen: tuple[int, ...] = ()  # see Engine.seen_in_join
+
+    @property
+    def n_ended(self) -> int:
+        """Number of times that all ranks have joined."""
+        return self._round - 1
 
     def join(self, stand_in: StandIn) -> int:
         """Return the last rank that joined, once all have; stand_in() begins invited operations."""
@@ -114,6 +120,7 @@ class JoinedRanks:
         await self._serve_until(lambda: len(sealed) == size and self._has_served(), stand_in)
         with self._pending.lock:
             self._round += 1
+            self.seen = ()
             del self._joined[round_], self._sealed[round_]
             self._greet(self._guests(range(size)))
         return max(joined, key=lambda rank: (joined[rank], rank))

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import MismatchError
@@ -216,18 +217,6 @@ def _agreed(verb: str, ranks: tuple[int, ...], *, is_comm: bool = False) -> list
             f"{list(others)}. Every rank must add and remove the same sets in the same order"
         )
     return list(dict.fromkeys(theirs for _, theirs, _ in calls))
-
-
-def require_nobody_in_join(
-    caller: str, gathered: Sequence[object], ranks: Sequence[int], *, must: str = "take part"
-) -> None:
-    """Raise MismatchError if some of the ranks are in join(): `gathered` has None for them."""
-    joined = [rank for rank, each in zip(ranks, gathered, strict=True) if each is None]
-    if joined:
-        raise MismatchError(
-            f"{caller}: ranks {joined} are in join(), and every rank must {must}. Do it before the "
-            "first rank calls join(), or after join() has returned"
-        )
 
 
 global_process_set: Final = ProcessSet([])

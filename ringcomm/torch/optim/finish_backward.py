@@ -148,7 +148,11 @@ class Exchange:
         return engine().here.have_others_begun(engine(), self._name, self.scaling.group, _ASK_S)
 
     def _read(self, handle: Handle[NDArray[np.uint8]]) -> Presence:
-        return Presence.unpack(handle.wait().tobytes(), self.scaling.group.size)
+        group = self.scaling.group
+        presence = Presence.unpack(handle.wait().tobytes(), group.size)
+        if group.size == engine().size:
+            engine().seen_in_join = presence.absent(group.size)
+        return presence
 
     @property
     def _complaint(self) -> str | None:
@@ -162,9 +166,8 @@ class Exchange:
             return unusable
         fault = samples_fault(presence)
         if fault == "partial":
-            samples = collectives.allgather_object(
-                self.scaling.samples, name=f"samples{self.plan.suffix}", group=self.scaling.group
-            )
+            name, mine = f"samples{self.plan.suffix}", (self.scaling.samples,)
+            samples = collectives.allgather_object(mine, name=name, group=self.scaling.group)
             return MismatchError(explain_samples(samples))
         if fault == "empty":
             return ValueError(
@@ -234,10 +237,11 @@ class Exchange:
             (self.step, mine), name=f"steps{self.plan.suffix}", group=group
         )
         known = {each.name for each in mine}
-        missing = {each for _, theirs in steps for each in theirs if each.name not in known}
+        reports = [each for each in steps if each is not None]  # None: in join()
+        missing = {each for _, theirs in reports for each in theirs if each.name not in known}
         handles = [each.launch_zeros(group) for each in sorted(missing)]
         yield from handles
-        problem = MismatchError(explain_steps([step for step, _ in steps]))
+        problem = MismatchError(explain_steps([each and each[0] for each in steps]))
         yield from self._land(buckets, None, problem)
 
     def _launch_rest(self, presence: Presence) -> None:
@@ -388,12 +392,17 @@ def explain_failed(attempts: Sequence[Attempt | None], ranks: Sequence[int]) -> 
     )
 
 
-def explain_steps(steps: Sequence[int]) -> str:
-    """Return the error text for ranks that have completed different numbers of steps. Pure."""
-    other = next(r for r, step in enumerate(steps) if step != steps[0])
+def explain_steps(steps: Sequence[int | None]) -> str:
+    """Return the error text for ranks that have completed different numbers of steps. Pure.
+
+    None: the rank is in join().
+    """
+    known = [(rank, step) for rank, step in enumerate(steps) if step is not None]
+    first, begun = known[0]
+    other, others = next((rank, step) for rank, step in known if step != begun)
     return (
-        f"DistributedOptimizer: rank 0 is in step {steps[0] + 1}, rank {other} in step "
-        f"{steps[other] + 1}. Every rank must run as many backward() and step() as the others: "
+        f"DistributedOptimizer: rank {first} is in step {begun + 1}, rank {other} in step "
+        f"{others + 1}. Every rank must run as many backward() and step() as the others: "
         "give all of them the same number of batches. After last = hvd.join(), call "
         "hvd.broadcast_optimizer_state(optimizer, root_rank=last) to give all ranks the same step"
     )
@@ -405,12 +414,16 @@ def explain_complaints(complaints: Sequence[str | None]) -> str:
     return f"{text} (on rank {rank})"
 
 
-def explain_samples(samples: Sequence[float | None]) -> str:
-    """Return the error text if some ranks (None) have not called set_samples(). Pure."""
-    with_it = next(r for r, n in enumerate(samples) if n is not None)
-    without = samples.index(None)
+def explain_samples(samples: Sequence[tuple[float | None] | None]) -> str:
+    """Return the error text if some ranks, with (None,), have not called set_samples(). Pure.
+
+    None: the rank is in join().
+    """
+    given = [(rank, each[0]) for rank, each in enumerate(samples) if each is not None]
+    with_it, n = next((rank, n) for rank, n in given if n is not None)
+    without = next(rank for rank, n in given if n is None)
     return (
-        f"DistributedOptimizer: rank {with_it} called set_samples({samples[with_it]:g}) for this "
+        f"DistributedOptimizer: rank {with_it} called set_samples({n:g}) for this "
         f"step, rank {without} did not call set_samples(). Call it for each step on every rank, or "
         "on none"
     )

@@ -55,6 +55,13 @@ class Presence:
         """Return True if all ranks have sent a message: none is in join()."""
         return sum(each.bit_count() for each in self.ranks) == size
 
+    def absent(self, size: int) -> tuple[int, ...]:
+        """Return the ranks that have sent no message: they are in join()."""
+        if self.is_of_all(size):
+            return ()
+        sent = int.from_bytes(self.ranks, "little")
+        return tuple(rank for rank in range(size) if not sent >> rank & 1)
+
 
 def bit_of(rank: int, size: int) -> bytes:
     """Return Presence.ranks of one rank."""

@@ -78,6 +78,7 @@ class GradientReducer:
         self._hooks = ParameterHooks(self)
         self._passes = Passes()
         self._clock = StepClock()
+        self._n_joins = 0  # of the engine
         self._n_passes = 0  # of this step
         self._is_communicating = False
         self._is_sending = False  # a pass has begun that sends buckets before its end
@@ -165,7 +166,7 @@ class GradientReducer:
 
     def go_on_from(self, step: int) -> None:
         """Count steps from `step` on; plan and compare again. Every rank calls it, after join()."""
-        self.step = step
+        self.step, self._n_joins = step, engine().n_joins
         self._agreement.weights.expect_more()
         self.plan.forget_sparse()
         self._replan()
@@ -250,6 +251,8 @@ class GradientReducer:
             _enrol(self)
             self._engine = weakref.ref(engine())
             self._replan()
+        if self._n_joins != engine().n_joins:  # a rank that was there may know less than others
+            self.go_on_from(self.step)
         if self._attach_hooks():
             self._replan()
         if self._agreement.check is None:
@@ -359,7 +362,7 @@ def _exchange(reducer: GradientReducer) -> Exchange:
 
 def _enrol(reducer: GradientReducer) -> None:
     """Enter an optimizer in an engine that is new to it."""
-    reducer._failed = None
+    reducer._failed, reducer._n_joins = None, engine().n_joins
     reducer.plan.enrol()
     engine().extensions.before_leaving(partial(_say_goodbye, weakref.ref(reducer)))
 

@@ -14,16 +14,13 @@ from torch.nn.parameter import is_lazy
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine, rank
+from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.operations.objects import plan_allgather_object
 from ringcomm.errors import MismatchError
-from ringcomm.torch.horovod.process_sets import (
-    ProcessSet,
-    global_process_set,
-    require_nobody_in_join,
-)
+from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.optim.averaging_optimizer import AveragingOptimizer, StateSharding
 from ringcomm.torch.optim.wrapping import settings_of
 

@@ -16,8 +16,8 @@ from ringcomm.atomic_files import BrokenFileError, checksum
 from ringcomm.data.sampler import ShardedSampler
 from ringcomm.engine.api.init_rank_size import rank, size
 from ringcomm.engine.api.one_error_for_all import gather_or_raise
+from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join
 from ringcomm.errors import MismatchError, RingcommError
-from ringcomm.torch.horovod.process_sets import require_nobody_in_join
 from ringcomm.torch.optim.averaging_optimizer import StateSharding
 from ringcomm.torch.training import checkpoint_files as files
 from ringcomm.torch.training.broadcast_states import broadcast_tree

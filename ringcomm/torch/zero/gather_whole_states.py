@@ -9,6 +9,7 @@ import torch
 
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.operations.into_array import plan_allgather_into
@@ -42,6 +43,7 @@ def gather_states(
         name=f"layout of the state{suffix}",
         group=group,
     )
+    require_nobody_in_join("state_dict() of a sharded optimizer", layouts, group.ranks)
     for index, counts in shares.items():
         owners = [theirs.get(index) for theirs, n in zip(layouts, counts, strict=True) if n]
         layout = _agreed(owners, names[index])
