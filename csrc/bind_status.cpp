@@ -103,10 +103,23 @@ nb::list steps(const MappedPage& page) {
 }
 
 // Py_AtExit: once Python is gone, and before the exit handlers of libraries that were loaded earlier.
-void end_with(LastAct act, int code) {
+void await_end_of_python() {
   static const bool is_registered = Py_AtExit(act_at_last) == 0;
   if (!is_registered) throw std::runtime_error("Python takes no more exit functions");
+}
+
+void end_with(LastAct act, int code) {
+  await_end_of_python();
   set_last_act(act, code);
+}
+
+// Addresses of MPI's functions.
+void finalize_mpi(std::uintptr_t finalize, std::uintptr_t finalized) {
+  await_end_of_python();
+  MpiEnd mpi{};
+  mpi.finalize = reinterpret_cast<int (*)()>(finalize);
+  mpi.finalized = reinterpret_cast<int (*)(int*)>(finalized);
+  finalize_mpi_at_last(mpi);
 }
 
 }  // namespace
@@ -196,6 +209,7 @@ void bind_status(nb::module_& m) {
   m.def("release_stop_signals", &release_stop_signals);
   m.def("exit_at_last", [](int code) { end_with(LastAct::exit, code); }, "code"_a);
   m.def("kill_at_last", [] { end_with(LastAct::kill, 0); });
+  m.def("finalize_mpi_at_last", &finalize_mpi, "finalize"_a, "finalized"_a);
   m.def("monotonic_ns", &monotonic_ns);
   m.def("open_pidfd", [](int pid) { return open_pidfd(pid).release(); }, "pid"_a);
 }

@@ -379,6 +379,12 @@ void record_this_process(Page* page) {
   on_exit(on_exit_code, nullptr);
 }
 
+void note_left() {
+  if (recorded_page == nullptr || recorded_page->state.load() == State::left) return;
+  recorded_page->state.store(State::left);
+  record_left();
+}
+
 bool is_recorder(void (*handler)(int)) { return handler == on_signal; }
 
 }  // namespace ringcomm

@@ -265,6 +265,9 @@ void wait_for_report(const Page& page, std::int64_t timeout_ns);
 // The page also gets a heartbeat, while it is mapped.
 void record_this_process(Page* page);
 
+// The process of record_this_process() has left. Nothing if there is none.
+void note_left();
+
 // True of the handler by which it records signals.
 bool is_recorder(void (*handler)(int));
 

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringcomm._core import MPI_STATUS_MAX, Runner, Watchdog, mpi_runner
+from ringcomm._core import (
+    MPI_STATUS_MAX,
+    Runner,
+    Watchdog,
+    finalize_mpi_at_last,
+    mpi_runner,
+)
 from ringcomm.errors import ConfigError
 from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT, run_file
 from ringcomm.launched.launcher import launched_rank, launched_size
@@ -81,6 +87,16 @@ def before_finalize(mpi: Any, callback: Callable[[], None]) -> None:
     """Make MPI_Finalize call `callback` first, whoever calls it."""
     keyval = mpi.Comm.Create_keyval(delete_fn=lambda *_: callback())
     mpi.COMM_SELF.Set_attr(keyval, True)  # deleted first: MPI 4.1, 11.2.4
+
+
+def finalize_after_program(mpi: Any) -> None:
+    """Have MPI finalized when Python has ended, unless an exit handler of the program has done it.
+
+    This process then leaves its job in order. An exit handler of Python would be too early: those
+    that were registered before it come after it.
+    """
+    library = _library(mpi)
+    finalize_mpi_at_last(_address(library.MPI_Finalize), _address(library.MPI_Finalized))
 
 
 @contextlib.contextmanager
@@ -174,7 +190,7 @@ def runner_over(mpi: Any, comm: MPI.Comm, segment_nbytes: int) -> Runner:
     """
     if mpi._sizeof(mpi.Status) > MPI_STATUS_MAX:
         raise ValueError(f"MPI_Status has {mpi._sizeof(mpi.Status)} bytes, over {MPI_STATUS_MAX}")
-    library = ctypes.CDLL(mpi.__file__)  # linked to the MPI library: finds its functions
+    library = _library(mpi)
     functions = {name: _address(getattr(library, name)) for name in _FUNCTIONS}
     return mpi_runner(
         functions,
@@ -183,6 +199,10 @@ def runner_over(mpi: Any, comm: MPI.Comm, segment_nbytes: int) -> Runner:
         mpi._handleof(comm),
         segment_nbytes,
     )
+
+
+def _library(mpi: Any) -> ctypes.CDLL:
+    return ctypes.CDLL(mpi.__file__)  # linked to the MPI library: finds its functions
 
 
 def _address(function: Any) -> int:

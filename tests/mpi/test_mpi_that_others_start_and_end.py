@@ -13,6 +13,16 @@ def end():
     from mpi4py import MPI
     MPI.Finalize()
 
+def end_in_c():
+    import ctypes
+    from mpi4py import MPI
+    assert ctypes.CDLL(MPI.__file__).MPI_Finalize() == 0
+
+def meet_and_end():
+    from mpi4py import MPI
+    assert MPI.COMM_WORLD.allreduce(1) == 2
+    MPI.Finalize()
+
 def use():
     rc.init()
     assert rc.allreduce(np.ones(2)).sum() == 4
@@ -22,6 +32,17 @@ CASES = {
     "ends MPI without shutdown()": "use(); end(); assert not rc.is_initialized()",
     "ends MPI after shutdown()": "use(); rc.shutdown(); end()",
     "ends MPI at exit, before ringcomm does": "use(); atexit.register(end)",
+    "ends MPI at exit, after ringcomm's handler": "atexit.register(end); use()",
+    "ends MPI in C at exit, after ringcomm's handler": "atexit.register(end_in_c); use()",
+    "ends MPI in C at exit, before ringcomm does": "use(); atexit.register(end_in_c)",
+    "ends MPI in C": "use(); end_in_c(); assert not rc.is_initialized()",
+    "uses MPI at exit, before it ends it there": "atexit.register(meet_and_end); use()",
+    "ends MPI at exit, and had imported it before": (
+        "from mpi4py import MPI; atexit.register(MPI.Finalize); use()"
+    ),
+    "ends MPI at exit by itself alone": (
+        "mpi4py.rc.finalize = False; from mpi4py import MPI; atexit.register(MPI.Finalize); use()"
+    ),
     "imports MPI before, and ends it": "from mpi4py import MPI; use(); end()",
     "leaves a late start to ringcomm": (
         "mpi4py.rc.initialize = False; from mpi4py import MPI; use()"

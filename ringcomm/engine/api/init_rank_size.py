@@ -187,7 +187,7 @@ def _begin_mpi() -> Started:
     from ringcomm.transport.start_mpi import before_finalize, start_mpi
 
     started = start_mpi()
-    atexit.register(_at_exit)  # calls MPI_Finalize, or prevents it
+    atexit.register(_at_exit)
     before_finalize(started.mpi, _before_finalize)
     return started
 
@@ -381,7 +381,7 @@ def _before_finalize() -> None:
 
 
 def _at_exit() -> None:
-    """Leave the job. Call MPI_Finalize unless a rank has failed: it would hang then."""
+    """Leave the job. MPI is finalized after this, unless a rank has failed: it would hang then."""
     global _is_exiting  # noqa: PLW0603
     if parent_rank_pid() is not None or _mpi is None:
         return
@@ -395,10 +395,9 @@ def _at_exit() -> None:
     if _unheard is not None and _unheard.failure is not None:
         _unheard.wait_for_report()
     if not _is_mpi_broken:
-        if _mpi.is_ours_to_finalize and not _mpi.mpi.Is_finalized():
-            _mpi.mpi.Finalize()
-        if world is not None:
-            world.transport.page.set_state(State.LEFT)
+        from ringcomm.transport.start_mpi import finalize_after_program
+
+        finalize_after_program(_mpi.mpi)
     elif failure is not None and failure.blames is None and is_fault_tolerant():
         kill_at_last()  # ULFM reports only a death by signal to all ranks (measured)
     else:
