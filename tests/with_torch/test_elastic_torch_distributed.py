@@ -128,7 +128,7 @@ RECONFIGURE = """
 from datetime import timedelta
 from types import SimpleNamespace
 group = dist.group.WORLD
-has_it = hasattr(dist, "_reconfigure")  # torch 2.15
+has_it = hasattr(dist, "_reconfigure")  # torch 2.14.1
 assert not has_it or dist._supports_reconfigure()
 
 def handle():
