@@ -51,7 +51,7 @@ first, mine = hvd.ProcessSet([0]), hvd.ProcessSet(halves)
 hvd.init(comm=MPI.COMM_WORLD, process_sets=[first, mine])
 rank, known = hvd.rank(), {0: [0, 1, 2], 1: [0], 2: [0, 2], 3: [1]}
 assert hvd.get_process_set_ids_and_ranks() == known
-assert isinstance(mine.mpi_comm, MPI.Comm) and hvd.global_process_set.mpi_comm is None
+assert isinstance(mine.mpi_comm, MPI.Comm) and hvd.global_process_set.mpi_comm is MPI.COMM_WORLD
 assert (mine.process_set_id, mine.ranks) == ((3, [1]) if rank == 1 else (2, [0, 2]))
 of_one, again = MPI.COMM_WORLD.Split(rank), MPI.COMM_WORLD.Split(rank % 2)
 for comm, number in ((MPI.COMM_WORLD, 0), (of_one, 1), (again, 2)):
@@ -61,7 +61,7 @@ for comm, number in ((MPI.COMM_WORLD, 0), (of_one, 1), (again, 2)):
     except ValueError as error:
         assert f"process_set_id={number}" in str(error)
 assert hvd.get_process_set_ids_and_ranks() == known
-assert isinstance(mine.mpi_comm, MPI.Comm) and hvd.global_process_set.mpi_comm is None
+assert isinstance(mine.mpi_comm, MPI.Comm) and hvd.global_process_set.mpi_comm is MPI.COMM_WORLD
 hvd.remove_process_set(hvd.process_set_by_id(1))
 parts = hvd.add_process_set(hvd.ProcessSet(MPI.COMM_WORLD.Split(int(rank == 0))))
 assert (parts.process_set_id, parts.ranks) == ((4, [0]) if rank == 0 else (5, [1, 2]))
@@ -224,6 +224,7 @@ assert list(sampler) == sampler.indices == sampler.get_indices(0, 100) == list(r
 sampler.record_batch(1, 4)
 sampler.record_indices([0, 9])
 assert sampler.processed_indices == {0, 4, 5, 6, 7, 9} and len(sampler) == 10
+assert sampler.processed_num == 6
 kept = sampler.state_dict()
 assert kept == {"epoch": 0, "processed_indices": {0, 4, 5, 6, 7, 9}}
 state.restore()
@@ -235,6 +236,7 @@ sampler.reset()
 assert list(sampler) == [8]
 sampler.set_epoch(1)
 assert (sampler.epoch, len(sampler), sampler.processed_indices) == (1, 10, set())
+assert sampler.processed_num == 0
 shuffled = ElasticSampler(range(10), seed=2)
 assert sorted(shuffled) == list(range(10)) != list(shuffled)
 state.model = torch.nn.Linear(2, 2)  # a commit copies what is there now

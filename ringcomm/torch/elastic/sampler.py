@@ -129,6 +129,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self._deal.recorded(self._position, [self.rank])
 
     @property
+    def processed_num(self) -> int:
+        """Number of samples of this epoch that are recorded, if all ranks record as this one."""
+        at = self._position
+        here = sum(stop - start for start, stop in at.places)
+        return len(at.done) + len(at.others) + here * self.num_replicas
+
+    @property
     def remaining_indices(self) -> list[int]:
         """The samples that were dealt: those that were not recorded at the last reset()."""
         return [index for index in range(len(self.dataset)) if index not in self._position.done]

@@ -10,6 +10,7 @@ from ringcomm import config
 from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.world import is_outside
+from ringcomm.engine.core.current_engine import has_engine
 from ringcomm.engine.executors.gpu_loader import device_executor
 from ringcomm.errors import ConfigError
 from ringcomm.torch.horovod import process_sets as sets
@@ -39,6 +40,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     level = config.horovod_log_level()
     if level is not None:
         logging.getLogger("ringcomm").setLevel(level)
+    was_there = has_engine()
     init_rank_size.start(config.horovod_settings, None if members is not None else comm)
     if members and sorted(members) != list(range(engine().size)):
         raise ValueError(
@@ -47,6 +49,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         )
     if not is_outside():  # a spare makes groups when it has a place
         sets.prepare(process_sets or ())
+        if members is None and not was_there:
+            sets.global_process_set.mpi_comm = comm
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

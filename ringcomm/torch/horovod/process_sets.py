@@ -32,7 +32,8 @@ class ProcessSet:
             after it is removed.
         ranks: the members as hvd.rank() counts them, ascending; None after removal, or before a
             communicator's set is added.
-        mpi_comm: the communicator; None if the process set was made from ranks.
+        mpi_comm: the communicator; None if the process set was made from ranks. Of the global one
+            that of init(comm=), in the first view of the job; None without.
 
     In another view of an elastic job, ranks have other numbers, and other sets take the place of
     those of before: using one of them is a ValueError.
@@ -318,5 +319,6 @@ def _registry() -> _Registry:
     if registry is None:
         registry = _Registry()
         registry.add(global_process_set).ranks = list(range(current.size))
+        global_process_set.mpi_comm = None  # that of init(comm=) was of the view before
         _registries[current] = registry  # only now: the groups may have failed
     return registry
