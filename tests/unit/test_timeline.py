@@ -14,7 +14,8 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.control.commands import parse
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.engine.control.perform import Answer, perform, refusal
-from ringcomm.engine.progress.timeline import PHASES, Timeline
+from ringcomm.engine.progress.timeline import PHASES, Timeline, timeline_of
+from ringcomm.transport.membership.view import View
 
 
 def events_of(path):
@@ -158,3 +159,13 @@ def test_a_disk_that_is_full_from_the_start_ends_it_too(tmp_path, caplog):
         timeline = Timeline(str(tmp_path / "trace"), 0)
         timeline.begin("allreduce[w]", 8).end("done")
     assert [record.getMessage().count("the timeline ends here") for record in caplog.records] == [1]
+
+
+def test_a_file_that_cannot_be_made_ends_no_rank_once_the_job_has_begun(tmp_path, caplog):
+    """An error in a later view would end this rank, and in the next one those that are alike."""
+    prefix = str(tmp_path / "absent" / "trace")
+    with pytest.raises(OSError, match="absent"):
+        timeline_of(prefix, 0, View.first(2))
+    assert timeline_of(prefix, 0, View(1, (0, 2))) is None
+    assert "view 1 has no timeline here" in caplog.text
+    assert timeline_of("", 0, View(1, (0, 2))) is None

@@ -13,7 +13,7 @@ from ringcomm.engine.core.layer_hooks import Extensions
 from ringcomm.engine.core.pending_operations import Pending
 from ringcomm.engine.core.usable_or_broken import EngineState
 from ringcomm.engine.peers.tasks_outside_collectives import Conversations
-from ringcomm.engine.progress.timeline import Timeline
+from ringcomm.engine.progress.timeline import timeline_of
 from ringcomm.transport.base import Transport
 from ringcomm.transport.control_messages import Watch
 
@@ -46,9 +46,7 @@ class EngineContext:
         self.selection = Selection(settings)
         self.page = page
         self.state = EngineState(self.watch)
-        timeline = None
-        if settings.timeline:
-            timeline = Timeline(settings.timeline, self.job_rank, transport.view)
+        timeline = timeline_of(settings.timeline, self.job_rank, transport.view)
         # With this limit no two operations in flight have the same stream.
         self.pending = Pending(page, timeline, transport.tags.n_streams // 4)
         self.completion = Completion(self.watch, settings, self.state, self.pending)

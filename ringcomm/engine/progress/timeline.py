@@ -121,3 +121,22 @@ class Timeline:
         except OSError as error:
             self.close()
             _log.warning("the timeline ends here: %s: %s. Training goes on", self.path, error)
+
+
+def timeline_of(prefix: str, rank: int, view: View) -> Timeline | None:
+    """Return the timeline of a rank in a view, None if there is to be none.
+
+    In a view that follows, a file that cannot be made is a warning: an error would end this rank.
+
+    Raises:
+        OSError: the file cannot be made, as the job begins.
+    """
+    if not prefix:
+        return None
+    try:
+        return Timeline(prefix, rank, view)
+    except OSError as error:
+        if view.number == 0:
+            raise
+        _log.warning("view %d has no timeline here: %s. Training goes on", view.number, error)
+        return None
