@@ -47,6 +47,20 @@ def replacing(path: Path, check: Callable[[Path], None] | None = None) -> Iterat
     sync_folder(path.parent)
 
 
+def paths_in(folder: Path) -> list[Path]:
+    """Return the paths of what is in a folder; none if there is no folder.
+
+    Raises:
+        OSError: it is there, and cannot be read, or is no folder, or a link that leads nowhere.
+    """
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        if os.path.lexists(folder):
+            raise
+        return []
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder to disk, so that new names in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Final
 
-from ringcomm.engine.peers.drive_until import Wait
+from ringcomm.engine.peers.drive_until import WaitInJob
 from ringcomm.engine.progress.deadlines import refuse_hopeless
 from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.ps.client.json_requests import ask_servers, ignore
@@ -282,7 +282,7 @@ def serve(
     """
     server = dispatcher.server
     assert server is not None
-    wait = Wait.in_job(label, engine)
+    wait = WaitInJob(label, engine)
     hopeless: list[RingcommError] = []
     began_at = time.monotonic()
     warn_at = began_at + warn_after_s
@@ -290,7 +290,7 @@ def serve(
     def is_enough() -> bool:
         nonlocal warn_at
         try:
-            refuse_hopeless(wait, engine.watch)
+            refuse_hopeless(wait.now, engine.watch)
         except RingcommError as error:  # raised in this thread, not in the driving one
             hopeless.append(error)
         if time.monotonic() >= warn_at:

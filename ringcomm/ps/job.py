@@ -20,7 +20,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
 from ringcomm.ps.checkpoint.check_checkpoint_arguments import path_of
 from ringcomm.ps.checkpoint.client import save, save_at_stop
-from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
+from ringcomm.ps.checkpoint.notice_of_replaced_values import KNOWN, NEWS, Replacements
 from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
@@ -274,9 +274,6 @@ def _start(
         lambda to, option: link.send(to, Header(Kind.REPLACED, origin=me, option=option)),
         lambda: [table.note_replaced() for table in [*tables.values()]],
     )
-    dispatcher.takes[Kind.REPLACED] = lambda frame: replaced.on_frame(
-        frame.source, frame.header.option
-    )
     dispatcher.link, dispatcher.client = link, client.outstanding
     if me in layout.servers:
         memory = partial(memory_of, engine)
@@ -303,12 +300,20 @@ def _start(
         engine, layout, group, dispatcher, client, training, replaced, names, tables=tables
     )
     dispatcher.deaths.listeners.append(current.on_death)
+    dispatcher.takes[Kind.REPLACED] = partial(_hear_of_values, current)
     dispatcher.takes[Kind.HOMES] = current.on_homes
     dispatcher.takes[Kind.NEWCOMER] = partial(hear, current)
     keep_queues(engine, layout.rank_of(layout.leader))
     engine.extensions.add_service(dispatcher)
     engine.extensions.add_waits(lambda: client.waits.label)
     return current
+
+
+def _hear_of_values(current: Session, frame: Delivery) -> None:
+    """The chief has replaced the values of tables, or could not."""
+    source, option = frame.source, frame.header.option
+    hears = current.replaced if option in (NEWS, KNOWN) else current.refusals
+    hears.on_frame(source, option)
 
 
 def _connect(engine: Engine, layout: Layout) -> Pipes:

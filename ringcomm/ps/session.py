@@ -27,13 +27,14 @@ from ringcomm.errors import (
     RingcommError,
     ServerLostError,
 )
+from ringcomm.ps.checkpoint.notice_of_refused_values import Refusals
 from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.end_of_job import EndOfTraining, leave, rest, serve
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
-from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
+from ringcomm.ps.protocol.frames import INLINE_MAX, Header, Kind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.protocol.lost_server import Loss
 from ringcomm.ps.roles import Layout
@@ -76,6 +77,7 @@ class Session:
         client: of this rank.
         training: when it ends.
         replaced: how often the chief has replaced the values of tables.
+        refusals: whose end ends the job, because it could not restore a checkpoint.
         functions: names of those that are marked @ps.function, by server's rank; of this one as -1.
         clock: steps that this worker has completed.
         snapshot: number of the one that pulls read; 0: the present values.
@@ -126,6 +128,7 @@ class Session:
     begins: Mapping[int, int] = field(default_factory=dict)
     recovering: WeakSet[Recovering] = field(default_factory=WeakSet)
     takeovers: Takeovers = field(init=False)
+    refusals: Refusals = field(init=False)
     _how: dict[int, str] = field(default_factory=dict)  # servers died, by rank
     abandoned: deque[tuple[Any, list[ref[Any]]]] = field(default_factory=deque)
     opening: threading.Lock = field(default_factory=threading.Lock)
@@ -134,6 +137,13 @@ class Session:
     def __post_init__(self) -> None:
         self.takeovers = Takeovers(self.layout)
         self.engine.control.members = lambda: self.layout.workers
+
+        me, link = self.engine.job_rank, self.client.link
+        self.refusals = Refusals(
+            me,
+            lambda to, option: link.send(to, Header(Kind.REPLACED, origin=me, option=option)),
+            self._note_survivable,
+        )
 
     @property
     def may_be_chief(self) -> bool:
@@ -217,7 +227,8 @@ class Session:
         is_new_loss = is_server and layout.number_of(rank) in layout.server_numbers
         self.client.link.forget(rank)  # its blocks, before anything is acknowledged in its place
         has_other_chief = layout.lose(rank, peers.left)
-        peers.survivable = layout.survivable if rank in layout.servers else peers.survivable
+        if is_server:
+            self._note_survivable()
         if is_server and layout.replication > 1:
             self.takeovers.died(rank)
             self._how[rank] = how
@@ -240,6 +251,11 @@ class Session:
             if layout.chief == self.engine.job_rank:
                 _log.warning("ps: rank %d is the chief now", self.engine.job_rank)
                 self._begin_tables()
+
+    def _note_survivable(self) -> None:
+        peers = self.engine.watch.peers
+        if self.engine.settings.elastic:
+            peers.survivable = self.layout.survivable - self.refusals.needed
 
     def on_homes(self, frame: Delivery) -> None:
         """A server says which homes it runs, after the death of another."""

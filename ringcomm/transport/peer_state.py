@@ -166,8 +166,13 @@ class PeerTable:
 
     @property
     def is_fatal(self) -> bool:
-        """True once a rank has died without which the job does not go on."""
-        return bool(self.dead) and not self.survivable.issuperset(self.dead)
+        """True once a rank has died without which the job does not go on, or others because of it.
+
+        Those may be heard of before it.
+        """
+        if not self.dead:
+            return False
+        return not self.survivable.issuperset((*self.dead, *self._followed.values()))
 
     def are_parted(self, members: Collection[int], *, or_left: bool = False) -> bool:
         """Return True if some of these ranks died, or left, and the job goes on without them.

@@ -5,7 +5,6 @@ import random
 import threading
 from collections import defaultdict, deque
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.rounds import Entries
 from ringcomm.ps.update_modes import FirstOf, Mode
+from ringcomm.transport.peer_state import PeerTable
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 MODES = ["sync", "async", ps.SSP(1), ps.FirstOf(2)]
@@ -345,13 +345,14 @@ def test_servers_may_die_but_the_last_one_and_the_lowest_that_lives_leads():
 
 
 def test_deaths_are_told_once_and_only_those_that_the_job_survives():
-    dead, told = {}, []
-    deaths = Deaths(SimpleNamespace(dead=dead, survivable={1, 2}))
+    peers, told = PeerTable(0, 6, survivable=frozenset({1, 2, 4})), []
+    deaths = Deaths(peers)
     deaths.listeners.append(lambda rank, how: told.append((rank, how)))
-    for rank in (2, 3):
-        dead[rank] = f"died as {rank}"
+    for rank, blames in ((2, 2), (4, 3), (3, 3)):  # 4 stopped because of 3, which is needed
+        peers.note_dead(rank, f"died as {rank}", blames=blames)
         deaths.look()
         deaths.look()
+        assert peers.is_fatal == (rank != 2)
     assert told == [(2, "died as 2")]
 
 

@@ -45,11 +45,27 @@ class Wait:
     ends_alone: bool = False
     helps_if_data_are_unequal: str = "end all workers together, or this one with rc.shutdown()"
 
-    @classmethod
-    def in_job(cls, label: str, engine: Driving) -> Wait:
-        """Return a wait that ends with each death that the job does not survive."""
-        survivable = engine.watch.peers.survivable
-        return cls(label, tuple(r for r in range(engine.job_size) if r not in survivable))
+
+class WaitInJob:
+    """A wait that ends with each death that the job does not survive; which these are may change.
+
+    Args:
+        label: of what waits.
+        engine: of this rank.
+    """
+
+    def __init__(self, label: str, engine: Driving) -> None:
+        self._label, self._engine = label, engine
+        self._survivable: frozenset[int] | None = None
+
+    @property
+    def now(self) -> Wait:
+        """The wait, as refuse_hopeless() takes it."""
+        survivable = self._engine.watch.peers.survivable
+        if survivable is not self._survivable:
+            needed = tuple(r for r in range(self._engine.job_size) if r not in survivable)
+            self._wait, self._survivable = Wait(self._label, needed), survivable
+        return self._wait
 
 
 def drive_until(engine: Driving, is_over: Callable[[], bool], label: str, timeout_s: float) -> bool:
@@ -58,7 +74,7 @@ def drive_until(engine: Driving, is_over: Callable[[], bool], label: str, timeou
     Raises:
         PeerFailedError: a rank died without which the job cannot go on.
     """
-    wait, looks = Wait.in_job(label, engine), itertools.count(1)
+    wait, looks = WaitInJob(label, engine), itertools.count(1)
     hopeless: list[RingcommError] = []
 
     def is_enough() -> bool:
@@ -67,7 +83,7 @@ def drive_until(engine: Driving, is_over: Callable[[], bool], label: str, timeou
         if next(looks) % _LOOKS:
             return False
         try:
-            refuse_hopeless(wait, engine.watch)
+            refuse_hopeless(wait.now, engine.watch)
         except RingcommError as error:  # raised in the waiting thread, not in the driving one
             hopeless.append(error)
         return bool(hopeless)

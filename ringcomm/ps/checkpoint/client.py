@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, overload
 
 from ringcomm._version import __version__
-from ringcomm.errors import RingcommError, ServerLostError
+from ringcomm.errors import PeerFailedError, RingcommError, ServerLostError
 from ringcomm.progress_bar import progress_bar
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.check_checkpoint_arguments import (
@@ -23,7 +25,7 @@ from ringcomm.ps.checkpoint.when_to_save import Periodic
 from ringcomm.ps.client.future import Future, FutureOfAll, require_timeout
 from ringcomm.ps.client.json_requests import ask_json, ask_servers, ignore
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, pause, release
-from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, PREPARE
+from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, LOOK, PREPARE
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.session import Session, acts_as_chief, session
 
@@ -251,7 +253,7 @@ def restore(path: str | Path, *, timeout_s: float | None = None) -> dict[str, An
     with a ps.DistributedOptimizer is an error. The number of servers and the size of blocks may
     differ from those of the save; then a number that each block has once (its steps) is that of the
     slice with the most steps. If a file is damaged, a warning names it, and the checkpoint before
-    is used.
+    is used. If this raises an error that ends the chief, an elastic job ends with it.
 
     Args:
         path: as given to save().
@@ -267,11 +269,13 @@ def restore(path: str | Path, *, timeout_s: float | None = None) -> dict[str, An
             nothing was changed.
         BrokenFileError: no checkpoint can be used; nothing was changed.
         CommTimeoutError: a disk, or a server, takes longer; nothing was changed.
-        RingcommError: this is not the chief.
+        RingcommError: this is not the chief; or the folder is not the same for all: the chief sees
+            no checkpoint in it, and a server sees one, or the other way round.
     """
     current = _require_chief("ps.restore")
-    limit_s = limit_of(current, timeout_s)
-    manifest = _restore(current, folder_of("ps.restore", path), limit_s, values_only=False)
+    with _refused_by_all(current, "ps.restore"):
+        limit_s = limit_of(current, timeout_s)
+        manifest = _restore(current, folder_of("ps.restore", path), limit_s, values_only=False)
     if manifest is not None:
         _tell_workers(current, "ps.restore")
     return manifest
@@ -301,12 +305,13 @@ def load(
         ValueError: what is open does not fit; nothing was changed. The text names it.
     """
     current = _require_chief("ps.load")
-    limit_s = limit_of(current, timeout_s)
-    manifest = _restore(
-        current, folder_of("ps.load", path), limit_s, values_only=True, is_strict=bool(strict)
-    )
-    if manifest is None:
-        raise FileNotFoundError(f"ps.load: no complete checkpoint in {path}")
+    with _refused_by_all(current, "ps.load"):
+        limit_s = limit_of(current, timeout_s)
+        manifest = _restore(
+            current, folder_of("ps.load", path), limit_s, values_only=True, is_strict=bool(strict)
+        )
+        if manifest is None:
+            raise FileNotFoundError(f"ps.load: no complete checkpoint in {path}")
     _tell_workers(current, "ps.load")
     return manifest
 
@@ -403,9 +408,44 @@ def _restore(
     try:
         job = pause(client, number).job  # and nothing moves while servers read
         manifest = files.first_usable(root, label, attempt)
+        if manifest is None:
+            _require_unseen(current, root, label)
     finally:
         release(client, number)
     return manifest
+
+
+def _require_unseen(current: Session, root: Path, label: str) -> None:
+    """Raise RingcommError if a server sees a checkpoint where this rank sees none."""
+    client, layout, name = current.client, current.layout, current.engine.transport.label
+    here = name(current.engine.job_rank)
+    look = {"do": LOOK, "folder": str(root)}
+    for server in client.servers:
+        [answer] = ask_json(client, Kind.RESTORE, look, [server]).wait()
+        if answer["newest"]:
+            raise RingcommError(
+                f"{label}: {here} sees no checkpoint in {root}, and server {server}, "
+                f"{name(layout.rank_of(server))}, sees {answer['newest']}: checkpoints must lie on "
+                "a file system that all ranks share"
+            )
+
+
+@contextlib.contextmanager
+def _refused_by_all(current: Session, label: str) -> Iterator[None]:
+    """If the block fails, let all ranks know, for its error may end this one: see Refusals."""
+    try:
+        yield
+    except PeerFailedError:
+        raise
+    except Exception:
+        peers, refusals = current.engine.watch.peers, current.refusals
+        if peers.survivable:
+            refusals.begin([r for r in range(current.engine.job_size) if r not in peers.gone])
+            current.engine.nudge()
+            with contextlib.suppress(PeerFailedError):
+                current.client.drive_until(lambda: not refusals.unaware(peers.gone), label, None)
+        raise
+    current.refusals.end()
 
 
 def restore_tables(current: Session, root: Path, limit_s: float) -> dict[str, Any]:

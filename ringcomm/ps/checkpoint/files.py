@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from ringcomm.atomic_files import BrokenFileError, crc_of, replacing, sync_folder
+from ringcomm.atomic_files import BrokenFileError, crc_of, paths_in, replacing, sync_folder
 from ringcomm.ps.partition_state import State, recut
 from ringcomm.ps.placement.partition_places_and_moves import Partition
 from ringcomm.ps.table_spec import Spec
@@ -134,11 +134,10 @@ def discard(folder: Path) -> None:
 
 
 def _folders(root: Path) -> Iterator[tuple[int, Path]]:
-    if root.is_dir():
-        for path in root.iterdir():
-            match = _FOLDER.fullmatch(path.name)
-            if match and path.is_dir():
-                yield int(match[1]), path
+    for path in paths_in(root):
+        match = _FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            yield int(match[1]), path
 
 
 # --- write --------------------------------------------------------------------------------------

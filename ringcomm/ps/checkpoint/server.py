@@ -21,7 +21,7 @@ from ringcomm.ps.checkpoint.files import Record
 from ringcomm.ps.checkpoint.match_values_by_name import LoadPlan, plan_load
 from ringcomm.ps.optim import from_json
 from ringcomm.ps.partition_state import State
-from ringcomm.ps.protocol.frame_meta import COMMIT, PREPARE, packed_json
+from ringcomm.ps.protocol.frame_meta import COMMIT, LOOK, PREPARE, packed_json
 from ringcomm.ps.protocol.frames import Status
 from ringcomm.ps.protocol.remote_errors import error_text
 from ringcomm.ps.server.dense.partition import DensePartition
@@ -244,6 +244,9 @@ class Store:
             return []
         if content["do"] == COMMIT:
             return self._commit(request, content)
+        if content["do"] == LOOK:
+            self._beside(request, lambda: {"newest": _newest_in(Path(content["folder"]))})
+            return []
         self._prepared.pop(content["id"], None)
         self._replies(request, meta=b"{}")
         return []
@@ -260,7 +263,7 @@ class Store:
 
         def read() -> dict[str, Any]:
             if not folder.is_dir():
-                raise FileNotFoundError(self._unseen(folder))
+                raise RingcommError(self._unseen(folder))  # there is one, on another host
             manifest = files.read_manifest(folder)
             records = files.read_records(folder, manifest)
             saved = files.specs_of(manifest)
@@ -275,7 +278,10 @@ class Store:
                     "missing": plan.missing, "mismatched": plan.unlike, "unexpected": plan.unused
                 }  # fmt: skip
             else:
-                origin = match(saved, specs)
+                try:
+                    origin = match(saved, specs)
+                except ValueError as error:
+                    raise ValueError(f"{error} (checkpoint {folder})") from error
                 found = [
                     (each, _read(source, origin[each.partition[0]], each))
                     for each in wanted
@@ -325,6 +331,11 @@ class Store:
             f"server {self._index} on {host_name()} sees no {folder}: checkpoints "
             "must lie on a file system that all ranks share"
         )
+
+
+def _newest_in(root: Path) -> str:
+    """Return the name of the newest checkpoint, or nothing."""
+    return next((folder.name for folder in files.complete(root)), "")
 
 
 def match(saved: dict[int, Spec], opened: dict[int, Spec]) -> dict[int, int]:

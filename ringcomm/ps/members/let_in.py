@@ -29,6 +29,7 @@ _log: Final = logging.getLogger("ringcomm")
 
 def end_step(current: Session) -> None:
     """Do what is due between two steps of this worker."""
+    current.refusals.end()
     if current.between_steps is not None:
         current.between_steps()
     if current.newcomers:

@@ -17,6 +17,10 @@ class Peers(Protocol):
     def survivable(self) -> frozenset[int]:
         """The ranks without which the job goes on."""
 
+    @property
+    def is_fatal(self) -> bool:
+        """True once one has died without which the job does not go on: then all waits end."""
+
 
 class Deaths:
     """The deaths that a job survives, as one rank hears of them. In the thread that drives.
@@ -37,7 +41,7 @@ class Deaths:
     def look(self) -> None:
         """Tell the listeners of the deaths since the last look."""
         dead = self._peers.dead
-        if len(dead) == self._n_seen:
+        if len(dead) == self._n_seen or self._peers.is_fatal:
             return
         self._n_seen = len(dead)
         for rank, how in {**dead}.items():
