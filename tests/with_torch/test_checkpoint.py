@@ -443,6 +443,57 @@ def test_what_cannot_be_restored_is_told_on_every_rank_and_loads_nothing(
     run_ranks(2, body)
 
 
+class Refusing:
+    """A part that one rank cannot load."""
+
+    def __init__(self, *, refuses):
+        self.refuses = refuses
+
+    def state_dict(self):
+        return {"x": 1}
+
+    def load_state_dict(self, _):
+        if self.refuses:
+            raise KeyError("y")
+
+
+def test_a_part_that_one_rank_cannot_load_is_an_error_on_all(tmp_path):
+    """Alone it would end, and in an elastic job the others would go on without what it refuses."""
+    run_ranks(3, lambda _: hvd.Checkpoint(tmp_path).save(1, part=Refusing(refuses=False)))
+
+    def body(rank):
+        hvd.Checkpoint(tmp_path).restore(part=Refusing(refuses=rank == 1), rng=False)
+
+    errors = errors_of_ranks(3, body)
+    assert [type(error) for error in errors] == [rc.RingcommError] * 3
+    [text] = {str(error) for error in errors}
+    assert f"checkpoint[{tmp_path}]: rank 1: KeyError: 'y'" in text
+
+
+@pytest.mark.parametrize(("of_rank_0", "mine"), [([], "none"), ([3, 4], "step 4 as the last one")])
+def test_no_job_begins_anew_while_another_rank_sees_a_later_checkpoint(of_rank_0, mine, tmp_path):
+    """Rank 0 of the job that is started again may run on another host."""
+    for name, steps in (("0", of_rank_0), ("1", [4, 5])):
+        for step in steps:
+            run_ranks(1, lambda _, n=name, s=step: hvd.Checkpoint(tmp_path / n).save(s, x=s))
+
+    errors = errors_of_ranks(2, lambda rank: hvd.Checkpoint(tmp_path / str(rank)).restore())
+    for each in errors:
+        _, _, text = str(each).partition("]: ")
+        assert text.startswith(f"rank 0 sees {mine}, and rank 1 sees step 5: the folder is not the")
+    if of_rank_0:
+        found = run_ranks(2, lambda rank: hvd.Checkpoint(tmp_path / str(rank)).restore(step=3))
+        assert [each.values["x"] for each in found] == [3, 3], "the program has chosen"
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_folder_is_not_an_empty_one(kind, tmp_path):
+    path = tmp_path / "runs"
+    path.touch() if kind == "file" else path.symlink_to("nowhere")  # such as a host's mount
+    errors = errors_of_ranks(2, lambda _: hvd.Checkpoint(path).restore())
+    assert all("rank 0: " in str(each) and f"'{path}'" in str(each) for each in errors)
+
+
 # --- samplers of DataLoaders ---------------------------------------------------------------------
 def read_ahead(sampler, n):
     """As a DataLoader with workers does: take n batches of 8."""

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from ringcomm.atomic_files import BrokenFileError, checksum
 from ringcomm.data.sampler import ShardedSampler
-from ringcomm.engine.api.init_rank_size import rank, size
-from ringcomm.engine.api.one_error_for_all import gather_or_raise
+from ringcomm.engine.api.init_rank_size import engine, rank, size
+from ringcomm.engine.api.one_error_for_all import gather_or_raise, raise_together
 from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.optim.averaging_optimizer import StateSharding
@@ -150,7 +150,8 @@ class Checkpoint:
 
         Args:
             step: number of the checkpoint; None: the last one that is intact. A damaged checkpoint
-                is skipped with a warning.
+                is skipped with a warning. It is an error if another rank sees a later one in its
+                folder than rank 0 does.
             sampler: as for save(). It continues at the saved position, on any number of ranks.
             rng: True: restore the random generators. If the number of ranks has changed, they stay
                 as they are, with a warning.
@@ -162,6 +163,7 @@ class Checkpoint:
         Raises:
             RingcommError: on every rank, if all checkpoints are damaged, the checkpoint lacks a
                 part, or the model does not fit. The text gives each cause. Nothing is loaded then.
+                Likewise if load_state_dict() of a part fails on one; some may be loaded then.
         """
         _refuse_our_name(parts)
         intact = self._read_intact(step, parts, has_sampler=sampler is not None)
@@ -169,12 +171,9 @@ class Checkpoint:
             return None
         content, shard, paths = intact
         ours = content[_OURS]
-        for name, part in parts.items():
-            part.load_state_dict(content[name])
-        if sampler is not None:
-            sampler.load_state_dict(ours["sampler"])
-        if rng:
-            _restore_random_states(ours["rng"])
+        attempts = _Attempts(str(self.folder))
+        attempts.do(_load, content, parts, sampler, rng=rng)
+        attempts.gather(None)  # one that cannot go on would be taken for a loss, in an elastic job
         values = {name: content[name] for name in ours["values"]}
         return Restored(ours["step"], ours["size"], values, shard, paths)
 
@@ -231,7 +230,9 @@ class Checkpoint:
             content = None
             if rank() == 0:
                 content = attempts.do(self._find, step, below, [*parts], has_sampler, problems)
-            attempts.gather(None)
+            latest = attempts.gather(attempts.do(self.latest) if step is None else None)
+            if below is None:
+                self._require_newest(latest)
             content = broadcast_tree(content, name="checkpoint")
             if content is None:
                 return None
@@ -250,6 +251,19 @@ class Checkpoint:
         for problem in problems if rank() == 0 else []:
             _log.warning("checkpoint skipped: %s", problem)
         return content, shard, paths
+
+    def _require_newest(self, latest: list[int | None]) -> None:
+        """Raise RingcommError on all ranks if one sees a later checkpoint than rank 0."""
+        for r, each in enumerate(latest):
+            if each is not None and (latest[0] is None or each > latest[0]):
+                mine = "none" if latest[0] is None else f"step {latest[0]} as the last one"
+                transport = engine().transport
+                raise_together(RingcommError(
+                    f"checkpoint[{self.folder}]: {transport.label(0)} sees {mine}, and "
+                    f"{transport.label(r)} sees step {each}: the folder is not the same there. "
+                    "Use one that all ranks share; or copy what is there to where rank 0 runs, or "
+                    "remove it if it is of another job"
+                ))  # fmt: skip
 
     def _find(
         self,
@@ -421,6 +435,15 @@ def _require_fit(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
 
 def _shape(tree: Mapping[str, Any], key: str) -> str:
     return str(tuple(getattr(tree[key], "shape", ()))) if key in tree else "missing"
+
+
+def _load(content: Mapping[str, Any], parts: Mapping[str, Any], sampler: Any, *, rng: bool) -> None:
+    for name, part in parts.items():
+        part.load_state_dict(content[name])
+    if sampler is not None:
+        sampler.load_state_dict(content[_OURS]["sampler"])
+    if rng:
+        _restore_random_states(content[_OURS]["rng"])
 
 
 def _restore_random_states(states: list[Any]) -> None:

@@ -13,7 +13,7 @@ from typing import IO, Any, Final, cast
 
 import torch
 
-from ringcomm.atomic_files import BrokenFileError, replacing
+from ringcomm.atomic_files import BrokenFileError, paths_in, replacing
 from ringcomm.progress_bar import ProgressBar, progress_bar
 
 _PIECE: Final = 16 << 20
@@ -41,9 +41,7 @@ def new_shard_path(folder: Path, step: int, rank: int, size: int) -> Path:
 
 def steps_in(folder: Path) -> list[int]:
     """Return the steps that have a checkpoint, in order."""
-    if not folder.is_dir():
-        return []
-    matches = (_MAIN.fullmatch(path.name) for path in folder.iterdir())
+    matches = (_MAIN.fullmatch(path.name) for path in paths_in(folder))
     return sorted(int(match[1]) for match in matches if match)
 
 
