@@ -19,6 +19,26 @@ WAIT: Final = -1
 OVER: Final = -2
 
 
+def require_state(n: int, state: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError unless state() of leases of n parts may be so.
+
+    Who passes it is told, not the rank that keeps the leases for all.
+    """
+    epoch, following, undone = state["epoch"], state["next"], state["undone"]
+    numbers = [epoch, following, *undone] if isinstance(undone, list) else [None]
+    if not all(type(each) is int for each in numbers):
+        raise TypeError(
+            f"WorkQueue: the state has epoch={epoch!r}, next={following!r}, undone={undone!r}; "
+            "these must be numbers, and a list of numbers, of state_dict()"
+        )
+    are_given = len({*undone}) == len(undone) and all(0 <= each < following for each in undone)
+    if epoch < 0 or not 0 <= following <= n or not are_given:
+        raise ValueError(
+            f"WorkQueue: the state has epoch={epoch}, next={following}, undone={undone}, and of "
+            f"{n} parts the undone ones are before the next: it is damaged, or of another queue"
+        )
+
+
 class Leases:
     """The leases of one queue.
 

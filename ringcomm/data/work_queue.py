@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ringcomm.data.epoch_order import Indices, epoch_order
-from ringcomm.data.leases import OVER, WAIT, Leases
+from ringcomm.data.leases import OVER, WAIT, Leases, require_state
 from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.layer_hooks import Extension
@@ -242,7 +242,7 @@ class WorkQueue:
 
     Raises:
         ValueError: n or size is less than 1, or state is of a queue with another n, size, seed or
-            shuffle.
+            shuffle, or names parts that there are not.
         TypeError: state is not of state_dict(), or name is no string.
         RingcommError: this rank has used another WorkQueue with this name.
     """
@@ -272,6 +272,8 @@ class WorkQueue:
                     f"WorkQueue: the state has {each}={state[each]}, this queue {mine}: its parts "
                     "have other samples. Pass the same, or no state"
                 )
+        if state is not None:
+            require_state(parts, state)
         self.epoch = 0 if state is None else int(state["epoch"])
         self._part = -1
         queues = _queues_of(init_rank_size.engine())

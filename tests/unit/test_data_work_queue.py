@@ -117,6 +117,33 @@ def test_a_state_of_other_parts_is_refused_for_samples_would_be_lost_or_come_twi
     run_ranks(1, body)
 
 
+DAMAGED = [
+    ({"next": "x"}, TypeError),
+    ({"undone": 5}, TypeError),
+    ({"undone": [None]}, TypeError),
+    ({"epoch": -1}, ValueError),
+    ({"next": 9}, ValueError),
+    ({"next": 2, "undone": [2]}, ValueError),
+    ({"next": 2, "undone": [1, 1]}, ValueError),
+]
+
+
+@pytest.mark.parametrize(("damage", "kind"), DAMAGED, ids=str)
+def test_a_damaged_state_is_refused_where_it_is_passed_and_not_by_who_keeps_the_queue(damage, kind):
+    def body(rank):
+        queue = rc.data.WorkQueue(40, 5, name="good")
+        state = rc.data.WorkQueue(40, 5).state_dict()
+        rc.barrier()
+        if rank == 1:
+            with pytest.raises(kind, match="WorkQueue: the state has epoch="):
+                rc.data.WorkQueue(40, 5, name="again", state=state | damage)
+        seen = [int(each) for indices in queue for each in indices]
+        rc.barrier()
+        return seen
+
+    assert sorted(itertools.chain(*run_ranks(2, body))) == [*range(40)]
+
+
 def test_a_loop_that_is_broken_off_gives_its_part_back():
     def body(_rank):
         queue = rc.data.WorkQueue(6, 2, shuffle=False)
