@@ -24,6 +24,7 @@ from ringcomm.engine.core.layer_hooks import Extension
 from ringcomm.errors import (
     ConfigError,
     NotInitializedError,
+    PeerFailedError,
     RingcommError,
     ServerLostError,
 )
@@ -251,6 +252,19 @@ class Session:
             if layout.chief == self.engine.job_rank:
                 _log.warning("ps: rank %d is the chief now", self.engine.job_rank)
                 self._begin_tables()
+
+    def refuse_for_all(self, label: str) -> None:
+        """Let all ranks know that this one cannot go on: if it ends now, they all do. See Refusals.
+
+        Returns once they know. The end of a step takes it back: the program has caught the error.
+        """
+        peers, refusals = self.engine.watch.peers, self.refusals
+        if not peers.survivable:
+            return  # any death ends the job
+        refusals.begin([r for r in range(self.engine.job_size) if r not in peers.gone])
+        self.engine.nudge()
+        with contextlib.suppress(PeerFailedError):
+            self.client.drive_until(lambda: not refusals.unaware(peers.gone), label, None)
 
     def _note_survivable(self) -> None:
         peers = self.engine.watch.peers

@@ -74,6 +74,27 @@ def test_what_the_chief_cannot_restore_ends_all_and_stays_as_it_is(call, way, wa
     assert content_of(saved) == before
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_table_that_is_not_that_of_the_others_ends_all(odd, saved):
+    """Whoever opens it first: nobody knows who is right, and the wrong one would save."""
+    before = content_of(saved)
+
+    def body(rank):
+        opened(99 if rank == odd else COUNT)
+        ps.save(saved, every_steps=1, keep=1)
+        while True:
+            opened().pull().wait()
+            if rank != odd and ps.is_chief() and odd == 0:
+                ps.complete_step()
+
+    results = run_all(3, body, 1, settings=ELASTIC)
+    mismatches = [each for each in results if isinstance(each, rc.MismatchError)]
+    assert mismatches
+    others = [each for each in results if each not in mismatches]
+    assert all(isinstance(each, rc.PeerFailedError) for each in others), others
+    assert content_of(saved) == before
+
+
 def test_a_chief_that_goes_on_all_the_same_may_die_later(saved):
     def body(rank):
         table = opened(99)

@@ -438,12 +438,7 @@ def _refused_by_all(current: Session, label: str) -> Iterator[None]:
     except PeerFailedError:
         raise
     except Exception:
-        peers, refusals = current.engine.watch.peers, current.refusals
-        if peers.survivable:
-            refusals.begin([r for r in range(current.engine.job_size) if r not in peers.gone])
-            current.engine.nudge()
-            with contextlib.suppress(PeerFailedError):
-                current.client.drive_until(lambda: not refusals.unaware(peers.gone), label, None)
+        current.refuse_for_all(label)
         raise
     current.refusals.end()
 

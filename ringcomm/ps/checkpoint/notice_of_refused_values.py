@@ -1,8 +1,8 @@
-"""Lets all ranks know that the chief could not restore a checkpoint.
+"""Lets all ranks know that one of them could not restore a checkpoint, or open a table.
 
-Where a job goes on after deaths, the end of the chief would be taken for one: the others would
-train from the first values, and their saves would remove the checkpoints. So while its error may
-end it, the job does not go on without this rank.
+Where a job goes on after deaths, the end of this rank would be taken for one. The others would
+train from the first values, or with another table, and their saves would remove the checkpoints. So
+while its error may end it, the job does not go on without this rank.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 REFUSED: Final = 2  # options of Kind.REPLACED, beside those of notice_of_replaced_values
-KNOWN: Final = 3  # to the chief: this rank knows
-GOES_ON: Final = 4  # the program of the chief has caught the error, and trains
+KNOWN: Final = 3  # to that rank: this one knows
+GOES_ON: Final = 4  # its program has caught the error, and trains
 
 
 class Refusals:
@@ -36,7 +36,7 @@ class Refusals:
         self.needed: frozenset[int] = frozenset()
 
     def begin(self, ranks: Collection[int]) -> None:
-        """Tell ranks that this one could not restore."""
+        """Tell ranks that this one cannot go on."""
         self._told = {*ranks} - {self._me}
         self._awaited = {*self._told}
         for rank in sorted(self._told):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from ringcomm.errors import RingcommError
+from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.ps.client.future import Future, require_timeout
 from ringcomm.ps.client.json_requests import ignore, json_of
 from ringcomm.ps.client.request import Request
@@ -213,7 +213,8 @@ def open_once(session: Session, spec: Spec, make: Callable[[dict[str, Any]], T])
             "epochs" of those that have moved.
 
     Raises:
-        MismatchError: this rank or another opened it with something else.
+        MismatchError: this rank or another opened it with something else. If it ends a worker that
+            was there from the start, the job ends: nobody knows which of them is right.
         CommTimeoutError: the leader does not answer.
     """
     with session.opening:
@@ -223,6 +224,13 @@ def open_once(session: Session, spec: Spec, make: Callable[[dict[str, Any]], T])
             return known
         client, meta = session.client, packed_json(spec.to_json())
         request = Request(Kind.CREATE, server=client.leader, meta=meta)
-        created = client.call_one(f"table[{spec.name}]", request, json_of).wait()
+        label = f"table[{spec.name}]"
+        try:
+            created = client.call_one(label, request, json_of).wait()
+        except MismatchError:
+            layout, me = session.layout, session.engine.job_rank
+            if me in layout.workers and me not in layout.joined:  # a newcomer ends alone
+                session.refuse_for_all(label)
+            raise
         table = session.tables[spec.name] = make(created)
         return table
