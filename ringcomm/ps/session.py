@@ -137,7 +137,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.takeovers = Takeovers(self.layout)
-        self.engine.control.members = lambda: self.layout.workers
+        layout = self.layout  # an engine that is over is not to hold this session
+        self.engine.control.workers = lambda: layout.workers
 
         me, link = self.engine.job_rank, self.client.link
         self.refusals = Refusals(

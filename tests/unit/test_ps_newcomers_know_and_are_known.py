@@ -145,7 +145,7 @@ def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_h
     table = SimpleNamespace(number=1, n_rounds=9, mode=SYNC)
     current = SimpleNamespace(
         newcomers={5}, clock=9, begins={1: 4, 2: 3}, tables={"w": table},
-        training=SimpleNamespace(n_calls=0),
+        training=SimpleNamespace(n_calls=0), layout=SimpleNamespace(dead=set()),
         engine=SimpleNamespace(job_rank=3, watch=SimpleNamespace(peers=SimpleNamespace(gone=[]))),
         client=SimpleNamespace(
             link=link, outstanding=SimpleNamespace(loss=None), wait_until_sent=lambda _: None,

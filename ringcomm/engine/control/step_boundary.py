@@ -35,7 +35,7 @@ class Control:
         is_paused: this rank waits at a step boundary for the command that resumes it.
         signals: those that stop the job.
         checkpoints: functions of other layers that save one, called after those of the program.
-        members: returns the ranks that take commands.
+        workers: returns the ranks that take commands, if the default group does not tell.
     """
 
     def __init__(self, engine: ControlledEngine, program: Program = PROGRAM) -> None:
@@ -51,7 +51,7 @@ class Control:
         self.is_paused = False
         self.signals = StopSignals(self._engine)
         self.checkpoints: list[Callable[[int], object]] = []
-        self.members: Callable[[], Sequence[int]] = lambda: self._engine.groups.default.ranks
+        self.workers: Callable[[], Sequence[int]] | None = None
         self._must_end = False
         engine.watch.listeners[Kind.CONTROL] = self._hear
 
@@ -78,7 +78,7 @@ class Control:
         self._last = completed
         self._program.n_steps = self._program.n_before + self._step
         if self._savers:
-            self.signals.arm(self.members())
+            self.signals.arm(self._members)
         with self._lock:
             self._rounds.enter(self._step)
         while not self._leave():
@@ -190,7 +190,11 @@ class Control:
         with self._lock:
             if unless_known and self._rounds.knows(text):
                 return
-            self._send(self._rounds.propose(text, self.members(), self._gone))
+            self._send(self._rounds.propose(text, self._members, self._gone))
+
+    @property
+    def _members(self) -> Sequence[int]:
+        return self._engine.groups.default.ranks if self.workers is None else self.workers()
 
     @property
     def _gone(self) -> Collection[int]:
@@ -220,7 +224,7 @@ class Control:
         answer = Answer(self._program.n_before + self._step, partial(self._tell, text, reply))
         if text == END:
             self._set_paused(is_paused=False)
-            self.signals.tell_of_stop(self.members())
+            self.signals.tell_of_stop(self._members)
             end(self._program, self._savers, replace(answer, tell=_ignore))
             return
         command = parse(split(text))
@@ -230,7 +234,7 @@ class Control:
         else:
             if command.word == "stop":
                 self._set_paused(is_paused=False)
-                self.signals.tell_of_stop(self.members())
+                self.signals.tell_of_stop(self._members)
             perform(command, self._program, self._savers, self._engine, answer)
 
     def _set_paused(self, *, is_paused: bool) -> None:
