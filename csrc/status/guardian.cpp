@@ -493,7 +493,9 @@ int run(int argc, char** argv) {
   if (argc < 6)
     throw std::runtime_error(
         "usage: GRACE_MS FAULT_TOLERANT HYDRA RECORD PID:FD:NONCE[:PAGE:LIFELINE] ...");
-  for (const int signal : {SIGHUP, SIGINT, SIGTERM, SIGPIPE}) std::signal(signal, SIG_IGN);
+  // Slurm sends what a user chooses to all processes of a step.
+  for (const int signal : {SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGPIPE, SIGALRM, SIGTERM})
+    std::signal(signal, SIG_IGN);
   std::vector<Watched> ranks;
   for (int i = 5; i < argc; ++i) ranks.push_back(watched(argv[i]));
   Guardian guardian(std::move(ranks), std::atol(argv[1]) * kMs, std::atol(argv[2]) != 0,

@@ -706,6 +706,19 @@ def test_an_exception_in_a_thread_is_a_bad_end_although_the_main_thread_ends_wel
     assert rank.end()[0] == 1
 
 
+def test_the_guardian_outlives_signals_that_a_scheduler_sends_to_all_processes(start_rank, capfd):
+    bystander, culprit = start_rank(0, WAITING), start_rank(1, "1 / 0")
+    guardian = Guardian([bystander.ward, culprit.ward], grace_s=0.1, is_fault_tolerant=False)
+    bystander.go()
+    wait_until_running(bystander)
+    for name in ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM"):
+        os.kill(guardian._process.pid, getattr(signal, f"SIG{name}"))
+    culprit.go()
+    assert bystander.end()[0] == -signal.SIGTERM
+    guardian.wait()
+    assert "x rank 1" in capfd.readouterr().err
+
+
 def test_one_rank_stopped_by_sigterm_is_named(start_rank, capfd):
     bystander, culprit = start_rank(0, WAITING), start_rank(1, "time.sleep(60)")
     guardian = guarded(capfd, culprit, bystander)
