@@ -207,6 +207,10 @@ void bind_status(nb::module_& m) {
   m.def("catch_stop_signals", &catch_stop_signals);
   m.def("stop_signal", &stop_signal);
   m.def("release_stop_signals", &release_stop_signals);
+  m.def("let_forks_hold_stop_signals", &let_forks_hold_stop_signals);
+  m.def("hold_stop_signals_of", &hold_stop_signals_of, "rank"_a);
+  m.def("hold_stop_signals_again", &hold_stop_signals_again);
+  m.def("pass_stop_signals_on", &pass_stop_signals_on);
   m.def("exit_at_last", [](int code) { end_with(LastAct::exit, code); }, "code"_a);
   m.def("kill_at_last", [] { end_with(LastAct::kill, 0); });
   m.def("finalize_mpi_at_last", &finalize_mpi, "finalize"_a, "finalized"_a);

@@ -1,6 +1,8 @@
 """The ranks of a job that runs in a folder, as `ringcomm top` finds them."""
 
 import os
+import re
+import signal
 from pathlib import Path
 
 from harness import wait_until
@@ -33,3 +35,17 @@ def await_steps(folder, size):
         return len(found) == size and all(each.page["step"] for each in found.values())
 
     wait_until(have_stepped, lambda: ranks_in(folder))
+
+
+def await_caught(folder, size):
+    """Return once all ranks catch SIGUSR1, of which the kernel tells."""
+
+    def is_caught():
+        pids = [each.page["pid"] for each in ranks_in(folder).values()]
+        masks = [
+            int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
+            for pid in pids
+        ]
+        return len(pids) == size and all(mask >> signal.SIGUSR1 - 1 & 1 for mask in masks)
+
+    wait_until(is_caught, "signals are not caught")

@@ -16,7 +16,7 @@ int last_code = 0;
 pid_t last_pid = 0;
 MpiEnd mpi_end{};
 
-void finalize() {
+void finalize_mpi_unless_it_is() {
   int is_over = 0;
   if (mpi_end.finalized(&is_over) == 0 && is_over == 0) mpi_end.finalize();
   note_left();
@@ -37,7 +37,7 @@ void finalize_mpi_at_last(MpiEnd mpi) {
 
 void act_at_last() {
   if (last_act == LastAct::none || last_pid != getpid()) return;
-  if (last_act == LastAct::finalize) return finalize();
+  if (last_act == LastAct::finalize) return finalize_mpi_unless_it_is();
   std::fflush(nullptr);
   if (last_act == LastAct::kill) std::raise(SIGKILL);
   record_exit(last_code);

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
-from ringcomm.launched.ancestors import launcher_since
-
 # Set by init(), so that child processes of a rank know that they are not ranks.
 RANK_PROCESS: Final = "RINGCOMM_RANK_PROCESS"
 # "PID FOLDER", set by `ringcomm run` for the rank that has this pid, and for its children.
@@ -22,7 +20,7 @@ def run_file(name: str, environ: Mapping[str, str] = os.environ) -> str:
     The processes of a job that a rank starts have the variable, too, but are not of this run.
     """
     pid, _, folder = environ.get(RUN_FOLDER, "").partition(" ")
-    if not pid.isdigit() or (int(pid) != os.getpid() and launcher_since(int(pid))):
+    if not pid.isdigit() or (int(pid) != os.getpid() and _launcher_since(int(pid))):
         return ""
     return os.path.join(folder, name)
 
@@ -37,7 +35,14 @@ def parent_rank_pid(environ: Mapping[str, str] = os.environ) -> int | None:
     pid, _, launch = environ.get(RANK_PROCESS, "").partition(" ")
     if not pid.isdigit() or int(pid) == os.getpid() or launch != _launch(environ):
         return None
-    return None if launcher_since(int(pid)) else int(pid)
+    return None if _launcher_since(int(pid)) else int(pid)
+
+
+def _launcher_since(pid: int) -> bool:
+    # 6 ms, which `import ringcomm` spares who is no child.
+    from ringcomm.launched.ancestors import launcher_since
+
+    return launcher_since(pid)
 
 
 def _launch(environ: Mapping[str, str]) -> str:

@@ -1,7 +1,11 @@
 """torch under a real mpirun: DataLoader workers, and a rank that fails in training."""
 
+import os
+import signal
+
 import pytest
-from harness import at_length, run_script
+from find_ranks_of_a_job import await_caught, ranks_in
+from harness import at_length, finish_job, run_script, start_job
 
 LOADER = """
 import sys
@@ -61,6 +65,33 @@ def test_ranks_with_loader_workers_equal_one_process(method, tmp_path):
     job = run_script(2, LOADER, method, cwd=tmp_path, timeout_s=120)
     assert job.code == 0, job.output
     assert job.output.count("trained") == 2
+
+
+STOPPED = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+import ringcomm as rc
+
+if __name__ == "__main__":
+    rc.init()
+    rc.on_checkpoint(lambda step: print("saved", step, flush=True))
+    loader = DataLoader(torch.ones(10**6), num_workers=2, multiprocessing_context=sys.argv[1])
+    for x in loader:
+        rc.allreduce(x)
+        rc.step()
+"""
+
+
+@pytest.mark.parametrize("method", at_length(["fork", "spawn", "forkserver"], ["fork"]))
+def test_workers_hold_a_stop_signal_until_the_ranks_have_saved(method, tmp_path):
+    (tmp_path / "train.py").write_text(STOPPED)
+    job = start_job(2, tmp_path / "train.py", method, cwd=tmp_path)
+    await_caught(tmp_path, 2)
+    for rank in ranks_in(tmp_path).values():
+        os.killpg(os.getpgid(rank.page["pid"]), signal.SIGTERM)
+    done = finish_job(job)
+    assert (done.code, done.output.count("saved ")) == (75, 2), done.output
 
 
 @pytest.mark.at_length

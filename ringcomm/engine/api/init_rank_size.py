@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ringcomm._core import exit_at_last, kill_at_last
+from ringcomm._core import exit_at_last, kill_at_last, pass_stop_signals_on
 from ringcomm._version import __version__
 from ringcomm.config import Settings, read_settings
 from ringcomm.engine.api.await_others_at_end import await_others_at_end
@@ -51,6 +51,7 @@ from ringcomm.launched.become_rank_program import say_place_as_srun_would
 from ringcomm.launched.children_are_no_ranks import mark_children_of_this_rank, parent_rank_pid
 from ringcomm.launched.launcher import is_fault_tolerant, is_hydra, refuse_foreign_ranks
 from ringcomm.launched.mpi_defaults import missed_settings
+from ringcomm.status.children_hold_stop_signals import let_children_hold
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import State
 from ringcomm.status.print_alike_errors_once import print_alike_errors_once
@@ -151,6 +152,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         machines = transport.places["machine"].tolist()
         say_place_as_srun_would(sorted(set(machines)).index(machines[transport.rank]))
         mark_children_of_this_rank()
+        let_children_hold()
         if settings.spares or settings.reserves:
             _require_alike_outside(presence, settings)
         if world.is_outside:
@@ -386,6 +388,7 @@ def _at_exit() -> None:
     if parent_rank_pid() is not None or _mpi is None:
         return
     _is_exiting = True
+    pass_stop_signals_on()
     world = current()
     failure = None if world is None else _leave_job(world)
     if failure is not None:  # the job waits for this process, and torch takes 1.0 s of CPU to end,
