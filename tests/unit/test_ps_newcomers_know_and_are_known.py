@@ -150,7 +150,7 @@ def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_h
         client=SimpleNamespace(
             link=link, outstanding=SimpleNamespace(loss=None), wait_until_sent=lambda _: None,
             drive_until=lambda *_: True,
-        ), between_steps=None,
+        ), between_steps=None, refusals=SimpleNamespace(end=lambda: None),
     )  # fmt: skip
     let_in.end_step(current)
     (here,) = said
