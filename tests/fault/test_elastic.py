@@ -715,3 +715,29 @@ def test_if_the_refused_spare_was_needed_the_job_says_so_and_ends_with_code_75(t
     ).output  # fmt: skip
     assert "The job goes on without it" in job, job
     assert "2 ranks are left, and RINGCOMM_ELASTIC_MIN is 3; no others have come" in job
+
+
+REFUSED = """
+from ringcomm.engine.api.one_error_for_all import gather_or_raise
+
+@rc.elastic.run
+def train(state):
+    print(f"rank {me} begins in view {rc.elastic.view().number}", flush=True)
+    error = rc.RingcommError("/data/x is damaged: copy it again") if me == 1 else None
+    gather_or_raise("data", None, error)
+    print("not reached", flush=True)
+
+train(state)
+"""
+
+
+@pytest.mark.parametrize("options", ANY_EXIT, ids=LAUNCHERS)
+def test_what_one_rank_refuses_is_no_loss_all_end_with_it_and_one_prints_it(options, tmp_path):
+    job = run_elastic(3, REFUSED, options=options, cwd=tmp_path).output
+    assert sorted(re.findall(r"rank \d begins in view \d", job)) == [
+        f"rank {rank} begins in view 0" for rank in range(3)
+    ], job
+    assert "not reached" not in job
+    assert job.count("Traceback") == 1
+    assert "RingcommError: data: rank 1: /data/x is damaged: copy it again" in job
+    assert "died" not in job
