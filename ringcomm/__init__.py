@@ -7,12 +7,12 @@
 Run with `mpirun -np 4 python train.py`. For torch: `import ringcomm.torch as hvd`.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from ringcomm._version import __version__
-from ringcomm.launched.children_are_no_ranks import parent_rank_pid
 
-if parent_rank_pid() is not None:  # a child of a rank, such as a worker of a pool
+if "RINGCOMM_RANK_PROCESS" in os.environ:  # a child of a rank, such as a worker of a pool
     from ringcomm.status.children_hold_stop_signals import hold_with_rank
 
     hold_with_rank()

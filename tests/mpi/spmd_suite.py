@@ -54,11 +54,11 @@ def test_ranks_are_those_of_mpi(mpi):
     assert (rc.rank(), rc.size()) == (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
 
 
-def test_a_core_dump_has_the_status_page_and_no_arena():
+def test_a_core_dump_has_the_page_of_status_that_of_stop_signals_and_no_arena():
     rc.zeros(1000, "float32")
     areas = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     dumped = [area for area in areas if " dd" not in area.partition("VmFlags:")[2]]
-    assert set(re.findall(r"/memfd:ringcomm-(\w+)", "".join(dumped))) == {"status"}
+    assert set(re.findall(r"/memfd:ringcomm-(\w+)", "".join(dumped))) == {"status", "stop"}
 
 
 def hosts_of_ranks():
