@@ -423,6 +423,8 @@ def test_intel_mpi_gets_a_file_of_its_hosts():
         ("-- ./train.sh x", "./train.sh x"),
         ("bash -c 'echo hi'", "bash -c 'echo hi'"),
         ("-m mod a -- b -- -np 3", "/v/bin/python -m mod a -- b -- -np 3"),
+        ("--module=mod a -- b --dry-run", "/v/bin/python -m mod a -- b --dry-run"),
+        ("-mmod a -- b", "/v/bin/python -m mod a -- b"),
         ("-- -- x", "-- x"),
         ("t.py a -- -- --help", "/v/bin/python t.py a -- -- --help"),
         (
