@@ -135,7 +135,7 @@ class KeptFile:
             data = memoryview(self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, ValueError) as error:  # ValueError: no path can have this name
             raise self.refusal(f"cannot be read ({error or type(error).__name__})") from error
         content, has_trailer = self._checked(data)
         try:
@@ -169,10 +169,10 @@ class KeptFile:
             f"elastic: {self.path} {what}. No rank has begun, and the file stays as it is. Put a "
             "good copy in its place, or move it away to begin anew"
         )
-        if self.previous.exists():
+        if os.path.exists(self.previous):  # False also if that cannot be found out
             text += (
-                f". {self.previous} is an older commit, with which the job that wrote the file "
-                "had begun; to go on from that, move it there"
+                f". {self.previous} is an older commit, with which a job that wrote here had "
+                "begun; to go on from that, move it there"
             )
         return RingcommError(text)
 

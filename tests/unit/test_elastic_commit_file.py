@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from harness import errors_of_ranks, run_ranks
 
+from ringcomm.config import Settings
 from ringcomm.elastic import ArrayState, ObjectState, State, commit_file
 from ringcomm.errors import MismatchError, RingcommError
 
@@ -160,6 +161,23 @@ def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(tmp_path, monkeypat
         m.setattr(commit_file.Path, "is_file", lambda path: False)
         assert "cannot be read ([Errno 13] Permission denied" in refusals(path)
     assert train(path, 2, 5) == [(4, [4] * 3, 4)] * 2
+
+
+@pytest.mark.parametrize("name", ["s" * 250, "s\0"], ids=["long", "no name"])
+def test_a_name_beside_which_none_can_be_is_an_error_on_all_ranks(name, tmp_path):
+    """`.previous` would be too long, which stat() refuses; or the file itself can not exist."""
+    path = tmp_path / name
+    if "\0" not in name:
+        path.write_bytes(b"")
+
+    def body(rank):
+        state = ArrayState(step=0)
+        state.keep_in(path)
+        state.sync()
+
+    errors = errors_of_ranks(2, body, settings=Settings(timeout_s=5))
+    assert {type(each) for each in errors} == {RingcommError}, errors
+    assert all("No rank has begun" in str(each) for each in errors)
 
 
 def test_a_folder_in_its_place_is_an_error_on_all_ranks(tmp_path):
