@@ -199,7 +199,8 @@ class State(ABC):
         """Let the root take over what the file of keep_in() holds, if it has not been read yet.
 
         All ranks learn of it before any may begin: of a commit, or why it cannot be used. Whoever
-        reads the file may be lost at any moment; then the next root reads it. Collective.
+        reads the file may be lost at any moment; then the next root reads it. If another rank is
+        lost, the same one reads it again: only the end of sync() sets `origin`. Collective.
 
         Returns:
             True if the root has its commit from the file now.
@@ -232,8 +233,7 @@ class State(ABC):
         try:
             kept = file.load()
             if kept is None:
-                file.origin = Origin(ABSENT)
-                return _Read()
+                return _Read(origin=Origin(ABSENT))
             self.save()
             for name in self.COPIES:
                 mine = sorted(map(str, getattr(self, name)))
@@ -247,7 +247,6 @@ class State(ABC):
         for name in self.COPIES:
             setattr(self, name, kept.copies[name])
         self._n_commits, self._is_saved = kept.n_commits, True
-        file.origin = kept.origin
         return _Read(None, kept.n_commits, kept.origin)
 
     def _misfit(self, kept: dict[str, dict[str, Any]]) -> str | None:

@@ -232,6 +232,33 @@ def test_a_value_that_one_rank_cannot_restore_is_an_error_on_all_ranks(tmp_path)
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_begin_that_is_interrupted_begins_with_the_file_again(refuses, tmp_path, caplog):
+    """A rank was lost while all got what the file holds; who has read it goes on with the others."""
+    path = tmp_path / "state"
+
+    def body(rank, *, refuses=False, is_interrupted=False):
+        state = ObjectState(schedule=OneThatRefuses(refuses and rank == 1))
+        state.keep_in(path)
+        with pytest.MonkeyPatch.context() as m:
+            if is_interrupted:
+                m.setattr(state, "verify", lambda: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    state.sync()
+        state.sync()
+        state.commit()
+
+    run_ranks(2, body)
+    with caplog.at_level(logging.WARNING, "ringcomm"):
+        errors = errors_of_ranks(2, lambda rank: body(rank, refuses=refuses, is_interrupted=True))
+    if refuses:
+        assert {type(each) for each in errors} == {RingcommError}, errors
+        assert all("which rank 1 cannot restore" in str(each) for each in errors)
+    else:
+        assert errors == [None] * 2
+        assert "the job goes on from commit 1" in caplog.text
+
+
 def test_what_a_job_began_with_is_kept_as_previous_when_it_is_overwritten(tmp_path, caplog):
     path, previous = tmp_path / "state", tmp_path / "state.previous"
     train(path, 2, 7, every=3)  # keeps 6
