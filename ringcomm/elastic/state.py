@@ -487,6 +487,15 @@ class ObjectState(State):
             else:
                 setattr(self, name, copy.deepcopy(saved))
 
+    def _misfit(self, kept: dict[str, dict[str, Any]]) -> str | None:
+        for name, found in kept.get("_saved", {}).items():
+            if isinstance(self._saved.get(name), StateOf) and not isinstance(found, StateOf):
+                return (
+                    f"keeps {name} as {type(found).__name__}, and here it is "
+                    f"{type(getattr(self, name)).__name__}, which needs a state_dict()"
+                )
+        return None
+
     def checksum(self) -> int:
         """Return a checksum of numbers, texts and arrays; other objects are not compared."""
         return checksum_of(self._saved)
@@ -557,7 +566,7 @@ class ArrayState(ObjectState):
                     f"keeps {name} as {found.dtype} {found.shape}, and here it is {mine.dtype} "
                     f"{mine.shape}"
                 )
-        return None
+        return super()._misfit(kept)
 
     def restore(self) -> None:
         """Write the copies into the arrays, and set the other values."""

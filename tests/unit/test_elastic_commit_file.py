@@ -214,6 +214,19 @@ class OneThatRefuses:
             raise KeyError("momentum")
 
 
+def test_a_value_kept_as_a_number_does_not_replace_one_with_a_state_dict(tmp_path):
+    def body(rank, schedule):
+        state = ArrayState(schedule=schedule)
+        state.keep_in(tmp_path / "state")
+        state.sync()
+        state.commit()
+
+    run_ranks(1, lambda rank: body(rank, 0.1))
+    errors = errors_of_ranks(2, lambda rank: body(rank, OneThatRefuses(False)))
+    text = "keeps schedule as float, and here it is OneThatRefuses, which needs a state_dict()"
+    assert [text in str(each) for each in errors] == [True] * 2, errors
+
+
 def test_a_value_that_one_rank_cannot_restore_is_an_error_on_all_ranks(tmp_path):
     path = tmp_path / "state"
 
