@@ -103,6 +103,7 @@ def test_a_job_may_have_more_ranks_than_a_process_has_files(tmp_path, capfd):
     folder, size = RunFolder(tmp_path / "run"), 100
     folder.create({}, {})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(size)]  # as another program may have
     few = len(os.listdir("/proc/self/fd")) + size // 2
     says = f"for i in $(seq 0 {size - 1}); do echo $(ulimit -Sn) >{folder.path}/rank-$i.log; done"
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
@@ -111,6 +112,8 @@ def test_a_job_may_have_more_ranks_than_a_process_has_files(tmp_path, capfd):
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (few, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in others:
+            os.close(each)
     assert ending.launcher_code == 0
     assert sorted(capfd.readouterr().out.split("\n")) == sorted(
         ["", *(f"[{rank}] {few}" for rank in range(size))]

@@ -38,7 +38,7 @@ _DRAIN_S: Final = 2.0
 _PIECE: Final = 1 << 16
 _TAIL: Final = 1 << 18  # bytes of what the launcher says that are kept, to find out how it ended
 _PR_SET_PDEATHSIG: Final = 1
-_OTHER_FILES: Final = 64  # that are open beside the logs of the ranks
+_OTHER_FILES: Final = 64  # that are opened beside the logs of the ranks
 
 
 class Supervisor:
@@ -380,7 +380,8 @@ class _Signals:
 
 @contextlib.contextmanager
 def _room_for_files(count: int) -> Iterator[tuple[int, int]]:
-    """Let this process have so many files open; yield the limits for its children, as before."""
+    """Let this process open so many more files; yield the limits for its children, as before."""
+    count += len(os.listdir("/proc/self/fd"))
     before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < count:  # 1024 most often
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, hard), hard))
