@@ -135,7 +135,7 @@ class KeptFile:
             data = memoryview(self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, MemoryError, ValueError) as error:  # ValueError: no path can have this name
+        except (OSError, MemoryError, ValueError) as error:  # ValueError: of no path
             raise self.refusal(f"cannot be read ({error or type(error).__name__})") from error
         content, has_trailer = self._checked(data)
         try:

@@ -247,7 +247,7 @@ def test_a_value_that_one_rank_cannot_restore_is_an_error_on_all_ranks(tmp_path)
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_begin_that_is_interrupted_begins_with_the_file_again(refuses, tmp_path, caplog):
-    """A rank was lost while all got what the file holds; who has read it goes on with the others."""
+    """A rank was lost while all got what the file holds; who has read it goes on with them."""
     path = tmp_path / "state"
 
     def body(rank, *, refuses=False, is_interrupted=False):

@@ -195,7 +195,7 @@ class _Refuse(argparse.Action):
 def _program(args: argparse.Namespace, python: str) -> tuple[str, ...]:
     """Return the command of a rank. `python` means the interpreter that ringcomm runs with."""
     if args.module:
-        # `-m mod a b` has all in `module`; of `--module=mod a b` argparse leaves `a b` in `program`.
+        # `-m mod a b` has all in `module`, `--module=mod a b` has `a b` in `program`.
         return (python, "-m", *map(_with_dashes, [*args.module, *args.program]))
     given = args.program[1:] if args.program[:1] == [_DASHES] else args.program
     rest = [*map(_with_dashes, given)]
