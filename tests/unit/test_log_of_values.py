@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import queue
 import sys
+import threading
 from types import ModuleType
 
 import pytest
@@ -122,6 +124,60 @@ def test_a_folder_that_tensorboard_cannot_write_is_one_warning(tmp_path, monkeyp
         "RINGCOMM_TENSORBOARD=full cannot be written: No space left on device",
     ]
     assert seen == [("loss", 0.0, 0), ("loss", 1.0, 7), ("loss", 2.0, 8)]
+
+
+def test_a_tracker_on_a_full_disk_is_one_warning(monkeypatch, caplog):
+    class Tracker:
+        def log(self, values, step):
+            seen.append(values)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def body(_):
+        rc.log_to(Tracker())
+        for loss in range(3):
+            rc.log(loss=loss)
+
+    seen = []
+    monkeypatch.setattr(log_metrics, "_trackers", [])
+    run_ranks(1, body)
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert "Tracker, which rc.log_to() was given, lacks" in warning
+    assert "No space left on device" in warning
+    assert seen == [{"loss": 0.0}, {"loss": 1.0}, {"loss": 2.0}]
+
+
+def test_a_tracker_whose_thread_a_full_disk_has_ended_is_not_waited_for(monkeypatch, caplog):
+    """As the SummaryWriter of tensorboardX, whose add_scalar() waits for room in its queue."""
+
+    class EventQueue(queue.Queue):
+        def get(self):
+            value = super().get()
+            if value == 19.0:
+                raise EOFError  # closed
+            return value
+
+    class Writer:
+        def __init__(self):
+            self.file_writer = self.event_writer = self
+            self._event_queue, self._closed = EventQueue(2), False
+            self._worker = threading.Thread(target=self._event_queue.get, daemon=True)
+            self._worker.start()
+
+        def add_scalar(self, name, value, step):
+            self._event_queue.put(value, timeout=60)
+
+    def body(_):
+        rc.log_to(Writer())
+        for loss in range(20):
+            rc.log(loss=loss)
+
+    monkeypatch.setattr(log_metrics, "_trackers", [])
+    run_ranks(1, body)
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert "its thread has ended" in warning
+    for thread in threading.enumerate():
+        if thread.name == "ringcomm-tracker":
+            thread.join()
 
 
 def test_the_writer_of_tensorboardx_waits_for_no_thread_that_a_full_disk_has_ended(

@@ -19,11 +19,11 @@ from ringcomm.transport.membership.view import View
 
 
 def events_of(path):
-    """Return the events of a trace that has no closing bracket."""
-    opening, *lines = path.read_text().splitlines()
-    assert opening == "["
-    assert all(line.endswith("},") for line in lines)
-    return [json.loads(line[:-1]) for line in lines]
+    """Return the events of a trace that was closed: an array, with an event per line."""
+    text = path.read_text()
+    events = json.loads(text)
+    assert len(text.splitlines()) == len(events) + 2
+    return events
 
 
 def test_each_rank_writes_its_operations_with_their_phases(tmp_path):
@@ -97,6 +97,15 @@ def test_what_was_not_carried_out_says_so(tmp_path):
     run_ranks(2, body, settings=Settings(timeline=str(tmp_path / "trace")))
     ends = [e for e in events_of(tmp_path / "trace.1.json") if e["ph"] == "E"]
     assert [e["args"]["outcome"] for e in ends] == ["mismatch", "refused", "done"]
+
+
+def test_an_event_that_comes_after_the_end_is_not_written(tmp_path):
+    timeline = Timeline(str(tmp_path / "trace"), 0)
+    lane = timeline.begin("allreduce[w]", 8)
+    timeline.close()
+    lane.end("done")
+    timeline.close()
+    assert [event["ph"] for event in events_of(tmp_path / "trace.0.json")] == ["M", "B"]
 
 
 def test_a_folder_that_is_missing_is_an_error(tmp_path):

@@ -7,7 +7,7 @@ from storms import LAUNCHERS
 from training_models import SMALL, assert_close, copies, data, fit, network, share, weights, wrap
 
 import ringcomm.torch as hvd
-from ringcomm.errors import RingcommError
+from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.torch.zero import share_copies
 from ringcomm.transport.membership.view import View
 
@@ -212,6 +212,18 @@ def test_without_a_state_a_loss_is_an_error_at_the_next_step():
             optimizer.state_dict()
 
     run_ranks(1, body)
+
+
+def test_a_state_with_a_sharded_optimizer_is_kept_in_no_file(tmp_path):
+    def body(rank):
+        model = network()
+        state = hvd.elastic.TorchState(model, wrap(model, shard_state=1), step=0)
+        with pytest.raises(ConfigError, match=r"keep_in: optimizer has shard_state=1.*Checkpoint"):
+            state.keep_in(tmp_path / "state")
+        state.commit()
+
+    run_ranks(2, body)
+    assert not list(tmp_path.iterdir())
 
 
 TRAINING = """

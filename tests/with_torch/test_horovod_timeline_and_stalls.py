@@ -21,10 +21,7 @@ def train(steps=2):
 
 
 def events(path):
-    """Return the events of a trace, which has no closing bracket."""
-    opening, *lines = path.read_text().splitlines()
-    assert opening == "["
-    return [json.loads(line.rstrip(",")) for line in lines]
+    return json.loads(path.read_text())
 
 
 def begun(path):

@@ -10,6 +10,7 @@ import json
 import logging
 import operator
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -23,6 +24,7 @@ _log: Final = logging.getLogger("ringcomm")
 _NO_STEP: Final = -1
 _MOST_STEPS: Final = (1 << 63) - 1
 _FLUSH_S: Final = 5
+_LACKS: Final = "%s, which rc.log_to() was given, lacks what rc.log() gets: %s. Training goes on"
 _OF_THE_LINE: Final = ("time", "step")  # what each line of a rank's file has itself
 _Tracker = Callable[[dict[str, float], int | None], object]
 _trackers: list[_Tracker] = []
@@ -81,9 +83,47 @@ def log_to(tracker: Any) -> None:
             tensorboardX or torch; with log_metric(name, value, step=), such as the module mlflow;
             or with log(values, step=), such as a run of wandb. Other ranks may pass it, too.
 
+    An OSError of the tracker, as on a full disk, is one warning, and log() goes on.
+
     Raises TypeError if it has none of these.
     """
-    _trackers.append(_tracking(tracker))
+    track = _tracking(tracker)
+    _do_not_wait_for_an_ended_thread(tracker)
+    has_failed = False
+
+    def track_or_warn(values: dict[str, float], step: int | None) -> None:
+        nonlocal has_failed
+        try:
+            track(values, step)
+        except OSError as error:
+            if not has_failed:
+                _log.warning(_LACKS, type(tracker).__name__, error.strerror or error)
+            has_failed = True
+
+    _trackers.append(track_or_warn)
+
+
+def _do_not_wait_for_an_ended_thread(tracker: Any) -> None:
+    """Empty the queue of tensorboardX's SummaryWriter once its thread has ended.
+
+    The thread ends on a full disk, and says nothing; add_scalar() and close() would then wait for
+    ever for room in the queue of 10 events.
+    """
+    writer = getattr(getattr(tracker, "file_writer", None), "event_writer", None)
+    worker, queue = getattr(writer, "_worker", None), getattr(writer, "_event_queue", None)
+    if not isinstance(worker, threading.Thread) or queue is None:
+        return
+
+    def watch() -> None:
+        worker.join()
+        if getattr(writer, "_closed", True):
+            return
+        _log.warning(_LACKS, type(tracker).__name__, "its thread has ended, as on a full disk")
+        with contextlib.suppress(OSError, ValueError, EOFError):  # it has been closed
+            while True:
+                queue.get()
+
+    threading.Thread(target=watch, name="ringcomm-tracker", daemon=True).start()
 
 
 def note_event(text: str) -> None:

@@ -153,3 +153,4 @@ def stop(engine: Engine) -> None:
     state = engine.state
     state.fail(RingcommError("this rank has failed, so its operations were broken off"))
     engine.progress.stop(state.copy_of_error)
+    engine.pending.record(None)

@@ -1,7 +1,7 @@
 """The operations of a rank over time, as a Chrome trace that Perfetto (ui.perfetto.dev) loads.
 
-The file is an opening bracket, then one JSON object per line. The format needs no closing bracket,
-and each line is written by one call, so the file of a killed rank can be read. Times are
+The file is a JSON array with one object per line. Each is written by one call, and the format needs
+no closing bracket, so the file of a killed rank, which has none, can be read as well. Times are
 microseconds of the host's wall clock.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -73,7 +73,7 @@ class Timeline:
         self._n_lanes = 0
         self._free: list[int] = []  # numbers of the free lanes, a heap
         self._offset_ns = time.time_ns() - time.monotonic_ns()
-        self._append("[\n")
+        self._before = "[\n"  # what separates the next event from what is there
         host = host_name()
         self.write("M", 0, name="process_name", args={"name": f"rank {rank}", "host": host})
 
@@ -100,9 +100,11 @@ class Timeline:
         return self._fd >= 0
 
     def close(self) -> None:
-        """Close the file; later events are dropped."""
+        """Close the array and the file; later events are dropped."""
         with self._lock:
             if self._fd >= 0:
+                with contextlib.suppress(OSError):  # as on a full disk
+                    os.write(self._fd, b"\n]\n")
                 os.close(self._fd)
             self._fd = -1
 
@@ -111,13 +113,12 @@ class Timeline:
         now_ns = time.monotonic_ns() if at_ns is None else at_ns
         at_us = (now_ns + self._offset_ns) / 1000
         event = {"pid": self._rank, "tid": lane, "ph": phase, "ts": at_us, **fields}
-        self._append(json.dumps(event) + ",\n")
-
-    def _append(self, line: str) -> None:
+        text = json.dumps(event)
         try:
             with self._lock:
                 if self._fd >= 0:
-                    os.write(self._fd, line.encode())
+                    os.write(self._fd, (self._before + text).encode())
+                    self._before = ",\n"
         except OSError as error:
             self.close()
             _log.warning("the timeline ends here: %s: %s. Training goes on", self.path, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final, get_args
 
@@ -149,6 +150,21 @@ class TorchState(ObjectState):
         self._holder_names = tuple(holders)
         self._names = tuple(name for name in self._names if name not in holders)
         self._copies: dict[str, Any] = {}
+
+    def keep_in(self, path: str | os.PathLike[str], *, every: int = 1) -> None:
+        """Keep every `every`-th commit in a file; see State.keep_in().
+
+        Raises:
+            ConfigError: an optimizer has shard_state=1: rank 0 has only its part of the state.
+        """
+        for name, each in self._holders.items():
+            if isinstance(each, StateSharding):
+                raise ConfigError(
+                    f"keep_in: {name} has shard_state=1, so no rank has all of its state, and rank "
+                    "0 alone writes the file. Keep it by hvd.Checkpoint, which writes the parts of "
+                    "all ranks, or use shard_state=0"
+                )
+        super().keep_in(path, every=every)
 
     def save(self) -> None:
         """Copy all values."""
