@@ -6,6 +6,7 @@ them, but its end is not the rank's.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -124,8 +125,11 @@ class LastWords:
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs, /) -> None:
         self._thread_hook(args)
-        if self._is_rank() and args.exc_value is not None and args.exc_type is not SystemExit:
-            self._record_exception(args.exc_value)
+        if not self._is_rank() or args.exc_value is None or args.exc_type is SystemExit:
+            return
+        if args.thread is not None and args.thread.daemon and _is_of_full_disk(args.exc_value):
+            return  # a thread that writes records, such as TensorBoard's: training does not need it
+        self._record_exception(args.exc_value)
 
     def _record_exception(self, error: BaseException) -> None:
         lines = [*_last_frames(error), _headline(error)]
@@ -163,6 +167,10 @@ class LastWords:
         if self.failure is None:
             self.failure = failure
             self._on_failure(failure)
+
+
+def _is_of_full_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Exit(SystemExit):

@@ -302,6 +302,25 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(end, tmp_path):
     assert processes_of(job.folder) == []
 
 
+def test_a_daemon_thread_that_a_full_disk_ends_ends_no_rank(tmp_path):
+    """As that of TensorBoard's writers."""
+    body = """
+    import threading
+    def write():
+        with open("/dev/full", "w") as file:
+            file.write("events")
+    rc.init()
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join()
+    print(float(rc.allreduce(np.ones(1))[0]), flush=True)
+    """
+    job = run(tmp_path, 2, body)
+    assert job.code == 0, job
+    assert job.out.count("2.0") == 2, job
+    assert "No space left on device" in job.out
+
+
 def test_a_failure_after_shutdown_counts_although_all_have_left(tmp_path):
     job = run(tmp_path, 2, "rc.init(); rc.shutdown(); sys.exit(4 * int(os.environ['RANK']))")
     assert (job.code, job.end["exit_codes"]) == (4, {"0": 0, "1": 4}), job
