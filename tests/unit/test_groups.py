@@ -17,6 +17,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.engine.peers import groups
+from ringcomm.transport.node.shared_memory import SharedNode
 from ringcomm.transport.start_mpi import agreed_tags
 from ringcomm.transport.tags import DATA, TagLayout
 
@@ -220,6 +221,37 @@ def test_a_group_cannot_be_sent_or_used_by_another_engine():
 
     run_ranks(2, body)
     run_ranks(1, again)
+
+
+def test_a_member_without_memory_is_an_error_on_all_of_them(wire, monkeypatch):
+    def make_team(node, context, members):
+        if node._rank == 1 and context and not failed:
+            failed.append(context)
+            raise MemoryError("std::bad_alloc")
+        return real(node, context, members)
+
+    def body(rank):
+        said = []
+        for _ in range(2):
+            try:
+                group = only(rank, [0, 1])
+            except rc.RingcommError as error:
+                said.append(str(error))
+            else:
+                said.append(rc.allreduce(np.ones(1), group=group).item() if group else 0.0)
+        return said
+
+    failed, real = [], SharedNode._make_team
+    monkeypatch.setattr(SharedNode, "_make_team", make_team)
+    *members, other = run_ranks(3, body)
+    assert other == [0.0, 0.0]
+    if wire == "messages":  # nobody needs memory
+        assert members == [[2.0, 2.0]] * 2
+        return
+    (others, total), (own, own_total) = members
+    assert "rank 1 cannot take part (its own error says why), so no member has the" in others
+    assert "rank 1 cannot take part (MemoryError: std::bad_alloc), so no member" in own
+    assert total == own_total == 2.0
 
 
 def test_groups_in_use_are_as_many_as_there_are_contexts(monkeypatch):

@@ -45,7 +45,8 @@ class Group:
         ValueError: a rank does not exist, a rank occurs twice, or there is no rank.
         MismatchError: members passed the ranks in different order.
         RingcommError: its ranks have 1023 groups in use, or as many as MPI has tags for. A group
-            is in use until all of its members have dropped it.
+            is in use until all of its members have dropped it. Or a member, which the text names,
+            has no memory for it.
     """
 
     rank: int | None
@@ -77,8 +78,15 @@ class Group:
 
     def _create(self, engine: Any, ranks: Iterable[int]) -> None:
         self._join(engine, ranks)
-        if self.rank is not None:
-            self._meet(engine, engine.groups.agree_on(self))
+        if self.rank is None:
+            return
+        ledger = engine.groups.agree_on(self)
+        failure = None
+        try:
+            self._meet(engine, ledger)
+        except Exception as error:  # noqa: BLE001 - a MemoryError, or what a system call says
+            failure = error
+        engine.groups.require_all_met(self, failure)
 
     def _join(self, engine: EngineContext, ranks: Iterable[int]) -> None:
         self.ranks = Members.of(ranks, engine.job_rank, engine.transport.nodes)

@@ -98,6 +98,36 @@ class Groups:
         weakref.finalize(group, self._dropped.append, ledger.group_id).atexit = False
         return ledger
 
+    def require_all_met(self, group: Group, failure: Exception | None) -> None:
+        """Return once all members have their memory for a new group; else raise, on all of them.
+
+        A member without memory would otherwise leave alone, and the others wait in the group.
+
+        Args:
+            failure: why this rank cannot take part, None if it can.
+        """
+        members = tuple(sorted(group.ranks))
+        ticket = Ticket(None, base_of(NO_GROUP, f"met {members}"), self._n_made[members])
+        mine = 0 if failure is None else members.index(self._watch.transport.rank) + 1
+
+        async def talk(task: Task) -> int:
+            channel = Channel(self._watch, task.key, task.members)
+            task.channels.append(channel)
+            return (await agree(0, mine, channel)).value
+
+        def begin(task: Task, _: int) -> TaskCoroutine:
+            task.ends_alone = task.ends_alone_if_left = True
+            return talk(task)
+
+        failed = self._conversations.hold(f"{group!r}", members, begin, ticket)
+        if failed:
+            one = members[failed - 1] if failure is None else self._watch.transport.rank
+            why = f"{type(failure).__name__}: {failure}" if failure else "its own error says why"
+            who = self._watch.transport.label(one)
+            raise RingcommError(
+                f"{group!r}: {who} cannot take part ({why}), so no member has the group"
+            ) from failure
+
     def of_id(self, group_id: int) -> Group:
         """Return the group of this id. Raises RingcommError if this rank has dropped it."""
         group = self._groups.get(group_id) if group_id else self._of_all
