@@ -24,6 +24,8 @@ _WITHOUT_TRAILER: Final = 1  # format of version 0.1.0 before it had a trailer
 _TRAILER: Final = struct.Struct("<16sQI")
 _MARK: Final = b"ringcomm commit\n"
 
+_MOST: Final = (1 << 63) - 1  # commits, as ranks tell each other of them
+
 UNREAD: Final = -1
 ABSENT: Final = -2
 
@@ -181,7 +183,7 @@ class KeptFile:
             text = _with_suffix(self.path, "count").read_bytes().strip()
         except OSError:  # it only tells how many commits are lost
             return 0
-        return int(text) if text.isdigit() else 0
+        return min(int(text), _MOST) if text.isdigit() else 0
 
     def say_what_is_lost(self, n_commits: int) -> None:
         """Log from which commit the job goes on."""
@@ -241,7 +243,7 @@ def _is_commit(content: Any, of_format: int) -> bool:
     n_commits, copies = content.get("n_commits"), content.get("copies")
     return (
         isinstance(n_commits, int)
-        and n_commits >= 0
+        and 0 <= n_commits <= _MOST
         and isinstance(copies, dict)
         and all(isinstance(each, dict) for each in copies.values())
     )

@@ -293,6 +293,14 @@ def test_what_a_job_began_with_is_kept_as_previous_when_it_is_overwritten(tmp_pa
     assert "; 2 commits after it are lost" in caplog.text
 
 
+@pytest.mark.parametrize("count", [b"9" * 20, b"", b"-3", b"many"])
+def test_a_count_that_cannot_be_is_no_reason_not_to_begin(count, tmp_path):
+    path = a_kept_commit(tmp_path, 4)
+    (tmp_path / "state.count").write_bytes(count)
+    assert commit_file.KeptFile(path, 1).load().origin.n_made < 1 << 63  # what ranks can send
+    assert train(path, 2, 6) == [(4, [4] * 3, 4)] * 2
+
+
 def test_a_later_rank_0_of_the_job_leaves_previous_as_it_is(tmp_path):
     path = a_kept_commit(tmp_path, 4)
     writers = [commit_file.KeptFile(path, 1) for _ in range(3)]
