@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ MAX_FLAKY_TESTS = 3
 MAX_FLAKY_STEPS = 1
 MAX_TRIED_AGAIN = 8  # more than may be flaky: the gate fails anyway, and the reader learns enough
 MAX_LINES = 60
+CPU_BUDGET_S = 1750  # of the gate; who adds more than 5 takes out as much, or says why
 TAIL_LINES = 15  # of what a failed test said
 WIDTH = 160
 NOISE = re.compile(r"^(SKIPPED .*|.*\[ *\d+%\])\n", re.MULTILINE)
@@ -82,6 +84,7 @@ class Step:
     output: str = ""
     failures: tuple[Failure, ...] = ()
     is_complete: bool = False  # a FailureLog was closed
+    costs: dict[str, tuple[float, int]] = field(default_factory=dict)  # of files; see cost_plugin
 
     def parts(self) -> tuple[Failure, ...]:
         """Return what may be tried again instead of the whole step."""
@@ -208,13 +211,27 @@ def cut(lines: list[str], limit: int) -> list[str]:
 def durations(steps: Sequence[Step]) -> list[str]:
     tries = [step for step in steps if step.mode.startswith("of ")]
     each = [
-        f"{step.seconds} s {step.name}" + " (failed)" * bool(step.code)
+        f"{step.seconds} s {step.name}{cost_of(step)}" + " (failed)" * bool(step.code)
         for step in steps
         if step not in tries
     ]
     if tries:
         each.append(f"{sum(step.seconds for step in tries)} s {len(tries)} tried again")
     return textwrap.wrap("steps: " + ", ".join(each), WIDTH, max_lines=12)
+
+
+def cost_of(step: Step) -> str:
+    if not step.costs:
+        return ""
+    seconds, jobs = (sum(each) for each in zip(*step.costs.values(), strict=True))
+    return f" ({seconds:.0f} s of a core, {jobs} jobs)"
+
+
+def cost_table(steps: Sequence[Step]) -> list[str]:
+    """Return a line per step and test file, the dearest first."""
+    rows = [(*cost, name, step.name) for step in steps for name, cost in step.costs.items()]
+    rows.sort(reverse=True)
+    return ["CPU s  jobs  file", *(f"{s:5.1f}  {n:4}  {name} ({of})" for s, n, name, of in rows)]
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -246,6 +263,7 @@ def step_in(folder: Path) -> Step:
         output=NOISE.sub("", output),
         failures=tuple(failures.values()),
         is_complete={"complete": True} in entries,
+        costs=json.loads(costs.read_text()) if (costs := folder / "costs").exists() else {},
     )
 
 
@@ -269,8 +287,19 @@ def facts() -> str:
     cores = len(os.sched_getaffinity(0))
     start, seconds = os.environ["LOAD_AT_START"], os.environ["SECONDS_IN_ALL"]
     load = f"load {start} at the start, {os.getloadavg()[0]:.2f} at the end"
-    used = f"{cpu_seconds(os.environ['TIMES_OF_CORES']):.0f} s of a core"
-    return f"commit {commit}{changed}, {cores} cores, {load}, {seconds} s in all, {used}"
+    used = f"{cpu_seconds(os.environ['TIMES_OF_CORES']):.0f} s of a core (budget {CPU_BUDGET_S})"
+    speed = f"a fixed loop takes {loop_ms():.0f} ms"
+    return f"commit {commit}{changed}, {cores} cores, {load}, {seconds} s in all, {used}, {speed}"
+
+
+def loop_ms() -> float:
+    """Return how long a fixed loop of Python takes, the best of 5: the speed of this machine."""
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        sum(i * i for i in range(1_000_000))
+        best = min(best, time.perf_counter() - start)
+    return 1000 * best
 
 
 def cpu_seconds(times: str) -> float:
@@ -290,6 +319,8 @@ def main() -> int:
             print(shlex.join(["step", "--again", mode, name, *command]))
         return 0
     verdict = judge(steps)
+    if os.environ.get("SHOW_COSTS"):
+        print(*cost_table(steps), sep="\n")
     path = kept(verdict) if verdict.failed or verdict.flaky() else ""
     print(*report(steps, verdict, facts(), path), sep="\n")
     return 1 if verdict.reasons() else 0

@@ -6,6 +6,7 @@ import random
 import time
 from collections import defaultdict
 
+import cost_plugin
 import harness
 import leftovers_plugin
 import pytest
@@ -139,7 +140,7 @@ def is_alive(pid):
 
 
 def pytest_configure(config):
-    for plugin in (show_failures_plugin, leftovers_plugin):
+    for plugin in (cost_plugin, show_failures_plugin, leftovers_plugin):
         config.pluginmanager.register(plugin, plugin.__name__)
     if not leftovers_plugin.is_in_a_job() and not harness.is_at_length():
         # Not in the ranks of jobs: it takes 0.1 s.

@@ -1,12 +1,17 @@
 """ci/verdict.py: what is tried again, what is flaky, what fails, and how it is said."""
 
+from dataclasses import replace
+
 import pytest
+from cost_plugin import is_job
 from verdict import (
     MAX_LINES,
     MAX_TRIED_AGAIN,
     Failure,
     Step,
+    cost_table,
     cpu_seconds,
+    durations,
     judge,
     report,
     to_try_again,
@@ -150,3 +155,30 @@ def test_an_assertion_far_above_the_end_is_shown_first():
 
 def test_times_of_the_shell_are_summed():
     assert cpu_seconds("0m0.500s 0m0.250s\n10m3.000s 1m0.250s\n") == 664.0
+
+
+def test_costs_are_summed_by_step_and_shown_by_file():
+    unit = replace(whole("unit", 0), costs={"unit/a.py": (2.5, 0), "unit/b.py": (1.0, 3)})
+    jobs = replace(whole("jobs", 0), costs={"mpi/c.py": (20.0, 7)})
+    assert durations([unit, jobs, whole("lint", 0)]) == [
+        "steps: 3 s unit (4 s of a core, 3 jobs), 3 s jobs (20 s of a core, 7 jobs), 3 s lint"
+    ]
+    assert cost_table([unit, jobs])[1:] == [
+        " 20.0     7  mpi/c.py (jobs)",
+        "  2.5     0  unit/a.py (unit)",
+        "  1.0     3  unit/b.py (unit)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "is_one"),
+    [
+        (["/venv/bin/mpirun", "-np", "2", "python"], True),
+        (["ip", "netns", "exec", "h0", "/venv/bin/ringcomm", "run", "-np", "2"], True),
+        (["/venv/bin/ringcomm", "top", "run"], False),
+        (["python", "mpirun.py"], False),
+        ("mpirun -np 2 python", False),  # of a shell: not looked into
+    ],
+)
+def test_a_job_is_a_launcher_with_ranks(command, is_one):
+    assert is_job(command) == is_one
