@@ -24,7 +24,7 @@ from ringcomm.launch.job.read_records import (
 )
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
-from ringcomm.launch.job.verdict import Ending, judge_ending
+from ringcomm.launch.job.verdict import Cause, Ending, judge_ending
 from ringcomm.launched import become_rank_program
 from ringcomm.transport.start_mpi import start_deadline
 
@@ -390,6 +390,24 @@ VERDICTS = {
     "no init(), a signal, Open MPI": ([], [], 137, OPENMPI_SIGNAL, {}, 137, 1),
     "no init(), a signal, MPICH": ([], [], 9, MPICH_SIGNAL, {}, 137, None),
     "mpirun killed": ([], [], -9, "", {}, 137, None),
+    "mpirun killed, and its ranks asked to end": ([KILLED] * 2, [STOPPED], -9, "", {}, 137, None),
+    "mpirun killed, and a rank raises for want of the others": (
+        [BAD, KILLED], [failed(1, 143, evidence=Evidence.ASKED)], -9, "", {}, 137, None,
+    ),
+    "mpirun crashed": ([KILLED] * 2, [STOPPED], -11, "", {}, 139, None),
+    "mpirun aborted, and its proxy killed the ranks": (
+        [KILLED] * 2, [failed(0, 137, evidence=Evidence.KILLED)], -6, "", {}, 134, None,
+    ),
+    "mpirun crashed after it had named a rank": (
+        [KILLED] * 2, [failed(1, 137, evidence=Evidence.KILLED)], -11, OPENMPI_SIGNAL, {}, 137, 1,
+    ),
+    "mpirun crashed after a rank had raised": ([BAD, KILLED], [RAISED], -11, "", {}, 1, 1),
+    "mpirun killed, and `ringcomm run` had ended it": (
+        [KILLED] * 2, [failed(1, 139)], -9, "", {"is_launcher_ended": True}, 139, 1,
+    ),
+    "mpirun killed after all had stopped in order": (
+        [RankEnd(True, 75)] * 2, [], -9, "", {"is_stopped": True}, 75, None,
+    ),
     "asked, and stopped in order": ([GOOD, GOOD], [], 0, "", {"asked": 15}, 75, None),
     "asked, exit 75": ([RankEnd(False, 75)] * 2, [failed(0, 75)], 75, "", {"asked": 15},
                        75, None),
@@ -458,6 +476,24 @@ def test_verdict(name):
         )
     )
     assert (verdict.code, verdict.rank) == (expected, rank)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (6, "SIGABRT"), (40, "signal 40")]
+)
+def test_a_launcher_that_is_killed_is_named_with_the_signal(number, name):
+    ending = Ending(
+        size=2,
+        ends={0: KILLED, 1: KILLED},
+        seen=range(2),
+        failures=(STOPPED,),
+        launcher_code=-number,
+        launcher="srun",
+        least=1,
+    )
+    verdict = judge_ending(ending)
+    assert verdict.what == f"the launcher, srun, was killed by {name}, and not the program"
+    assert (verdict.code, verdict.cause) == (128 + number, Cause.LAUNCHER)
 
 
 # --- output -------------------------------------------------------------------------------------

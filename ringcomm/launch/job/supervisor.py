@@ -126,6 +126,8 @@ class Supervisor:
             is_stopped=self._folder.is_stopped,
             lost_before_init=self._start.lost,
             has_hung=self._hung.is_found,
+            launcher=Path(self._argv[0]).name,
+            is_launcher_ended=self._kill_at != float("inf"),
         )
 
     def show_held_messages(self) -> None:

@@ -16,6 +16,8 @@ from ringcomm.launch.job.read_records import Evidence, Failure, RankEnd
 
 STOPPED_IN_ORDER: Final = 75  # EX_TEMPFAIL: start it again to go on
 SIGNAL_NAMES: Final = {1: "SIGHUP", 2: "SIGINT", 15: "SIGTERM"}  # those that ask a job to stop
+_OTHER_NAMES: Final = {3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
+                       9: "SIGKILL", 11: "SIGSEGV", 13: "SIGPIPE", 24: "SIGXCPU"}  # fmt: skip
 # Codes of ranks that have done as they were asked; 137: after the grace period, by SIGKILL.
 _OBEYED: Final = (STOPPED_IN_ORDER, 129, 130, 137, 143)
 _BY_SIGKILL: Final = 128 + 9
@@ -30,6 +32,7 @@ class Cause(StrEnum):
     PROGRAM = "the program has failed by itself"
     ASKED = "the ranks were asked to end"
     TRAINED = "a worker has come to its end"
+    LAUNCHER = "the launcher was killed, and its ranks with it"
     LOST = "the job has lost all its workers"
     TOO_FEW = "the job could not go on, and its ranks have ended in order"
 
@@ -50,6 +53,8 @@ class Ending:
         is_stopped: all ranks have taken the command to stop, of `ringcomm ctl` or a signal.
         lost_before_init: a rank that ended before init(), if the others waited for it in vain.
         has_hung: the launcher was ended because it hung after all ranks: its code means nothing.
+        launcher: what it is called.
+        is_launcher_ended: it was ended by this command, for another reason than `asked`.
     """
 
     size: int
@@ -63,6 +68,8 @@ class Ending:
     is_stopped: bool = False
     lost_before_init: int | None = None
     has_hung: bool = False
+    launcher: str = "mpirun"
+    is_launcher_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,15 @@ class Verdict:
 
 def judge_ending(ending: Ending) -> Verdict:
     """Return the verdict: the first of these rules that applies."""
-    rules = (_could_not_go_on, _failed_rank, _stopped, _completed, _bad_exit, _by_launcher)
+    rules = (
+        _could_not_go_on,
+        _lost_launcher,
+        _failed_rank,
+        _stopped,
+        _completed,
+        _bad_exit,
+        _by_launcher,
+    )
     verdict = next(verdict for rule in rules if (verdict := rule(ending)) is not None)
     if ending.least is None or verdict.code == 0 or verdict.cause is not None:
         return verdict
@@ -103,6 +118,25 @@ def _could_not_go_on(e: Ending) -> Verdict | None:
         return None
     what = "too few ranks were left, or some could not be reached"
     return Verdict(STOPPED_IN_ORDER, what, cause=Cause.TOO_FEW)
+
+
+def _lost_launcher(e: Ending) -> Verdict | None:
+    """A signal has ended the launcher, and its ranks have ended because of that.
+
+    A rank's own deed comes first. A rank that was killed has failed before if the launcher has
+    named it: when MPICH's is lost, its proxies kill all ranks.
+    """
+    number = -e.launcher_code
+    if number <= 0 or e.is_launcher_ended or e.has_hung or e.asked is not None or e.is_stopped:
+        return None
+    if _are_done(e) or e.lost_before_init is not None or _named_by_launcher(e) is not None:
+        return None
+    if any(_kind(each) is Evidence.OWN for each in _culprits(e)):
+        return None
+    name = (SIGNAL_NAMES | _OTHER_NAMES).get(number, f"signal {number}")
+    what = f"the launcher, {e.launcher}, was killed by {name}, and not the program"
+    cause = None if e.least is None else Cause.LAUNCHER
+    return Verdict(128 + number, what, cause=cause)
 
 
 def _cause(e: Ending) -> Cause:
