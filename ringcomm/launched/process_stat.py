@@ -18,6 +18,7 @@ class ProcessStat:
         pid: its pid.
         name: up to 15 bytes, which may be cut in the middle of a character.
         is_dead: it has ended, and its parent has not waited for it.
+        is_stopped: by SIGSTOP or the like.
         parent: the pid of its parent.
         session: its session.
         cpu_ticks: the time of CPU that it has used, in 1 / SC_CLK_TCK seconds.
@@ -28,6 +29,7 @@ class ProcessStat:
     pid: int
     name: str
     is_dead: bool
+    is_stopped: bool
     parent: int
     session: int
     cpu_ticks: int
@@ -44,6 +46,7 @@ class ProcessStat:
             pid=pid,
             name=name,
             is_dead=fields[0] in "ZX",
+            is_stopped=fields[0] in "Tt",
             parent=int(fields[1]),
             session=int(fields[3]),
             cpu_ticks=int(fields[11]) + int(fields[12]),

@@ -1,11 +1,16 @@
-"""`ringcomm run` ends a launcher that hangs after all ranks, and no launcher that may have work."""
+"""`ringcomm run` ends a launcher that hangs after all ranks, and no launcher that may have work.
+
+It says which ranks a launcher has not started.
+"""
 
 import os
+import re
 import signal
 import sys
 
 import pytest
 
+from ringcomm.launch.job import supervisor
 from ringcomm.launch.job.processes import waits_in_vain
 from ringcomm.launch.job.read_records import Evidence, Failure, RankEnd
 from ringcomm.launch.job.run_folder import RunFolder
@@ -112,3 +117,71 @@ def test_the_launchers_code_does_not_count(ends, failures, says, expected):
         )
     )
     assert (verdict.code, verdict.rank) == expected
+
+
+# --- ranks that do not start --------------------------------------------------------------------
+def starting(folder, *ranks, then="sleep 600"):
+    """Return a launcher that starts these ranks alone."""
+    start = f"{sys.executable} -I -S {become_rank_program.__file__} {folder.path} true"
+    return ["sh", "-c", "".join(f"RANK={rank} {start}; " for rank in ranks) + then]
+
+
+@pytest.mark.parametrize(
+    ("then", "says"),
+    [
+        ("kill -STOP $$", r"sh \(pid (\d+)\) is stopped, and goes on after kill -CONT \1\. "),
+        ("sleep 600; :", r"sh \(pid \d+\) has below it sleep \(pid \d+\)\. "),
+    ],
+)
+def test_ranks_that_do_not_start_are_named_and_ctrl_c_ends_the_job(
+    then, says, tmp_path, monkeypatch
+):
+    said = []
+
+    def hear(text):
+        said.append(text)
+        if "Ctrl-C" in text:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    folder = RunFolder(tmp_path / "run")
+    folder.create({}, {})
+    monkeypatch.setattr(waits_in_vain, "_UNSEEN_S", 0.1)
+    monkeypatch.setattr(supervisor, "say", hear)
+    monkeypatch.setattr(supervisor, "_TERM_TO_KILL_S", 0.2)
+    here = os.uname().nodename
+    job = Supervisor(
+        starting(folder, 1, then=then), os.environ, folder, size=3, grace_s=0.1,
+        hosts=[f"{here}.a.net", "h2"],
+    )  # fmt: skip
+    ending = job.run()
+    named = r"[01] of 3 ranks have started; missing: 0, (1, )?2; none is on (\S+, )?h2; "
+    assert re.search(named + says.replace(r"\1", r"\3") + "Ctrl-C ends the job", said[0]), said
+    assert (ending.asked, judge_ending(ending).code) == (signal.SIGINT, 130)
+
+
+def seen_by(folder, now, *, size=2, hosts=(), blind=()):
+    """Return at which of these times something is said."""
+    unseen = waits_in_vain.Unseen(folder, size, hosts, "mpirun")
+    said = []
+    for now[0] in map(float, range(250)):
+        if unseen.look(1 << 30, blind):
+            said.append(now[0])
+    return said
+
+
+def test_it_is_said_seldom_which_ranks_are_missing_and_not_once_they_are_there(
+    tmp_path, monkeypatch
+):
+    now = [0.0]
+    monkeypatch.setattr(waits_in_vain.time, "monotonic", lambda: now[0])
+    folder = RunFolder(tmp_path)
+    (tmp_path / "rank-0.at").write_text("9 h1.a.net 1\n")
+    assert seen_by(folder, now) == [30.0, 60.0, 120.0, 240.0]
+    hosts = ("h1", "h2")
+    now[0] = 0.0
+    assert seen_by(folder, now, hosts=hosts)
+    now[0] = 0.0
+    assert seen_by(folder, now, hosts=hosts, blind=("h2",)) == []  # its ranks cannot be seen
+    (tmp_path / "rank-1.at").write_text("9 h2 1\n")
+    now[0] = 0.0
+    assert seen_by(folder, now, hosts=hosts) == []

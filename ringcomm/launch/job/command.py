@@ -134,6 +134,7 @@ def _run(
         least=None if request.elastic is None else request.elastic[0],
         silent_hosts=partial(_silent, request, job, here) if job.hosts else None,
         forks_ranks=_forks_ranks(request),
+        hosts=[host.name for host in job.hosts],
     )
     try:
         ending = supervisor.run()

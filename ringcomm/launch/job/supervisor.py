@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import selectors
 import signal
@@ -23,7 +24,7 @@ from ringcomm.launch.job.processes.ranks_of_this_host import (
     send_signal,
     session_members,
 )
-from ringcomm.launch.job.processes.waits_in_vain import Hung, Orphan, Start
+from ringcomm.launch.job.processes.waits_in_vain import Hung, Orphan, Start, Unseen
 from ringcomm.launch.job.run_folder import LAUNCHER_LOG, RunFolder
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, Ending
@@ -37,6 +38,8 @@ _GUARDIANS_S: Final = 15.0  # they end soon after their ranks, at most 8 s
 _DRAIN_S: Final = 2.0
 _PIECE: Final = 1 << 16
 _TAIL: Final = 1 << 18  # bytes of what the launcher says that are kept, to find out how it ended
+# What a rank says there; see become_rank_program.py.
+_BLIND: Final = re.compile(rb"ringcomm run: host (\S+) does not see ")
 _PR_SET_PDEATHSIG: Final = 1
 _OTHER_FILES: Final = 64  # that are opened beside the logs of the ranks
 
@@ -57,6 +60,7 @@ class Supervisor:
             deaths), the launcher is ended, which may hang. None: the job has no other hosts.
         forks_ranks: the launcher starts the ranks of its host below itself. If all ranks are of
             this host, and have ended, a launcher that hangs is ended.
+        hosts: the names of the hosts; (): this one alone.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Supervisor:
         least: int | None = None,
         silent_hosts: Callable[[], Collection[str]] | None = None,
         forks_ranks: bool = False,
+        hosts: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._size = size
@@ -77,13 +82,16 @@ class Supervisor:
         self._least = least
         self._goes_on = least is not None
         self._orphan = None if silent_hosts is None else Orphan(grace_s, silent_hosts)
+        self._launcher = Path(argv[0]).name
         self._start = Start(folder)
+        self._unseen = Unseen(folder, size, hosts, self._launcher)
         self._hung = Hung(folder, size, grace_s)
         self._forks_ranks = forks_ranks
         self._kill_at = float("inf")  # the launcher, which was asked to end
         self._logs: dict[int, _Log] = {}
         self._launcher_text = LauncherText()
         self._launcher_tail = b""
+        self._blind_hosts: set[str] = set()
         self._has_gaps = False  # in the launcher's log
         self._reports_shown = 0
         self._argv, self._environ = argv, environ
@@ -126,7 +134,7 @@ class Supervisor:
             is_stopped=self._folder.is_stopped,
             lost_before_init=self._start.lost,
             has_hung=self._hung.is_found,
-            launcher=Path(self._argv[0]).name,
+            launcher=self._launcher,
             is_launcher_ended=self._kill_at != float("inf"),
         )
 
@@ -176,6 +184,7 @@ class Supervisor:
                 say(f"{LAUNCHER_LOG}: {error.strerror}")
             self._has_gaps = True
         self._launcher_tail = (self._launcher_tail + data)[-_TAIL:]
+        self._blind_hosts |= {host.decode() for host in _BLIND.findall(self._launcher_tail)}
         show(self._launcher_text.add(data), sys.stderr)
 
     def _pass_on(self, numbers: Sequence[int], process: subprocess.Popen[bytes]) -> None:
@@ -234,6 +243,8 @@ class Supervisor:
             say(text)
             process.terminate()
             self._kill_at = time.monotonic() + _TERM_TO_KILL_S
+        elif text := self._unseen.look(process.pid, self._blind_hosts):
+            say(text)
 
     def _vain_wait(self, launcher: int) -> str:
         """Return for what the job waits in vain; "" if it does not."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from ringcomm.launch.job.run_folder import RunFolder
-from ringcomm.launched.process_stat import all_processes
+from ringcomm.launched.process_stat import ProcessStat, all_processes
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.system_text import host_name
 
@@ -32,9 +32,10 @@ def session_members(session: int) -> list[int]:
     return [each.pid for each in processes if each.session == session and not each.is_dead]
 
 
-def has_company(launcher: int) -> bool:
-    """Return True if a child of the launcher lives, or another process of its session."""
-    return any(
-        not each.is_dead and each.pid != launcher and launcher in (each.parent, each.session)
+def company(launcher: int) -> list[ProcessStat]:
+    """Return the children of the launcher that live, and the other processes of its session."""
+    return [
+        each
         for each in all_processes()
-    )
+        if not each.is_dead and each.pid != launcher and launcher in (each.parent, each.session)
+    ]
