@@ -1,14 +1,17 @@
 """`ringcomm run` ends a launcher that hangs after all ranks, and no launcher that may have work.
 
-It says which ranks a launcher has not started.
+It says which ranks a launcher has not started. No launcher, and no rank, outlives it.
 """
 
 import os
 import re
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from harness import wait_until
 
 from ringcomm.launch.job import supervisor
 from ringcomm.launch.job.processes import waits_in_vain
@@ -185,3 +188,53 @@ def test_it_is_said_seldom_which_ranks_are_missing_and_not_once_they_are_there(
     (tmp_path / "rank-1.at").write_text("9 h2 1\n")
     now[0] = 0.0
     assert seen_by(folder, now, hosts=hosts) == []
+
+
+# --- `ringcomm run` is killed -------------------------------------------------------------------
+SUPERVISES = """
+import os, sys
+from pathlib import Path
+from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.supervisor import Supervisor
+folder = RunFolder(Path(sys.argv[1]))
+folder.create({}, {})
+Supervisor(sys.argv[2:], os.environ, folder, size=1, grace_s=60).run()
+"""
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        "sleep 600; :",  # a script that calls the true launcher, as Intel MPI's mpirun does
+        "kill -STOP $$",
+        "trap '' TERM; sleep 600; :",
+        f"RANK=0 setsid {sys.executable} -I -S {become_rank_program.__file__} $0 sleep 600; :",
+    ],
+)
+def test_no_launcher_and_no_rank_outlives_it(deed, tmp_path):
+    folder = tmp_path / "run"
+    script = tmp_path / "mpirun"
+    script.write_text(f"#!/bin/sh\ntouch {tmp_path}/begins\n{deed.replace('$0', str(folder))}\n")
+    script.chmod(0o755)
+    environ = {**os.environ, "MARK": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", SUPERVISES, str(folder), str(script)]
+    run = subprocess.Popen(command, env=environ)
+    is_rank = "setsid" in deed
+    begins = folder / "rank-0.at" if is_rank else tmp_path / "begins"
+    wait_until(lambda: begins.exists() or run.poll() is not None, "it does not begin")
+    assert len(marked(tmp_path)) >= 2
+    run.kill()
+    run.wait()
+    wait_until(lambda: marked(tmp_path) == [], lambda: marked(tmp_path))
+
+
+def marked(folder):
+    """Return the processes that have the folder in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"MARK={folder}".encode() in path.read_bytes():
+                found.append((path.parent / "cmdline").read_text())
+        except OSError:  # it has ended
+            continue
+    return found

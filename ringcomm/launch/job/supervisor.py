@@ -115,11 +115,11 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C reaches this process alone
                 preexec_fn=_in_child(os.getpid(), limits),  # noqa: PLW1509 - one thread is here
             )
-            with process, selectors.DefaultSelector() as selector:
+            with process, _watchdog(process.pid, self._folder), selectors.DefaultSelector() as s:
                 try:
-                    self._watch(process, selector, signals, log)
+                    self._watch(process, s, signals, log)
                 finally:
-                    self._end_session(process.pid)
+                    _end_all(lambda: session_members(process.pid))
             self._await_guardians()
             self._show_rest(signals)
         return Ending(
@@ -263,18 +263,6 @@ class Supervisor:
         return any(end.code for end in self._folder.ends().values())
 
     # --- the end ----------------------------------------------------------------------------------
-    def _end_session(self, session: int) -> None:
-        """End the processes of the launcher's session that are left, such as its daemons."""
-        deadline = time.monotonic() + _TERM_TO_KILL_S
-        number = signal.SIGTERM
-        while pids := session_members(session):
-            if time.monotonic() > deadline:
-                number, deadline = signal.SIGKILL, time.monotonic() + _TERM_TO_KILL_S
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            time.sleep(_TICK_S)  # nobody tells of the end of a process that is not our child
-
     def _await_guardians(self) -> None:
         """Return when each guardian of this host has written its record, or is dead."""
         deadline = time.monotonic() + _GUARDIANS_S
@@ -402,6 +390,61 @@ def _room_for_files(count: int) -> Iterator[tuple[int, int]]:
         yield before
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def _end_all(pids_left: Callable[[], Collection[int]]) -> None:
+    """End processes that are left of a job, such as daemons of the launcher."""
+    deadline = time.monotonic() + _TERM_TO_KILL_S
+    number = signal.SIGTERM
+    while pids := pids_left():
+        if time.monotonic() > deadline:
+            number, deadline = signal.SIGKILL, time.monotonic() + _TERM_TO_KILL_S
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(_TICK_S)  # nobody tells of the end of a process that is not our child
+
+
+@contextlib.contextmanager
+def _watchdog(launcher: int, folder: RunFolder) -> Iterator[None]:
+    """Run a process that ends the job if this one is killed.
+
+    The launcher gets a signal from the kernel then; but mpirun may be a shell script, as Intel
+    MPI's is, which passes no signal on, or be stopped. And MPICH's ranks have sessions of their
+    own.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()  # no exec: that takes time of each start, and one thread is here
+    if pid == 0:
+        try:
+            _wait_for_end_of_parent(reader)
+            _end_all(lambda: _left_of(launcher, folder))
+        finally:
+            os._exit(0)
+    os.close(reader)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(writer)
+
+
+def _wait_for_end_of_parent(reader: int) -> None:
+    """Return when the pipe closes. Hold nothing else of the parent, such as its output."""
+    for number in (*_ASKING, *_PASSED):
+        signal.signal(number, signal.SIG_IGN)
+    os.setsid()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor != reader:
+            with contextlib.suppress(OSError):  # that of the folder itself
+                os.close(descriptor)
+    os.read(reader, 1)
+
+
+def _left_of(launcher: int, folder: RunFolder) -> set[int]:
+    ranks = ranks_here(folder).values()
+    return {*session_members(launcher), *(rank.pid for rank in ranks if rank.lives)}
 
 
 def _in_child(parent: int, limits: tuple[int, int]) -> Any:
