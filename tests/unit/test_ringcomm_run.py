@@ -315,6 +315,18 @@ KILLED = RankEnd()
 OPENMPI_SIGNAL = "prterun noticed that process rank 1 with PID 9 on node vm exited on\nsignal 9 (K"
 OPENMPI_EXIT = "   Process name: [prterun-vm-25016@1,1]\n   Exit code:    3\n"
 MPICH_SIGNAL = "APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
+
+
+def intel(**signals):
+    """Return what Intel MPI's launcher says of ranks that signals have ended."""
+    return "".join(
+        f"\n{'=' * 83}\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n"
+        f"=   RANK {rank[1:]} PID 115{rank[1:]} RUNNING AT vm\n"
+        f"=   KILLED BY SIGNAL: {number} (Killed)\n{'=' * 83}\n"
+        for rank, number in signals.items()
+    )
+
+
 RAISED = failed(1, 1, "x rank 1 raised\n")
 STOPPED = failed(None, 143, "x the job was ended from outside (SIGTERM)\n")
 VERDICTS = {
@@ -389,6 +401,20 @@ VERDICTS = {
     "no init(), exit 3": ([], [], 3, OPENMPI_EXIT, {}, 3, 1),
     "no init(), a signal, Open MPI": ([], [], 137, OPENMPI_SIGNAL, {}, 137, 1),
     "no init(), a signal, MPICH": ([], [], 9, MPICH_SIGNAL, {}, 137, None),
+    "no init(), SIGSEGV, Intel MPI": ([None] * 3, [], 255, intel(r0=9, r1=11, r2=9), {}, 139, 1),
+    "no init(), SIGTERM, Intel MPI": ([None] * 2, [], 255, intel(r0=9, r1=15), {}, 143, 1),
+    "no init(), SIGKILL, Intel MPI": ([None] * 3, [], 255, intel(r0=9, r1=9, r2=9), {}, 137, None),
+    "no init(), 1 rank, Intel MPI": ([None], [], 255, intel(r0=9), {}, 137, 0),
+    "no init(), exit 3, of which Intel MPI does not speak": (
+        [None] * 3, [], 255, intel(r0=9, r2=9), {}, 255, 1,
+    ),
+    "no init(), two exits, Intel MPI": ([None] * 3, [], 255, intel(r0=9), {}, 255, None),
+    "killed before init(), Intel MPI": (
+        [None] * 2, [], 255, intel(r1=9), {"lost_before_init": 1}, 137, 1,
+    ),
+    "SIGKILL of an old kernel, Intel MPI": (
+        [BAD, KILLED], [failed(1, 0)], 255, intel(r0=9, r1=9), {}, 137, 1,
+    ),
     "mpirun killed": ([], [], -9, "", {}, 137, None),
     "mpirun killed, and its ranks asked to end": ([KILLED] * 2, [STOPPED], -9, "", {}, 137, None),
     "mpirun killed, and a rank raises for want of the others": (

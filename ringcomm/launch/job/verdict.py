@@ -20,7 +20,8 @@ _OTHER_NAMES: Final = {3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: 
                        9: "SIGKILL", 11: "SIGSEGV", 13: "SIGPIPE", 24: "SIGXCPU"}  # fmt: skip
 # Codes of ranks that have done as they were asked; 137: after the grace period, by SIGKILL.
 _OBEYED: Final = (STOPPED_IN_ORDER, 129, 130, 137, 143)
-_BY_SIGKILL: Final = 128 + 9
+_SIGKILL: Final = 9
+_BY_SIGKILL: Final = 128 + _SIGKILL
 _BY_SIGTERM: Final = 128 + 15
 _SUREST: Final = tuple(Evidence)
 
@@ -331,6 +332,7 @@ _SIGNALS: Final = (
     r"exited on\s+signal (\d+)",  # Open MPI, which breaks the line
     r"EXIT STRING: .*\(signal (\d+)\)",  # MPICH
 )
+_BY_SIGNAL: Final = r"RANK (\d+) PID \d+ RUNNING AT .*\n=\s+KILLED BY SIGNAL: (\d+)"  # Intel MPI
 _EXIT_CODE: Final = r"Exit code:\s+(\d+)"  # Open MPI
 _RANKS: Final = (
     r"process rank (\d+) with PID",
@@ -342,9 +344,14 @@ _RANKS: Final = (
 def _code_of_launcher(e: Ending) -> int:
     """Return the launcher's exit code, as 128 + signal if a signal ended it or a rank.
 
-    MPICH's mpiexec returns the bare number of the signal.
+    MPICH's mpiexec returns the bare number of the signal, and Intel MPI's 255.
     """
     code = 128 - e.launcher_code if e.launcher_code < 0 else e.launcher_code
+    if code != 0 and (killed := _killed_says_intel(e)):
+        rank = _named_by_launcher(e) if e.lost_before_init is None else e.lost_before_init
+        number = killed.get(rank)
+        number = _SIGKILL if number is None and len(killed) == e.size else number
+        return code if number is None else 128 + number
     if e.has_hung:  # it may have said this much before
         match = re.search(_EXIT_CODE, e.launcher_text)
         code = int(match[1]) if match else 1
@@ -354,7 +361,21 @@ def _code_of_launcher(e: Ending) -> int:
     return code
 
 
+def _killed_says_intel(e: Ending) -> dict[int | None, int]:
+    """Return the signals that have ended ranks, by rank, if this is Intel MPI's launcher.
+
+    It names all of them, also those that it has killed itself by SIGKILL, but no rank that has
+    exited; and it returns 255 in each case.
+    """
+    return {int(rank): int(number) for rank, number in re.findall(_BY_SIGNAL, e.launcher_text)}
+
+
 def _named_by_launcher(e: Ending) -> int | None:
+    if killed := _killed_says_intel(e):
+        first = [rank for rank, number in killed.items() if number != _SIGKILL]
+        exited = {*range(e.size)} - killed.keys()
+        alone = first or [*exited] or [*killed]
+        return alone[0] if first or len(alone) == 1 else None
     for pattern in _RANKS:
         if match := re.search(pattern, e.launcher_text):
             return int(match[1])
