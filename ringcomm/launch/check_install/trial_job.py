@@ -66,7 +66,10 @@ def plan_trial(facts: Facts, size: int = 2) -> Plan | None:
     return Plan(
         mpirun=(launcher.path, *options, "-np", str(size)),
         python=facts.python[1],
-        variables=dict.fromkeys(ROOT_VARIABLES, "1") if needs_root else {},
+        variables={
+            **launcher.variables,
+            **(dict.fromkeys(ROOT_VARIABLES, "1") if needs_root else {}),
+        },
     )
 
 

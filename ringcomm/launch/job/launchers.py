@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ringcomm.errors import ConfigError
@@ -66,7 +66,8 @@ def start_by_mpirun(request: Request, here: Surroundings, order: Order) -> Start
     assert launcher is not None  # else there was a problem
     assert launcher.kind is not None
     if launcher.kind.family == "openmpi":
-        return _open_mpi(request, here, order, launcher.path, launcher.kind)
+        start = _open_mpi(request, here, order, launcher.path, launcher.kind)
+        return replace(start, variables={**launcher.variables, **start.variables})
     if request.elastic:
         raise ConfigError(
             f"--elastic needs Open MPI 5; {launcher.kind} ends a job when a rank dies. "
@@ -130,7 +131,8 @@ def _hydra(request: Request, here: Surroundings, order: Order, launcher: Launche
             f"{launcher.kind} passes no options to ssh; put Port and IdentityFile into "
             "~/.ssh/config, and leave out --ssh-port and --ssh-identity-file"
         )
-    return Start([*argv, *request.options, "-np", str(order.size)], files=files)
+    argv += [*request.options, "-np", str(order.size)]
+    return Start(argv, {**launcher.variables}, files)
 
 
 def start_by_srun(request: Request, here: Surroundings, order: Order) -> Start:
