@@ -39,8 +39,9 @@ enum class Ending : std::uint32_t {
   peer_failed,  // uncaught PeerFailedError
   interrupted,  // uncaught KeyboardInterrupt
   terminated,   // SIGTERM
+  mpi_abort,    // MPI_Abort, which ends the other ranks, too
 };
-constexpr Ending last(Ending) { return Ending::terminated; }
+constexpr Ending last(Ending) { return Ending::mpi_abort; }
 
 // Of the mailbox, in this order; the rank takes and answers, `ringcomm ctl` does the rest.
 enum class Mail : std::uint32_t { free = 0, written, asked, taken, answered };

@@ -17,7 +17,7 @@ constexpr std::size_t kMaxWaiting = 3;
 
 bool is_primary(Ending kind) {
   return kind == Ending::exception || kind == Ending::sys_exit || kind == Ending::os_exit ||
-         kind == Ending::fatal_signal;
+         kind == Ending::fatal_signal || kind == Ending::mpi_abort;
 }
 
 bool left_in_order(const RankFacts& r) { return r.state == State::left && r.exit_code <= 0; }
@@ -154,6 +154,8 @@ std::string deed(const RankFacts& r) {
       return "called sys.exit" + after_step(r) + " - exit " + code;
     case Ending::os_exit:
       return "called os._exit(" + code + ") before ringcomm.shutdown()" + after_step(r);
+    case Ending::mpi_abort:
+      return "called MPI_Abort(" + code + ")" + after_step(r);
     case Ending::terminated:
       return "was ended by SIGTERM" + after_step(r);
     case Ending::fatal_signal:
@@ -303,6 +305,7 @@ int code_of(const RankFacts& r) {
       return 1;
     case Ending::sys_exit:
     case Ending::os_exit:
+    case Ending::mpi_abort:
       return own != 0 ? own : 1;
     case Ending::fatal_signal:
     case Ending::terminated:

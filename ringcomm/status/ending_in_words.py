@@ -17,6 +17,7 @@ def how_it_ended(snapshot: dict[str, Any]) -> str:
         Ending.INTERRUPTED: f"raised {last_line}",
         Ending.SYS_EXIT: f"called sys.exit({code})",
         Ending.OS_EXIT: f"called os._exit({code})",
+        Ending.MPI_ABORT: f"called MPI_Abort({code})",
         Ending.PEER_FAILED: f"stopped because rank {code} failed",
         Ending.TERMINATED: "was ended by SIGTERM",
     }

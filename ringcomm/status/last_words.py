@@ -6,7 +6,11 @@ them, but its end is not the rank's.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import gc
+import operator
 import os
 import sys
 import threading
@@ -63,6 +67,7 @@ class LastWords:
         threading.excepthook = self._on_thread_exception
         sys.exit = self._on_sys_exit
         os._exit = self._on_os_exit
+        self._undo_mpi_abort = self._hook_mpi_abort()
         page.record_this_process()
         note_rank_process()
         if path := run_file(f"rank-{launched_rank()}.end"):
@@ -80,6 +85,7 @@ class LastWords:
             sys.exit = self._sys_exit
         if os._exit == self._on_os_exit:
             os._exit = self._os_exit
+        self._undo_mpi_abort()
 
     def end_with(self, error: BaseException) -> None:
         """Record an error raised after the program's end, as if it had ended the program."""
@@ -163,6 +169,35 @@ class LastWords:
             status = status or 1
         self._os_exit(status)
 
+    def _hook_mpi_abort(self) -> Callable[[], None]:
+        """Record calls of mpi4py's Comm.Abort(); return a function that takes the hook away.
+
+        MPI_Abort ends the other ranks by signals, and this one dies after some of them, so nobody
+        else can tell that it came first.
+        """
+        mpi = sys.modules.get("mpi4py.MPI")  # absent where the ranks are threads
+        if mpi is None:
+            return lambda: None
+        abort = mpi.Comm.Abort
+
+        def on_abort(comm: Any, errorcode: int = 0) -> None:
+            code = operator.index(errorcode)
+            if self._is_rank() and self._is_armed:
+                where = _line_of(sys._getframe(1))
+                self._page.record_end(Ending.MPI_ABORT, code, "MPI_Abort", where, "")
+                self._tell(Failure(f"called MPI_Abort({code})", exit_code=code))
+                self.wait_for_report()
+            abort(comm, code)
+
+        def undo() -> None:
+            if mpi.Comm.Abort is on_abort:
+                _set_method(mpi.Comm, "Abort", abort)
+
+        on_abort.__doc__ = abort.__doc__
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # another mpi4py
+            _set_method(mpi.Comm, "Abort", on_abort)
+        return undo
+
     def _tell(self, failure: Failure) -> None:
         if self.failure is None:
             self.failure = failure
@@ -171,6 +206,13 @@ class LastWords:
 
 def _is_of_full_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _set_method(kind: type, name: str, method: Any) -> None:
+    """Set a method of a type that is made in C, for which setattr() is refused."""
+    (methods,) = gc.get_referents(kind.__dict__)
+    methods[name] = method
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
 
 
 class _Exit(SystemExit):

@@ -38,6 +38,7 @@ class Ending(IntEnum):
     PEER_FAILED = 5
     INTERRUPTED = 6
     TERMINATED = 7
+    MPI_ABORT = 8
 
 
 class Mail(IntEnum):

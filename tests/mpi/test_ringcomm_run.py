@@ -272,11 +272,16 @@ ENDS = {
     ),
     "exits": ("sys.exit(3)", 3, "called sys.exit - exit 3"),
     "exits at once": ("os._exit(0)", 1, r"called os._exit\(0\)"),
+    "aborts": (
+        "from mpi4py import MPI; MPI.COMM_WORLD.Abort(7)",
+        7,
+        r"called MPI_Abort\(7\)\n    File .*train.py",
+    ),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
     "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "died of SIGSEGV"),
     "leaves": ("sys.exit(0)", 1, "left the job while others waited"),
 }
-ENDS_IN_GATE = ["is killed"] if IS_MPICH else ["exits", "is killed", "leaves"]
+ENDS_IN_GATE = ["is killed"] if IS_MPICH else ["exits", "aborts", "is killed", "leaves"]
 
 
 @pytest.mark.parametrize("end", at_length(ENDS, ENDS_IN_GATE))

@@ -240,6 +240,17 @@ def test_a_record_that_cannot_be_written_is_an_error(tmp_path):
         record_this_rank_in(os.fsencode(tmp_path / "none" / "rank-0.end"))
 
 
+def test_who_calls_mpi_abort_says_so_last_in_its_log(tmp_path):
+    says = "Abort(7) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 7)"
+    for rank, text in enumerate(
+        ("one\n", f"{'x' * 9999}\n{says} - process 1\n", f"{says}\n{'y' * 9999}")
+    ):
+        (tmp_path / f"rank-{rank}.at").write_text("9 h1 1\n")
+        (tmp_path / f"rank-{rank}.log").write_text(text)
+    (tmp_path / "rank-3.at").write_text("9 h1 1\n")
+    assert RunFolder(tmp_path).aborted() == [1]
+
+
 def test_a_folder_holds_one_run(tmp_path):
     folder = RunFolder.named_by_time(tmp_path / "runs", 0)
     assert folder.claim()
@@ -401,6 +412,8 @@ VERDICTS = {
     "no init(), exit 3": ([], [], 3, OPENMPI_EXIT, {}, 3, 1),
     "no init(), a signal, Open MPI": ([], [], 137, OPENMPI_SIGNAL, {}, 137, 1),
     "no init(), a signal, MPICH": ([], [], 9, MPICH_SIGNAL, {}, 137, None),
+    "no init(), MPI_Abort(7), MPICH": ([None] * 3, [], 7, "", {"aborted": [2]}, 7, 2),
+    "no init(), two call MPI_Abort": ([None] * 3, [], 7, "", {"aborted": [0, 2]}, 7, None),
     "no init(), SIGSEGV, Intel MPI": ([None] * 3, [], 255, intel(r0=9, r1=11, r2=9), {}, 139, 1),
     "no init(), SIGTERM, Intel MPI": ([None] * 2, [], 255, intel(r0=9, r1=15), {}, 143, 1),
     "no init(), SIGKILL, Intel MPI": ([None] * 3, [], 255, intel(r0=9, r1=9, r2=9), {}, 137, None),

@@ -193,6 +193,7 @@ def test_the_first_record_stands():
         (Ending.EXCEPTION, 1, "raised ValueError: boom"),
         (Ending.SYS_EXIT, 3, "called sys.exit(3)"),
         (Ending.OS_EXIT, 0, "called os._exit(0)"),
+        (Ending.MPI_ABORT, 7, "called MPI_Abort(7)"),
         (Ending.FATAL_SIGNAL, signal.SIGSEGV, "died of SIGSEGV"),
         (Ending.PEER_FAILED, 2, "stopped because rank 2 failed"),
         (Ending.TERMINATED, 15, "was ended by SIGTERM"),

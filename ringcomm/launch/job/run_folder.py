@@ -25,6 +25,8 @@ from ringcomm.system_text import text_of
 CONFIG: Final = "run.json"
 END: Final = "end.json"
 LAUNCHER_LOG: Final = "launcher.log"
+_ABORT: Final = re.compile(rb"^Abort\(-?\d+\) on node \d+ \(rank \d+ in comm \d+\): ", re.MULTILINE)
+_END_NBYTES: Final = 4096
 
 
 class RunFolder:
@@ -104,6 +106,10 @@ class RunFolder:
         """Return how far each rank came that is through init()."""
         return {rank: parse_rank_end(text.decode()) for rank, text in self._files("rank-", ".end")}
 
+    def aborted(self) -> list[int]:
+        """Return the ranks whose logs end with what MPICH and Intel MPI say in MPI_Abort."""
+        return [rank for rank in self.ranks() if _ABORT.search(_end_of(self.log_of(rank)))]
+
     def guardians(self) -> list[GuardianFile]:
         """Return the files of the guardians."""
         return [parse_guardian_file(data) for _, data in self._files("guardian-", "")]
@@ -137,6 +143,15 @@ def _saying_what_to_do() -> Iterator[None]:
         raise ConfigError(
             f"the folder of the run cannot be made: {error}. Name another by --run-folder"
         ) from error
+
+
+def _end_of(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _END_NBYTES))
+            return file.read()
+    except OSError:  # somebody has removed it
+        return b""
 
 
 def is_run_folder(path: Path) -> bool:

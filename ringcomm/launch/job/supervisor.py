@@ -134,6 +134,7 @@ class Supervisor:
             is_stopped=self._folder.is_stopped,
             lost_before_init=self._start.lost,
             has_hung=self._hung.is_found,
+            aborted=self._folder.aborted(),
             launcher=self._launcher,
             is_launcher_ended=self._kill_at != float("inf"),
         )

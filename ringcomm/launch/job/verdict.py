@@ -54,6 +54,7 @@ class Ending:
         is_stopped: all ranks have taken the command to stop, of `ringcomm ctl` or a signal.
         lost_before_init: a rank that ended before init(), if the others waited for it in vain.
         has_hung: the launcher was ended because it hung after all ranks: its code means nothing.
+        aborted: the ranks that have said so in MPI_Abort, of MPICH and Intel MPI.
         launcher: what it is called.
         is_launcher_ended: it was ended by this command, for another reason than `asked`.
     """
@@ -69,6 +70,7 @@ class Ending:
     is_stopped: bool = False
     lost_before_init: int | None = None
     has_hung: bool = False
+    aborted: Collection[int] = ()
     launcher: str = "mpirun"
     is_launcher_ended: bool = False
 
@@ -379,4 +381,4 @@ def _named_by_launcher(e: Ending) -> int | None:
     for pattern in _RANKS:
         if match := re.search(pattern, e.launcher_text):
             return int(match[1])
-    return None
+    return min(e.aborted) if len(e.aborted) == 1 else None
