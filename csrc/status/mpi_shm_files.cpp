@@ -14,7 +14,7 @@ std::set<std::string> mpi_segments_of(int pid) {
     if (start == std::string::npos || line.find(" (deleted)") != std::string::npos) continue;
     const std::string path = line.substr(start + 1);
     const std::string name = path.substr(sizeof "/dev/shm/" - 1);
-    for (const char* prefix : {"mpich_shm_", "sm_segment.", "vader_segment."})
+    for (const char* prefix : {"mpich_shm_", "sm_segment.", "vader_segment.", "Intel_MPI_"})
       if (name.rfind(prefix, 0) == 0) paths.insert(path);
   }
   return paths;

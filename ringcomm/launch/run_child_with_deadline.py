@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ringcomm.launched.process_stat import all_processes
@@ -18,6 +18,7 @@ from ringcomm.system_text import read_text
 _PATIENCE_S = 5.0  # between SIGTERM, on which mpirun ends its ranks, and SIGKILL
 _CANNOT_START = 127
 _LOOK_S = 0.5
+_MPI_FILE = r" (/dev/shm/(?:mpich_shm_|sm_segment\.|vader_segment\.|Intel_MPI_)\S+)$"
 
 
 @dataclass(frozen=True)
@@ -110,24 +111,35 @@ def _wait(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    files = [path for pid in _descendants(process.pid) for path in _mpi_files(pid)]
+    files = mpi_files_below([process.pid])
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(_PATIENCE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # also ends children that are left
     process.wait()
-    for path in files:
+    remove_files(files)
+
+
+def mpi_files_below(ancestors: Collection[int]) -> set[str]:
+    """Return the files of MPI's shared memory of these processes, and of those below them."""
+    pids = _descendants(ancestors) if ancestors else []
+    return {path for pid in pids for path in _mpi_files(pid)}
+
+
+def remove_files(paths: Iterable[str]) -> None:
+    """Remove those of the files that are still there."""
+    for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
-def _descendants(ancestor: int) -> list[int]:
-    """Return the pids of the processes below this one; MPICH gives each a session of its own."""
+def _descendants(ancestors: Iterable[int]) -> list[int]:
+    """Return the pids of the processes from these down; MPICH gives each a session of its own."""
     children: dict[int, list[int]] = {}
     for process in all_processes():
         children.setdefault(process.parent, []).append(process.pid)
-    found = [ancestor]
+    found = [*ancestors]
     for pid in found:
         found += children.get(pid, [])
     return found
@@ -139,4 +151,4 @@ def _mpi_files(pid: int) -> list[str]:
         maps = read_text(f"/proc/{pid}/maps")
     except OSError:  # it has ended
         return []
-    return re.findall(r" (/dev/shm/(?:mpich_shm_|sm_segment\.|vader_segment\.)\S+)$", maps, re.M)
+    return re.findall(_MPI_FILE, maps, re.MULTILINE)

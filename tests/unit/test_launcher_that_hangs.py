@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import wait_until
+from harness import HANG_S, wait_until
 
 from ringcomm.launch.job import supervisor
-from ringcomm.launch.job.processes import waits_in_vain
+from ringcomm.launch.job.processes import ranks_of_this_host, waits_in_vain
 from ringcomm.launch.job.read_records import Evidence, Failure, RankEnd
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
@@ -198,7 +198,7 @@ from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 folder = RunFolder(Path(sys.argv[1]))
 folder.create({}, {})
-Supervisor(sys.argv[2:], os.environ, folder, size=1, grace_s=60).run()
+Supervisor(sys.argv[2:], os.environ, folder, size=1, grace_s=1).run()
 """
 
 
@@ -226,6 +226,64 @@ def test_no_launcher_and_no_rank_outlives_it(deed, tmp_path):
     run.kill()
     run.wait()
     wait_until(lambda: marked(tmp_path) == [], lambda: marked(tmp_path))
+
+
+# Takes a file as an MPI library does in init(), and leaves it if it is killed.
+IN_INIT = """
+import mmap, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with open(sys.argv[2], "w+b") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+pathlib.Path(sys.argv[1], "rank-0.starts").touch()
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def segment():
+    path = Path(f"/dev/shm/Intel_MPI_{os.getpid()}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("deed", "code"), [("INT", 0), ("KILL", -9)])
+def test_no_file_of_mpi_outlives_ranks_that_are_killed_in_init(deed, code, segment, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    (tmp_path / "rank.py").write_text(IN_INIT)
+    launcher = (
+        f"RANK=0 {sys.executable} -I -S {become_rank_program.__file__} {folder.path} "
+        f"{sys.executable} {tmp_path}/rank.py {folder.path} {segment} & "
+        f"until [ -e {folder.path}/rank-0.starts ]; do sleep 0.01; done; kill -{deed} $PPID; wait"
+    )
+    command = [sys.executable, "-P", "-c", SUPERVISES, str(folder.path), "sh", "-c", launcher]
+    environ = {**os.environ, "MARK": str(tmp_path)}
+    done = subprocess.run(command, env=environ, check=False, timeout=HANG_S)
+    assert folder.in_init() == {0}
+    assert done.returncode == code
+    wait_until(lambda: marked(tmp_path) == [], lambda: marked(tmp_path))
+    assert not segment.exists()
+
+
+def test_a_file_of_mpi_is_known_once_its_rank_waits_in_init(segment, tmp_path):
+    folder, rank = RunFolder(tmp_path / "run"), tmp_path / "rank.py"
+    folder.create({}, {})
+    rank.write_text(IN_INIT)
+    start = [sys.executable, "-I", "-S", become_rank_program.__file__, str(folder.path)]
+    files = ranks_of_this_host.MpiFiles(folder, 2)
+    files.look()  # at all ranks; and in a second again
+    process = subprocess.Popen(
+        [*start, sys.executable, str(rank), str(folder.path), str(segment)],
+        env={**os.environ, "RANK": "0"},
+    )
+    wait_until(lambda: folder.in_init() == {0}, "it does not begin")
+    files._look_at = 0.0
+    files.look()
+    process.kill()
+    process.wait()
+    assert segment.exists()
+    files.remove()
+    assert not segment.exists()
 
 
 def marked(folder):

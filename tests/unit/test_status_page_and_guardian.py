@@ -3,7 +3,9 @@
 import os
 import re
 import signal
+import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from guarded_ranks import WAITING, wait_until_running
@@ -297,6 +299,31 @@ def test_a_record_says_when_a_rank_failed_and_by_what_this_is_known(
     assert is_of_old_kernel or (failure.evidence, failure.code) == expected
     assert failure.rank == 1
     assert before - 5e6 < failure.time_ns < after + 5e7  # the guardian sees a death a moment later
+
+
+@pytest.mark.parametrize("name", ["mpich_shm_", "sm_segment.", "vader_segment.", "Intel_MPI_"])
+def test_no_file_of_mpi_outlives_ranks_that_are_killed(name, start_rank, capfd):
+    path = Path(f"/dev/shm/{name}{os.getpid()}")
+    body = f"""
+    import mmap
+    with open({str(path)!r}, "w+b") as file:
+        file.truncate(4096)
+        memory = mmap.mmap(file.fileno(), 4096)
+    """
+    try:
+        bystander = start_rank(0, textwrap.dedent(body) + WAITING)
+        culprit = start_rank(1, DEEDS["SIGABRT"][0])
+        bystander.go()
+        wait_until_running(bystander)
+        guardian = Guardian([bystander.ward, culprit.ward], grace_s=0.1, is_fault_tolerant=False)
+        assert path.exists()
+        culprit.go()
+        bystander.end()
+        culprit.end()
+        guardian.wait()
+        assert not path.exists()
+    finally:
+        path.unlink(missing_ok=True)
 
 
 ENDS_OF_ALL = {

@@ -20,6 +20,7 @@ from typing import IO, Any, Final
 
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.processes.ranks_of_this_host import (
+    MpiFiles,
     ranks_here,
     send_signal,
     session_members,
@@ -86,6 +87,7 @@ class Supervisor:
         self._start = Start(folder)
         self._unseen = Unseen(folder, size, hosts, self._launcher)
         self._hung = Hung(folder, size, grace_s)
+        self._mpi_files = MpiFiles(folder, size)
         self._forks_ranks = forks_ranks
         self._kill_at = float("inf")  # the launcher, which was asked to end
         self._logs: dict[int, _Log] = {}
@@ -115,12 +117,17 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C reaches this process alone
                 preexec_fn=_in_child(os.getpid(), limits),  # noqa: PLW1509 - one thread is here
             )
-            with process, _watchdog(process.pid, self._folder), selectors.DefaultSelector() as s:
+            with (
+                process,
+                _watchdog(self._end_job_of(process.pid)),
+                selectors.DefaultSelector() as s,
+            ):
                 try:
                     self._watch(process, s, signals, log)
                 finally:
                     _end_all(lambda: session_members(process.pid))
             self._await_guardians()
+            self._mpi_files.remove()
             self._show_rest(signals)
         return Ending(
             size=self._size,
@@ -165,17 +172,21 @@ class Supervisor:
                     selector.unregister(key.fileobj)
             if process.poll() is not None and drained_by == float("inf"):
                 drained_by = time.monotonic() + _DRAIN_S  # a child of a rank may hold the pipe
-            tick_s = 0 if self._show_logs() else _TICK_S
-            self._stop.go_on(process, self._local_ranks)
-            self._end_what_waits_in_vain(process)
+            tick_s = self._act(process)
         while process.poll() is None:  # it has closed its output
             self._pass_on(signals.take(), process)
-            tick_s = 0 if self._show_logs() else _TICK_S
-            self._stop.go_on(process, self._local_ranks)
-            self._end_what_waits_in_vain(process)
+            tick_s = self._act(process)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(tick_s)
         show(self._launcher_text.flush(), sys.stderr)
+
+    def _act(self, process: subprocess.Popen[bytes]) -> float:
+        """Do what is due; return the seconds until the next time."""
+        tick_s = 0 if self._show_logs() else _TICK_S
+        self._mpi_files.look()
+        self._stop.go_on(process, self._local_ranks)
+        self._end_what_waits_in_vain(process)
+        return tick_s
 
     def _take(self, data: bytes, log: IO[bytes]) -> None:
         try:
@@ -191,6 +202,7 @@ class Supervisor:
     def _pass_on(self, numbers: Sequence[int], process: subprocess.Popen[bytes]) -> None:
         for number in numbers:
             if number in _ASKING:
+                self._mpi_files.note()
                 self._stop.ask(number, self._local_ranks())
             else:
                 send_signal(number, self._local_ranks())
@@ -264,6 +276,21 @@ class Supervisor:
         return any(end.code for end in self._folder.ends().values())
 
     # --- the end ----------------------------------------------------------------------------------
+    def _end_job_of(self, launcher: int) -> Callable[[], None]:
+        """Return what the watchdog does: it ends a job whose `ringcomm run` has been killed."""
+
+        def left() -> set[int]:
+            ranks = ranks_here(self._folder).values()
+            return {*session_members(launcher), *(rank.pid for rank in ranks if rank.lives)}
+
+        def end_job() -> None:
+            files = MpiFiles(self._folder, self._size)
+            files.note()
+            _end_all(left)
+            files.remove()
+
+        return end_job
+
     def _await_guardians(self) -> None:
         """Return when each guardian of this host has written its record, or is dead."""
         deadline = time.monotonic() + _GUARDIANS_S
@@ -407,7 +434,7 @@ def _end_all(pids_left: Callable[[], Collection[int]]) -> None:
 
 
 @contextlib.contextmanager
-def _watchdog(launcher: int, folder: RunFolder) -> Iterator[None]:
+def _watchdog(end_job: Callable[[], None]) -> Iterator[None]:
     """Run a process that ends the job if this one is killed.
 
     The launcher gets a signal from the kernel then; but mpirun may be a shell script, as Intel
@@ -419,7 +446,7 @@ def _watchdog(launcher: int, folder: RunFolder) -> Iterator[None]:
     if pid == 0:
         try:
             _wait_for_end_of_parent(reader)
-            _end_all(lambda: _left_of(launcher, folder))
+            end_job()
         finally:
             os._exit(0)
     os.close(reader)
@@ -441,11 +468,6 @@ def _wait_for_end_of_parent(reader: int) -> None:
             with contextlib.suppress(OSError):  # that of the folder itself
                 os.close(descriptor)
     os.read(reader, 1)
-
-
-def _left_of(launcher: int, folder: RunFolder) -> set[int]:
-    ranks = ranks_here(folder).values()
-    return {*session_members(launcher), *(rank.pid for rank in ranks if rank.lives)}
 
 
 def _in_child(parent: int, limits: tuple[int, int]) -> Any:
