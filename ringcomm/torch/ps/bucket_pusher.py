@@ -193,7 +193,8 @@ class BucketPusher:
                 )
             if (slot := bucket.changed_gradient()) is not None:
                 raise RingcommError(
-                    f"{WHO}: .grad of {slot.name} was changed after it had been pushed. To change "
+                    f"{WHO}: .grad of {slot.name} was changed after "
+                    f"{'it had been pushed' if slot.is_pushed else 'backward()'}. To change "
                     "gradients after backward() pass overlap=False, to clip them max_grad_norm=, "
                     "to unscale them scaler="
                 )

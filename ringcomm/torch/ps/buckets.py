@@ -134,6 +134,7 @@ class ServedBucket:
     ) -> None:  # fmt: skip
         self.slots = slots
         self.group = slots[0].group
+        self._indices = {slot.index for slot in slots}
         self._parameters: list[torch.Tensor] = [slot.parameter for slot in slots]
         self._counts = [p.numel() for p in self._parameters]
         first = slots[0].parameter
@@ -149,7 +150,7 @@ class ServedBucket:
         self._values: torch.Tensor | None = None
         self._gradients: torch.Tensor | None = None
         self._fetched = TensorSnapshot()  # of the parameters, unless new values are under way
-        self._pushed = TensorSnapshot("grad")  # what was pushed
+        self._pushed = TensorSnapshot("grad")  # what was pushed, or what step() is to push
         self._turn = 0
         more = f"+{len(slots) - 1}" if slots[1:] else ""
         # If servers only take means, they cannot distinguish a missing gradient from zeros.
@@ -181,7 +182,7 @@ class ServedBucket:
 
     def restart(self) -> None:
         """Begin a step."""
-        self.waiting = {slot.index for slot in self.slots}
+        self.waiting = self._indices.copy()
         self.push = None
         self._is_fetched = False
         self._pushed.forget()
@@ -270,6 +271,19 @@ class ServedBucket:
             self.waiting.discard(index)
             self._streams.note()
 
+    def expect_gradient(self, index: int) -> None:
+        """Wait for a gradient of a parameter of this bucket, which is not pushed before step()."""
+        if index in self._indices:
+            self.waiting.add(index)
+            self._pushed.forget()
+
+    def watch_gradient(self, index: int) -> None:
+        """Note that such a gradient is complete; the last one: what .grad step() is to push."""
+        if index in self.waiting:
+            self.waiting.discard(index)
+            if not self.waiting:
+                self._pushed.take(self._parameters, None if self._is_on_gpu else self._turn)
+
     def fetch_gradients(self) -> bool:
         """Begin to copy .grad to host memory, once in a step; return True if it is there."""
         if not self._is_on_gpu:
@@ -349,9 +363,18 @@ class ServedBucket:
         ]
 
     def changed_gradient(self) -> ServedSlot | None:
-        """Return a parameter whose .grad is not what was pushed, or None."""
+        """Return a parameter whose .grad is not what backward() has left, or None.
+
+        Unless it has been pushed, a program may drop .grad of the whole bucket.
+        """
         place = self._pushed.changed(self._parameters)
-        return None if place is None else self.slots[place]
+        if place is None or not (self.slots[place].is_pushed or self._has_gradients_not_zero()):
+            return None
+        return self.slots[place]
+
+    def _has_gradients_not_zero(self) -> bool:
+        found = [p.grad for p in self._parameters if p.grad is not None]
+        return any(bool(grad.count_nonzero()) for grad in found)
 
 
 def _part(name: str, parameter: torch.Tensor) -> Part:

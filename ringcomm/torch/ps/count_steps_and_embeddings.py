@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import weakref
 from collections.abc import Iterator
-from typing import Final, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from ringcomm.collectives.operators import MAX
 from ringcomm.engine.api import collectives
 from ringcomm.ps.members.let_in import end_step as end_step_of_all
-from ringcomm.ps.session import Session, session
+from ringcomm.ps.session import Session, is_chief, session
 from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
     go_on_from_number,
     last_number,
@@ -22,6 +23,19 @@ from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
 
 _counting: Final[WeakKeyDictionary[Session, weakref.ref[object]]] = WeakKeyDictionary()
 _embeddings: Final[WeakKeyDictionary[Session, int]] = WeakKeyDictionary()
+_log: Final = logging.getLogger("ringcomm")
+
+
+@runtime_checkable
+class Yielding(Protocol):
+    """An optimizer whose step() pushes if the worker has another one."""
+
+    def note_others(self) -> bool:
+        """Note that there is another; return True if backward() has pushed until now."""
+
+
+_optimizers: Final[WeakKeyDictionary[Session, WeakSet[object]]] = WeakKeyDictionary()
+_told: Final[WeakSet[Session]] = WeakSet()  # that its optimizers push in step()
 
 
 class _Call(NamedTuple):
@@ -62,6 +76,32 @@ def catch_up(session: Session, name: str) -> None:
     most = int(collectives.allreduce(mine, MAX, name=name, group=session.group)[0])
     if most > session.clock:
         session.tick(most)
+
+
+def enrol_optimizer(optimizer: object, current: Session, name: str) -> None:
+    """Let all optimizers of the worker know if there are several. Collective; `name`: see catch_up.
+
+    The workers agree on it: one of them may not have collected an optimizer that is gone, and
+    optimizers that push in other orders could wait for each other for ever.
+    """
+    living = _optimizers.setdefault(current, WeakSet())
+    living.add(optimizer)
+    if len(living) > 1:
+        gc.collect()  # optimizers are parts of cycles
+    several = np.array([len(living) > 1])
+    if not current.takes_what_servers_have:
+        several = collectives.allreduce(several, MAX, name=name, group=current.group)
+    if not several[0]:
+        return
+    have_yielded = [each.note_others() for each in [*living] if isinstance(each, Yielding)]
+    if any(have_yielded) and current not in _told and is_chief():
+        _told.add(current)
+        _log.warning(
+            "ps.DistributedOptimizer: there are several, so their step() pushes gradients, not "
+            "backward(): that of one loss may fill gradients of another optimizer, too, which "
+            "zero_grad() drops. If step() of all optimizers whose gradients a backward() fills "
+            "follows it, overlap=True pushes during backward()"
+        )
 
 
 def enrol_embedding() -> None:

@@ -21,6 +21,7 @@ class ServerOptions:
     """Options of the servers and of all workers.
 
     class_name is the optimizer class whose updates servers make; None: they only take means.
+    overlap is None if backward() pushes only for a worker's single optimizer.
     """
 
     mode: Mode
@@ -28,7 +29,7 @@ class ServerOptions:
     compression: Codec | None
     max_norm: float | None = None
     scaler: Any = None
-    overlap: bool = True
+    overlap: bool | None = None
 
     @cached_property
     def needs_all(self) -> bool:
@@ -37,8 +38,13 @@ class ServerOptions:
 
     @property
     def is_deferred(self) -> bool:
-        """True if step() pushes; otherwise, backward() pushes while it runs."""
-        return self.needs_all or not self.overlap
+        """True if step() pushes in any case; gradients of rows of embeddings wait for it, too."""
+        return self.needs_all or self.overlap is False
+
+    @property
+    def yields_to_others(self) -> bool:
+        """True if step() pushes once the worker has another optimizer."""
+        return not self.needs_all and self.overlap is None
 
     @property
     def is_held(self) -> bool:

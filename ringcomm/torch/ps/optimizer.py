@@ -28,6 +28,7 @@ from ringcomm.torch.ps.clip_and_scale import clip_gradients, is_on, note_found_i
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
 from ringcomm.torch.ps.count_steps_and_embeddings import (
     count_step,
+    enrol_optimizer,
     require_something_served,
     same_number_if_called_again,
 )
@@ -60,7 +61,7 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     max_grad_norm: float | None = None,
     scaler: Any = None,
-    overlap: bool = True,
+    overlap: bool | None = None,
     buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
 ) -> T:
     """Return `optimizer` with its parameters on the servers, which make the updates.
@@ -113,6 +114,9 @@ def DistributedOptimizer(
             worker. In FirstOf(k), gradients of the k workers count, and scales may differ; a late
             worker checks its own gradient.
         overlap: False: step() pushes, so that .grad may be changed or dropped before, as in torch.
+            None: if a worker has several of these optimizers, step() pushes, so that .grad may be
+            dropped, or filled by several backward(): as in a GAN, in any order. True: backward()
+            pushes all the same.
         buffers: model.named_buffers(): step() sends the chief's to the servers, for evaluators and
             checkpoints. None: those in state_dict() of the model whose named_parameters() is
             passed. If a list is passed, the model is not known, and None means none. (): none.
@@ -139,7 +143,7 @@ def DistributedOptimizer(
                 "optimizer clips and unscales .grad, and rows of embeddings have no .grad. Leave "
                 "out hybrid=, or the other two"
             )
-        if not overlap:
+        if overlap is False:
             raise ValueError(
                 "overlap=False is for servers: with hybrid='ring' .grad may be changed"
             )
@@ -196,6 +200,7 @@ def _by_the_ring(
             "Embeddings have an argument compression= of their own"
         )
     wrapped = RingOptimizer(optimizer, named, compression, passes)
+    enrol_optimizer(wrapped, current, "optimizers (hybrid='ring')")
     wrapped.register_step_post_hook(lambda stepped, *_: count_step(current, stepped))
     return wrapped
 

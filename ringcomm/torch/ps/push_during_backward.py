@@ -2,7 +2,9 @@
 
 Autograd calls a hook when a gradient is complete. A full bucket is pushed as soon as all buckets
 before it have been (bucket_pusher.py). With clipping or a GradScaler, which need all gradients,
-step() pushes (clip_or_skip_server_step.py).
+step() pushes (clip_or_skip_server_step.py). So it does if a worker has several optimizers: the loss
+of one may fill gradients of another, as in a GAN, and the program drops them before that one's
+step.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket, ServedSlot, plan
 from ringcomm.torch.ps.clip_and_scale import is_on
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
-from ringcomm.torch.ps.count_steps_and_embeddings import catch_up, count_step, end_step
+from ringcomm.torch.ps.count_steps_and_embeddings import (
+    catch_up,
+    count_step,
+    end_step,
+    enrol_optimizer,
+)
 from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
 from ringcomm.torch.ps.row_gradients_until_step import NO_ROWS, RowGradients, let_rows_wait, take
 from ringcomm.torch.ps.send_chief_buffers import Buffer, ServedBuffers
@@ -68,7 +75,7 @@ class Feeder:
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._hooks = ParameterHooks(self)
         self._passes, self.clock = Passes(), StepClock()
-        self._is_spoiled = self._has_ticked = False
+        self._is_spoiled = self._has_ticked = self._is_beside_others = False
         self.note_fetching()
         self._is_weighed: bool | None = None
         self.rows: RowGradients = NO_ROWS
@@ -79,6 +86,7 @@ class Feeder:
         self.buffers = ServedBuffers(buffers, self._scope)
         self.buffers.fetch()
         let_rows_wait(self, self.session)
+        enrol_optimizer(self, self.session, f"optimizers (ps optimizer {self.number})")
         self._tables += self.buffers.tables
         gone = weakref.finalize(
             self, _abandon, self.session.abandoned, self._tables, self._parameters
@@ -130,16 +138,24 @@ class Feeder:
             self._is_spoiled = True
             raise RingcommError(
                 f"{WHO}: a second backward() in this step brings a gradient for {slot.name}, which"
-                " has been pushed. Call step() after each, or say how many there are: "
-                "backward_passes_per_step="
+                " has been pushed. Call step() after each, say how many there are by "
+                "backward_passes_per_step=, or pass overlap=False"
             )
+        if self._is_beside_others:
+            for bucket in self.pusher.buckets:
+                bucket.expect_gradient(index)
 
     def after_gradient(self, index: int) -> None:
-        """Push the full buckets, unless step() pushes all."""
+        """Push the full buckets, unless step() pushes all; then note what it is to find."""
         if self.options.is_deferred or self._n_passes < self._passes_per_step:
             return
         for bucket in self.pusher.buckets[self.pusher.n_pushed :]:
-            bucket.note_gradient(index)
+            if self._is_beside_others:
+                bucket.watch_gradient(index)
+            else:
+                bucket.note_gradient(index)
+        if self._is_beside_others:
+            return
         self._spoiling(push_unless_lost, self.session, self.pusher.push_full)
 
     def begin_pass(self) -> None:
@@ -247,6 +263,12 @@ class Feeder:
             raise RingcommError(f"{WHO}: set_samples() came after backward(): call it before")
         self.pusher.samples = n
         note_samples(self, self.session.engine)
+
+    def note_others(self) -> bool:
+        """Note that this worker has other optimizers; see Yielding."""
+        was_alone = not self._is_beside_others
+        self._is_beside_others = self.options.yields_to_others
+        return self._is_beside_others and was_alone
 
     @property
     def is_deferred(self) -> bool:
