@@ -275,6 +275,7 @@ def _start(
         lambda: [table.note_replaced() for table in [*tables.values()]],
     )
     dispatcher.link, dispatcher.client = link, client.outstanding
+    client.waits.tables = tables
     if me in layout.servers:
         memory = partial(memory_of, engine)
         number = layout.number_of(me)

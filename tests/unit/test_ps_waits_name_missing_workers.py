@@ -177,6 +177,40 @@ def test_a_push_that_asks_to_be_among_the_first_k(n):
     assert "Worker 1 (rank 1 of the job) is in no call of ringcomm." in text
 
 
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+def test_a_worker_that_was_late_hears_how_late_and_how_such_a_loop_ends(kind):
+    """The others have made as many rounds of FirstOf(2) as steps, and wait for it elsewhere."""
+
+    def opened():
+        if kind == "dense":
+            table = ps.table("w", 40, mode=ps.FirstOf(2), block_nbytes=80)
+            return table, lambda: table.push(np.ones(40, np.float32)), table.pull
+        rows, keys = ps.hashtable("w", 2, mode=ps.FirstOf(2)), np.arange(9)
+        return rows, lambda: rows.push(keys, np.ones((9, 2), np.float32)), lambda: rows.pull(keys)
+
+    def missing(is_over):
+        _, push, pull = opened()
+        for _ in range(3):
+            assert push().wait().applied
+            pull().wait()
+        rc.barrier()
+        idle(is_over)
+
+    def waiting():
+        table, push, pull = opened()
+        rc.barrier()
+        assert push().wait().why == "late"
+        pull().wait()
+        assert (table.n_rounds, table.n_missed) == (3, 3)
+        return message_of(push().wait)
+
+    text = while_others(missing, waiting, n_workers=3, n_servers=2)
+    assert "Round 4, 1 of 2 in of w waits for workers 1, 2." in text
+    assert "This worker was late: 3 of 3 rounds of w went by without it." in text
+    for way in ("optimizer.n_rounds", "table.n_rounds", "ps.should_stop()"):
+        assert way in text
+
+
 def test_rows_of_several_tables_by_name_in_the_warning_and_in_the_error(caplog):
     caplog.set_level(logging.WARNING, "ringcomm")
     keys = np.arange(3)

@@ -123,6 +123,46 @@ def test_first_of_drops_late_gradients_and_says_so():
     assert second == [False, True]  # late, and with the values of now in time again
 
 
+@pytest.mark.parametrize("end", ["n_rounds", "stop"])
+def test_workers_of_first_of_meet_at_a_number_of_rounds_or_once_the_chief_stops(end):
+    n_rounds, half_done = 6, threading.Event()
+
+    def goes_on(optimizer):
+        return optimizer.n_rounds < n_rounds if end == "n_rounds" else not ps.should_stop()
+
+    def body(rank, model, optimizer):
+        n_steps = 0
+        if rank == 2:
+            assert half_done.wait(60)
+        while goes_on(optimizer):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+            n_steps += 1
+            if optimizer.n_rounds == n_rounds // 2:
+                half_done.set()
+            if ps.is_chief() and end == "stop" and n_steps == n_rounds:
+                ps.stop()
+        rc.barrier()
+        optimizer.pull_parameters()
+        return n_steps, optimizer.n_rounds, weights(model)
+
+    results = on_workers(3, body, mode=ps.FirstOf(2))
+    if end == "n_rounds":
+        assert [n for _, n, _ in results] == [n_rounds] * 3
+        assert results[2][0] < n_rounds  # it was late, and makes fewer steps
+    assert_close([each for *_, each in results], results[0][2], 0)
+
+
+@pytest.mark.parametrize("mode", ["async", ps.SSP(1)])
+def test_a_mode_without_rounds_counts_none(mode):
+    def body(rank, model, optimizer):
+        with pytest.raises(rc.RingcommError, match=r"has no rounds; ps.step_number\(\)"):
+            _ = optimizer.n_rounds
+
+    on_workers(1, body, mode=mode)
+
+
 def test_every_worker_begins_with_the_chief_s_values():
     replicas = [nn.Linear(5, 3) for _ in range(3)]
     chief = weights(replicas[0])

@@ -111,11 +111,15 @@ class FirstOfRounds:
         client: of this rank.
         is_shared: the owner calls enter() after the pushes to all tables of a step; else each push
             is a step of its own.
+
+    Attributes:
+        n_missed: rounds that went by without this worker.
     """
 
     def __init__(self, client: Client, *, is_shared: bool = False) -> None:
         self._client = client
         self.is_shared = is_shared
+        self.n_missed = 0
         self._first = -1  # the table that stands for all
         self._began: dict[int, int] = {}  # by table: the round of the first that was its round 0
         self._last: dict[int, int] = {}  # by table: the round of the last push
@@ -127,6 +131,7 @@ class FirstOfRounds:
         """Count from 0, in tables that are added anew."""
         with self._lock:
             self._first, self._round, self._open = -1, 0, None
+            self.n_missed = 0
             self._began.clear()
             self._last.clear()
 
@@ -156,8 +161,10 @@ class FirstOfRounds:
 
     def note_pulled(self, table: int, rounds: int) -> None:
         """Keep how many rounds of a table were in values that were pulled."""
-        with self._lock:  # after rounds that went by without this worker
-            self._round = max(self._round, self._began[table] + rounds)
+        with self._lock:
+            n_more = max(0, self._began[table] + rounds - self._round)
+            self._round += n_more
+            self.n_missed += n_more
 
     def round_for(self, push: PendingPush) -> int:
         """Return the round of a push, as its table counts them; the first request draws it."""
@@ -213,6 +220,7 @@ class FirstOfRounds:
             problem = error
         with self._lock:
             step.outcome, step.error = outcome, problem
+            self.n_missed += outcome == Entry.OUT
             pushes = list(step.pushes)
         try:
             for push in pushes:

@@ -31,6 +31,10 @@ class Pushes(Protocol):
     def n_rounds(self) -> int:
         """See TableBase."""
 
+    @property
+    def n_missed(self) -> int:
+        """See TableBase."""
+
 
 class TableBase(ABC):
     """A table that this rank has opened.
@@ -117,6 +121,11 @@ class TableBase(ABC):
     def n_rounds(self) -> int:
         """Rounds that this worker has contributed to, or that went by without it."""
         return self._pushes.n_rounds
+
+    @property
+    def n_missed(self) -> int:
+        """Those of them that went by without this worker, which was late."""
+        return self._pushes.n_missed
 
     @property
     def first_of(self) -> FirstOfRounds | None:

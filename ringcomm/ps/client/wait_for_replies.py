@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.engine.progress.deadlines import ANSWER_S
@@ -27,6 +27,11 @@ _ADVICE: Final = (
     "A worker without data for a round takes part with set_samples(0) or push(None); one that has "
     "finished leaves with rc.shutdown()."
 )
+_ADVICE_IF_LATE: Final = (
+    "With ps.FirstOf(k), workers that make equally many steps end in different rounds. Let all end "
+    "at a number of rounds (while optimizer.n_rounds < n: or table.n_rounds), or once the chief "
+    "has called ps.stop() (while not ps.should_stop():)."
+)
 _ADVICE_ON_CLOSING: Final = "Call close() on each rank that has opened the table."
 _BUSY: Final = "It is busy, or waits for other workers."
 # A text says what at most so many workers do, names so many tables of one wait, and so many waits.
@@ -36,6 +41,14 @@ _questions: Final = itertools.count()
 
 IsOver = Callable[[], bool]
 Missing = dict[tuple[str, tuple[int, ...]], set[str]]  # what waits for which ranks -> its tables
+
+
+class Lateness(NamedTuple):
+    """How late a worker was in ps.FirstOf(k): rounds of a table without it, of those over."""
+
+    table: str
+    n_missed: int
+    n_over: int
 
 
 class Waits:
@@ -48,11 +61,13 @@ class Waits:
 
     Attributes:
         label: of the call that waits now; "" if none does.
+        tables: that this rank has opened, by name.
     """
 
     def __init__(self, engine: Engine, layout: Layout, asker: Asker) -> None:
         self._engine, self._layout, self._asker = engine, layout, asker
         self.label = ""
+        self.tables: Mapping[str, Any] = {}
 
     def until(self, is_over: IsOver, label: str, servers: Iterable[int], limit_s: float) -> None:
         """Drive until it is over.
@@ -108,7 +123,17 @@ class Waits:
         if missing is None:
             return "It does not answer: it is busy, or hangs."
         ranks = {rank for _, workers in missing for rank in workers}
-        return reasons_text(missing, self._doings(ranks, is_over), self._layout.place_of)
+        doings = self._doings(ranks, is_over)
+        names = sorted({name for waiting in missing.values() for name in waiting})
+        late = [each for name in names if (each := self._lateness(name)) is not None]
+        return reasons_text(missing, doings, self._layout.place_of, late)
+
+    def _lateness(self, name: str) -> Lateness | None:
+        """Return how late this rank was in rounds of a table; None: never."""
+        table = self.tables.get(name)
+        if table is None or not table.n_missed:
+            return None
+        return Lateness(name, table.n_missed, table.n_rounds - 1)  # but for that which it waits for
 
     def _missing_workers(self, servers: Iterable[int], is_over: IsOver) -> Missing | None:
         """Return for which workers servers wait; None: they do not answer."""
@@ -141,14 +166,16 @@ class Waits:
 
 
 def reasons_text(
-    missing: Missing, doings: Mapping[int, str], index_of: Callable[[int], int]
-) -> str:
+    missing: Missing, doings: Mapping[int, str], index_of: Callable[[int], int],
+    late: Sequence[Lateness] = (),
+) -> str:  # fmt: skip
     """Return sentences that name the missing workers, and say what each does. Pure.
 
     Args:
         missing: see Missing.
         doings: the call that each rank is in, or ""; without those that did not answer.
         index_of: returns the index of a worker by its rank in the job.
+        late: in rounds of these tables, the worker that waits.
     """
     if not missing:
         return "It has answered that no worker is missing: it is busy, or the network is slow."
@@ -169,6 +196,12 @@ def reasons_text(
     ]
     is_closing = all(what == CLOSING for what, _ in missing)
     advice = _ADVICE_ON_CLOSING if is_closing else _ADVICE
+    if late:
+        most = max(late, key=lambda each: each.n_missed)
+        advice = (
+            f"This worker was late: {most.n_missed} of {most.n_over} rounds of {most.table} went "
+            f"by without it. {_ADVICE_IF_LATE}"
+        )
     return f"{text} {_capital(_shortened(shown, _SHOWN, '; '))}. {advice}"
 
 

@@ -79,6 +79,8 @@ def DistributedOptimizer(
       ps.restore().
     - was_applied: False if this worker was late in a round of FirstOf(k), so that its last gradient
       does not count, or if a scaler skipped the round.
+    - n_rounds: rounds that are over, in modes with rounds. Workers of FirstOf(k) that are to meet,
+      as in a barrier, end their loops at the same number of rounds, not of steps.
 
     .grad is this worker's own gradient. The servers already have it after backward(), so changes of
     it, and zero_grad() instead of step(), raise RingcommError: pass overlap=False, max_grad_norm or
@@ -356,6 +358,20 @@ class _Served(Optimizer):
     def was_applied(self) -> bool:
         """False if this worker's last gradients do not count in the parameters."""
         return self._feeder.was_applied
+
+    @property
+    def n_rounds(self) -> int:
+        """Rounds that are over for this worker, also those of FirstOf(k) for which it was late.
+
+        Raises:
+            RingcommError: the mode has no rounds.
+        """
+        if not self._feeder.options.mode.has_rounds:
+            raise RingcommError(
+                f"ps.DistributedOptimizer: n_rounds with mode={self._feeder.options.mode}, which "
+                "has no rounds; ps.step_number() counts the steps of this worker"
+            )
+        return max(bucket.table.n_rounds for bucket in self._feeder.pusher.buckets)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as torch does.

@@ -69,6 +69,11 @@ class DensePushes:
         """See TableBase."""
         return max(map(self._blocks.clock_of_pull, range(self._spec.partitions)), default=0)
 
+    @property
+    def n_missed(self) -> int:
+        """See TableBase."""
+        return 0 if self._blocks.first_of is None else self._blocks.first_of.n_missed
+
     def push(self, push: Contribution, updater: Updater) -> Future[Pushed]:
         """Send a contribution; see Table.push()."""
         blocks, (values, start, weight, flags, scale, absent) = self._blocks, push

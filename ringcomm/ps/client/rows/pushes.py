@@ -106,6 +106,7 @@ class RowPushes:
 
     Attributes:
         n_rounds: see TableBase.
+        n_missed: see TableBase.
     """
 
     def __init__(self, session: Session, spec: Spec, number: int, calls: RowCalls) -> None:
@@ -114,6 +115,7 @@ class RowPushes:
         self._label = f"push[{spec.name}]"
         self._versions: defaultdict[int, int] = defaultdict(int)  # by server
         self.n_rounds = session.begins.get(number, 0) if spec.mode.has_rounds else 0
+        self.n_missed = 0
         self._watching: WeakSet[UsedKeys] = WeakSet()
         self._held = -1  # number of the round that was pushed last with hold=True
         self._lock = threading.Lock()  # of versions and numbers
@@ -210,7 +212,11 @@ class RowPushes:
         except BaseException:
             self._give_back(number, is_assign=is_assign)
             raise
-        return number, None if entry.is_in else entry.rounds
+        if entry.is_in:
+            return number, None
+        with self._lock:
+            self.n_missed += 1
+        return number, entry.rounds
 
     def _give_back(self, number: int, *, is_assign: bool) -> None:
         """Use the number of a push again, of which nothing was sent."""
@@ -247,5 +253,7 @@ class RowPushes:
             return
         with self._lock:
             self._versions[server] = max(self._versions[server], version)
-            if self._spec.mode.has_rounds:  # after rounds that went by without this worker
-                self.n_rounds = max(self.n_rounds, version)
+            if self._spec.mode.has_rounds:
+                n_more = max(0, version - self.n_rounds)
+                self.n_rounds += n_more
+                self.n_missed += n_more
