@@ -14,9 +14,10 @@ from ringcomm.torch import ps
 
 
 class Net(nn.Module):
-    def __init__(self, dim=4, name="user"):
+    def __init__(self, dim=4, name="user", *, is_in_state_dict=False):
         super().__init__()
         self.user = ps.Embedding(50, dim, name=name)
+        self.user.is_in_state_dict = is_in_state_dict
         self.top = nn.Linear(dim, 1)
 
     def forward(self, ids):
@@ -82,6 +83,58 @@ def test_a_state_names_the_rows_that_it_has_not(caplog):
 
     run_workers(1, body)
     assert "embedding[user]: load_state_dict() leaves its rows" in caplog.text
+
+
+@pytest.mark.parametrize("n", [50, None])
+def test_a_state_without_rows_says_so_once_with_the_ways(n):
+    def body(rank):
+        user = ps.Embedding(n, 4, name="user")
+        model, said = nn.Sequential(user, nn.Linear(4, 1)), []
+        if rank == 0:  # it alone saves
+            with pytest.warns(
+                UserWarning, match=r"embedding\[user\]: state_dict\(\) has none"
+            ) as said:
+                model.state_dict()
+            model.state_dict()  # warnings are errors here
+        rc.barrier()
+        return [str(each.message) for each in said]
+
+    (text,), others = run_workers(2, body)
+    assert others == []
+    assert "ps.save() saves them" in text
+    assert ("is_in_state_dict = True" in text) == (n is not None)
+
+
+def test_a_state_that_is_to_have_no_rows_does_not_warn():
+    assert run_workers(1, lambda _: "user.weight" in Net().state_dict()) == [False]
+
+
+def test_one_worker_alone_saves_all_rows_and_loads_them_back():
+    ids = torch.arange(50)
+
+    def body(rank):
+        net = Net(is_in_state_dict=True)
+        before = net.user(ids).detach()
+        stream = io.BytesIO()
+        if rank == 0:
+            torch.save(net.state_dict(), stream)
+        rc.barrier()
+        net(ids).sum().backward()
+        net.user.pushed.wait()
+        rc.barrier()
+        after = net.user(ids).detach()
+        rc.barrier()
+        if rank == 0:
+            stream.seek(0)
+            state = torch.load(stream, weights_only=True)
+            net.load_state_dict(state)
+            plain = nn.ModuleDict({"user": nn.Embedding(50, 4), "top": nn.Linear(4, 1)})
+            plain.load_state_dict(state)
+            assert torch.equal(plain["user"].weight, before)
+        rc.barrier()
+        return torch.equal(before, after), torch.equal(before, net.user(ids))
+
+    assert run_workers(2, body) == [(False, True)] * 2
 
 
 def test_weights_of_torch_are_not_left_out_silently():

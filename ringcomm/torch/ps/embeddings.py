@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final, Literal, Self
@@ -47,7 +48,8 @@ class _Rows(nn.Module):
         given: ids of the next forward(), what distinct() returns of them, and their rows; or None.
         is_in_state_dict: state_dict() fetches all rows from the servers as "weight", and
             load_state_dict() loads them. ps.convert() sets it. It needs num_embeddings. If False,
-            state_dict() has a handle, "_extra_state": the name of the table as a tensor.
+            state_dict() has a handle, "_extra_state": the name of the table as a tensor. None: the
+            same, and the first state_dict() warns that it has no rows.
         is_trained: rows get gradients, which backward() pushes; see requires_grad_().
     """
 
@@ -69,7 +71,8 @@ class _Rows(nn.Module):
         self.dtype = dtype
         self.samples: float | None = None
         self.given: tuple[Tensor, np.ndarray, Tensor, np.ndarray] | None = None
-        self.is_in_state_dict = False
+        self.is_in_state_dict: bool | None = None
+        self._has_warned = False
         self.is_trained = True
         self.pushed: Future[Pushed] | None = None
         init = normal(std=1.0) if init is None else init  # as nn.Embedding begins
@@ -164,6 +167,20 @@ class _Rows(nn.Module):
             destination[f"{prefix}weight"] = self.weight_now()
         else:
             destination[prefix + _HANDLE_KEY] = _handle(self.table)
+            self._warn_of_rows_left_out()
+
+    def _warn_of_rows_left_out(self) -> None:
+        if self.is_in_state_dict is not None or self._has_warned:
+            return
+        self._has_warned = True
+        ways = "ps.save() saves them, and ps.export_safetensors() makes a file of that; "
+        if self.num_embeddings is not None:
+            ways += "with is_in_state_dict = True of the embedding, state_dict() fetches them all; "
+        warnings.warn(
+            f"embedding[{self.table.name}]: state_dict() has none of its rows, which are on the "
+            f"servers. {ways}False says that they are to be left out, without this warning",
+            stacklevel=2,
+        )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         """On the chief, send "weight" to the servers; see nn.Module."""
