@@ -1,15 +1,18 @@
 """A server's part in checkpoints: it writes its partitions to files, and loads them.
 
 Partitions are copied, and loaded, in the thread that drives; files are touched by threads that do
-nothing else. Until a file is written, what it will hold is in memory twice.
+nothing else, and hand over what they have read or written: settle() takes it in the thread that
+drives, and replies. Until a file is written, what it will hold is in memory twice.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -81,8 +84,36 @@ class _Source(NamedTuple):
     read: Callable[[Record], State]
 
 
+@dataclass(eq=False)
+class _Work:
+    """A save that a thread writes, or a restore that it reads.
+
+    Attributes:
+        number: of the save or restore.
+        is_save: it is no restore.
+        is_given_up: set once nobody wants what the thread makes.
+        is_over: set once the thread touches no file any more.
+    """
+
+    number: int
+    is_save: bool
+    is_given_up: threading.Event = field(default_factory=threading.Event)
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+
+# What a thread hands over: what is to be done with its result, which returns the reply; or why
+# there is none.
+_Take = Callable[[], dict[str, Any]]
+
+
+class _Finished(NamedTuple):
+    request: Delivery
+    work: _Work | None
+    outcome: _Take | Exception
+
+
 class Store:
-    """Saves and restores the partitions of one server.
+    """Saves and restores the partitions of one server; all methods in the thread that drives.
 
     Args:
         index: of the server.
@@ -107,13 +138,29 @@ class Store:
         self._is_there: dict[Path, bool] = {}
         self._saved: dict[Partition, _Saved] = {}
         self._prepared: dict[int, list[tuple[_Wanted, State]]] = {}
-        self._given_up: set[int] = set()  # saves whose owner died while they were written
-        self._writing: dict[int, threading.Event] = {}  # set when a save is written, or given up
+        self._under_way: dict[int, _Work] = {}
+        self._finished: deque[_Finished] = deque()  # threads append, settle() takes
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing is kept for a save or a restore."""
-        return not (self._taken or self._writing or self._prepared)
+        """True if nothing is kept, or under way, for a save or a restore."""
+        return not (self._taken or self._under_way or self._prepared)
+
+    def settle(self) -> None:
+        """Take what threads have finished, and reply; at each poll."""
+        while self._finished:
+            request, work, outcome = self._finished.popleft()
+            if work is not None:
+                del self._under_way[work.number]
+            try:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                meta = packed_json(outcome())
+            except Exception as error:  # noqa: BLE001 - the server lives on
+                status = Status.FAILED if isinstance(error, OSError) else Status.REFUSED
+                self._replies(request, status=status, meta=error_text(error))
+            else:
+                self._replies(request, meta=meta)
 
     # --- save -----------------------------------------------------------------------------------
     def begin(self, number: int, root: str) -> None:
@@ -167,16 +214,18 @@ class Store:
         self._taken.clear()
         self._roots.clear()
         self._counts.clear()
-        self._prepared.clear()
+        self._forget_restores()
         self._saved = {}
 
     def give_up(self, rank: int) -> None:
-        """Write no more for a rank that died: nobody would complete its checkpoint."""
+        """Write and read no more for a rank that died: nobody would complete what it began."""
         for number in [each for each in self._taken if owner_of(each) == rank]:
             self.drop(number)
-        self._given_up.update(each for each in self._writing if owner_of(each) == rank)
-        for number in [each for each in [*self._prepared] if owner_of(each) == rank]:
+        for number in [each for each in self._prepared if owner_of(each) == rank]:
             del self._prepared[number]
+        for number, work in self._under_way.items():
+            if owner_of(number) == rank:
+                work.is_given_up.set()
 
     def on_save(self, request: Delivery) -> None:
         """Write what was taken, beside everything else; reply when it is on disk."""
@@ -189,28 +238,33 @@ class Store:
                 f"ps.save: server {self._index} died while it wrote this checkpoint, which is not "
                 "complete; its copy has all values. Save again"
             )
-        folder, before = Path(content["folder"]), [*self._writing.values()]
-        is_over = self._writing[number] = threading.Event()
+        folder, work = Path(content["folder"]), _Work(number, is_save=True)
+        before = [each for each in self._under_way.values() if each.is_save]
 
-        def write() -> dict[str, Any]:
-            try:
-                for each in before:
-                    each.wait()  # one that was given up soon ends
-                return {**self._write(number, folder, items), **counts}
-            finally:
-                del self._writing[number]
-                is_over.set()
+        def write() -> _Take:
+            for each in before:
+                each.is_over.wait()  # one that was given up soon ends
+            entry, saved = self._write(work, folder, items)
 
-        self._beside(request, write)
+            def take() -> dict[str, Any]:
+                self._saved = saved
+                return {**entry, **counts}
 
-    def _write(self, number: int, folder: Path, items: list[_Item]) -> dict[str, Any]:
+            return take
+
+        self._beside(request, write, work)
+
+    def _write(
+        self, work: _Work, folder: Path, items: list[_Item]
+    ) -> tuple[dict[str, Any], dict[Partition, _Saved]]:
+        """Return the server's entry of the manifest, and what need not be written again."""
         if not folder.is_dir():
             raise FileNotFoundError(self._unseen(folder))
         writer = files.Writer(folder, self._index)
         written = {}
         try:
             for item in items:
-                self._require_owner(number)
+                _require_owner(work)
                 if item.state is None:
                     assert item.before is not None
                     record = item.before.record
@@ -222,13 +276,8 @@ class Store:
             entry = writer.finish()
         finally:
             writer.close()
-        self._require_owner(number)
-        self._saved = _worth_keeping(written)
-        return entry
-
-    def _require_owner(self, number: int) -> None:
-        if number in self._given_up:
-            raise RingcommError(f"ps.save: rank {owner_of(number)}, whose save this is, died")
+        _require_owner(work)
+        return entry, _worth_keeping(written)
 
     # --- restore --------------------------------------------------------------------------------
     def on_restore(self, request: Delivery) -> list[Key]:
@@ -245,9 +294,9 @@ class Store:
         if content["do"] == COMMIT:
             return self._commit(request, content)
         if content["do"] == LOOK:
-            self._beside(request, lambda: {"newest": _newest_in(Path(content["folder"]))})
+            self._beside(request, lambda: partial(dict, newest=_newest_in(Path(content["folder"]))))
             return []
-        self._prepared.pop(content["id"], None)
+        self._forget_restore(content["id"])
         self._replies(request, meta=b"{}")
         return []
 
@@ -258,10 +307,10 @@ class Store:
             for number, contents in self._contents.items()
             for part, values in _partitions_of(contents)
         ]
-        self._prepared.clear()  # of a restore that was given up
-        folder = Path(content["folder"])
+        self._forget_restores()  # of a client that has given up
+        folder, work = Path(content["folder"]), _Work(content["id"], is_save=False)
 
-        def read() -> dict[str, Any]:
+        def read() -> _Take:
             if not folder.is_dir():
                 raise RingcommError(self._unseen(folder))  # there is one, on another host
             manifest = files.read_manifest(folder)
@@ -273,7 +322,9 @@ class Store:
             if content["values_only"]:
                 plan = plan_load(saved, specs)
                 require_values(plan, folder, is_strict=content["is_strict"])
-                found = [(each, _values_for(source, plan, each)) for each in wanted]
+                found = [
+                    (each, _values_for(source, plan, each)) for each in _while_wanted(work, wanted)
+                ]
                 answer = {
                     "missing": plan.missing, "mismatched": plan.unlike, "unexpected": plan.unused
                 }  # fmt: skip
@@ -284,16 +335,33 @@ class Store:
                     raise ValueError(f"{error} (checkpoint {folder})") from error
                 found = [
                     (each, _read(source, origin[each.partition[0]], each))
-                    for each in wanted
+                    for each in _while_wanted(work, wanted)
                     if each.partition[0] in origin
                 ]
                 answer = {"missing": sorted(specs[n].name for n in specs.keys() - origin.keys())}
-            self._prepared[content["id"]] = [
-                (each, state) for each, state in found if state is not None
-            ]
-            return answer
+            prepared = [(each, state) for each, state in found if state is not None]
 
-        self._beside(request, read)
+            def take() -> dict[str, Any]:
+                _require_wanted(work)
+                self._prepared[work.number] = prepared
+                return answer
+
+            return take
+
+        self._beside(request, read, work)
+
+    def _forget_restore(self, number: int) -> None:
+        """Keep nothing of a restore; what is being read of it is dropped once it is read."""
+        self._prepared.pop(number, None)
+        work = self._under_way.get(number)
+        if work is not None:
+            work.is_given_up.set()
+
+    def _forget_restores(self) -> None:
+        self._prepared.clear()
+        for work in self._under_way.values():
+            if not work.is_save:
+                work.is_given_up.set()
 
     def _commit(self, request: Delivery, content: dict[str, Any]) -> list[Key]:
         keys = {}
@@ -311,26 +379,52 @@ class Store:
         return [*keys]
 
     # --- threads --------------------------------------------------------------------------------
-    def _beside(self, request: Delivery, work: Callable[[], dict[str, Any]]) -> None:
-        def run() -> None:
-            try:
-                meta = packed_json(work())
-            except Exception as error:  # noqa: BLE001 - the server lives on
-                status = Status.FAILED if isinstance(error, OSError) else Status.REFUSED
-                self._replies(request, status=status, meta=error_text(error))
-            else:
-                self._replies(request, meta=meta)
+    def _beside(
+        self, request: Delivery, run: Callable[[], _Take], work: _Work | None = None
+    ) -> None:
+        """Run something that touches files in a thread of its own; settle() takes its result."""
 
+        def finish() -> None:
+            try:
+                outcome: _Take | Exception = run()
+            except Exception as error:  # noqa: BLE001 - settle() replies
+                outcome = error
+            if work is not None:
+                work.is_over.set()
+            self._finished.append(_Finished(request, work, outcome))
+
+        if not self.is_copy:
+            threading.Thread(target=finish, name="ringcomm-ps-files", daemon=True).start()
+        if work is not None:
+            self._under_way[work.number] = work
         if self.is_copy:  # the next request comes once the other server has done this one
-            run()
-        else:
-            threading.Thread(target=run, name="ringcomm-ps-files", daemon=True).start()
+            finish()
+            self.settle()
 
     def _unseen(self, folder: Path) -> str:
         return (
             f"server {self._index} on {host_name()} sees no {folder}: checkpoints "
             "must lie on a file system that all ranks share"
         )
+
+
+def _require_owner(work: _Work) -> None:
+    if work.is_given_up.is_set():
+        raise RingcommError(f"ps.save: rank {owner_of(work.number)}, whose save this is, died")
+
+
+def _require_wanted(work: _Work) -> None:
+    if work.is_given_up.is_set():
+        raise RingcommError(
+            f"ps.restore: rank {owner_of(work.number)} has given up this restore while its files "
+            "were read. Nothing was changed"
+        )
+
+
+def _while_wanted(work: _Work, wanted: Iterable[_Wanted]) -> Iterator[_Wanted]:
+    for each in wanted:
+        _require_wanted(work)
+        yield each
 
 
 def _newest_in(root: Path) -> str:

@@ -19,7 +19,7 @@ NOTHING: Final = np.empty(0, np.uint8)
 
 
 class Replies:
-    """Sends replies, and frames of the server's own; any thread.
+    """Sends replies, and frames of the server's own; in the thread that drives.
 
     Args:
         link: the wire.

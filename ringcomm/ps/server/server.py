@@ -118,6 +118,7 @@ class Server:
         """Do what is due by now; at each poll."""
         if self.core.awaits_time:
             self.let_time_pass()
+        self.store.settle()
         self.show()
 
     def let_time_pass(self) -> None:

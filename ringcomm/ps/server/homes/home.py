@@ -155,6 +155,7 @@ class Home:
 
     def look(self) -> None:
         """Do what is due by now."""
+        self.server.store.settle()
         if self.is_primary:
             if self.server.core.awaits_time and not len(self._log) and self._sending is None:
                 self.say(Copy.TIME)
