@@ -22,11 +22,11 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.layer_hooks import Extension
 from ringcomm.errors import (
+    CommTimeoutError,
     ConfigError,
     NotInitializedError,
     PeerFailedError,
     RingcommError,
-    ServerLostError,
 )
 from ringcomm.ps.checkpoint.notice_of_refused_values import Refusals
 from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
@@ -318,12 +318,28 @@ class Session:
         tables = [*self.tables.values()]
 
         def send() -> None:
-            # ps.recover() restores them; or this rank has left meanwhile
-            with contextlib.suppress(ServerLostError, NotInitializedError):
+            # ps.recover() restores them; or the program has left, or hears of it at its next call
+            with contextlib.suppress(NotInitializedError, PeerFailedError):
                 for table in tables:
-                    table.begin()
+                    self._begin_table(table)
 
         threading.Thread(target=send, name="ringcomm-ps-chief", daemon=True).start()
+
+    def _begin_table(self, table: Any) -> None:
+        """Send the first values of a table, however late servers are: nobody else would."""
+        has_warned = False
+        while self.engine.state.is_usable and not self.has_left:
+            try:
+                table.begin()
+                return
+            except CommTimeoutError as error:
+                if not has_warned:
+                    _log.warning(
+                        "ps: rank %d, the chief now, goes on to send the first values of table[%s] "
+                        "until servers have them; pulls of it wait: %s",
+                        self.engine.job_rank, table.name, error,
+                    )  # fmt: skip
+                has_warned = True
 
     def leave(self) -> None:
         """Leave the servers, once nothing of this rank is under way; then serve on, on a server.

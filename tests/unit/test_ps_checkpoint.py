@@ -18,6 +18,7 @@ from ringcomm import atomic_files, ps
 from ringcomm.atomic_files import BrokenFileError
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
+from ringcomm.engine.core.engine import Engine
 from ringcomm.ps.checkpoint import files as checkpoint_files
 from ringcomm.ps.job import session
 from ringcomm.ps.partition_state import State, recut
@@ -606,6 +607,23 @@ def test_a_file_is_replaced_at_once_or_stays(tmp_path):
         file.write(json.dumps([1]).encode())
     assert json.loads(path.read_text()) == [1]
     assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_save_that_ends_after_its_engine_raises_nothing_in_its_thread(tmp_path, monkeypatch):
+    """Nobody catches an error there: it would end the rank as failed."""
+    threads, nudge = [], Engine.nudge
+
+    def nudging(own):
+        if threading.current_thread().name == "ringcomm-ps-save":
+            threads.append(threading.current_thread())
+            raise rc.NotInitializedError("ringcomm was shut down")
+        nudge(own)
+
+    monkeypatch.setattr(Engine, "nudge", nudging)
+    save_in_a_job(tmp_path)
+    (thread,) = threads
+    thread.join(60)
+    assert saved(tmp_path)
 
 
 def test_saves_of_several_threads_come_one_after_the_other(tmp_path):

@@ -109,6 +109,44 @@ def test_who_leaves_as_it_becomes_the_chief_has_no_first_values_to_send(monkeypa
     assert not thread.is_alive()
 
 
+def test_a_chief_whose_servers_are_late_with_the_first_values_sends_them_all_the_same(
+    monkeypatch, caplog
+):
+    """Its thread has a deadline, as all waits; if it passes, no rank ends, and pulls go on."""
+    is_open, pushes = threading.Barrier(3), []
+
+    def push_initial(table, values, push_on=Table.push_initial):
+        pushes.append(threading.current_thread().name)
+        pushed = push_on(table, values)
+        is_late, wait_on = len(pushes) == 2, pushed.wait
+        waits = itertools.count()
+
+        def wait(timeout_s=None):
+            if is_late and next(waits) == 0:
+                raise rc.CommTimeoutError("push[b]: no answer within 1 s from server 0")
+            return wait_on(timeout_s)
+
+        monkeypatch.setattr(pushed, "wait", wait, raising=False)
+        return pushed
+
+    monkeypatch.setattr(Table, "push_initial", push_initial)
+
+    def body(rank):
+        if rank == 0:
+            is_open.wait(DEADLINE_S)
+            raise Boom
+        opened = [ps.table(name, 3, "float64", init=np.full(3, rank)) for name in "abc"]
+        is_open.wait(DEADLINE_S)
+        return [table.pull().wait().tolist() for table in opened]
+
+    results = ended(run_all(3, body, settings=ELASTIC), 1)
+    assert results[:2] == [[[1.0] * 3] * 3] * 2
+    assert pushes == ["ringcomm-ps-chief"] * 3  # none was sent twice
+    said = "rank 1, the chief now, goes on to send the first values of table[b] until servers have"
+    assert said in caplog.text
+    assert "push[b]: no answer within 1 s from server 0" in caplog.text
+
+
 def test_who_waits_for_reports_hears_that_no_evaluator_is_left():
     def body(rank):
         if ps.is_chief():

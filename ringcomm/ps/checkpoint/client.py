@@ -350,7 +350,8 @@ def _write(
             outer.fail(error)
         else:
             outer.replied(-1)
-        current.engine.nudge()
+        with contextlib.suppress(RingcommError):  # an engine that is over wakes who waits by itself
+            current.engine.nudge()
 
     threading.Thread(target=complete, name="ringcomm-ps-save", daemon=True).start()
     return outer

@@ -168,6 +168,7 @@ class Table(TableBase):
 
     def _open(self, created: dict[str, Any]) -> None:
         self.number = created["number"]
+        self._first_push: Future[Pushed] | None = None
         self.blocks = Blocks(self._session, self._spec, created)
         self._pushes = DensePushes(self.blocks, self._packer)
         self._pulls = DensePulls(self.blocks)
@@ -312,9 +313,12 @@ class Table(TableBase):
     def begin(self) -> None:
         """See TableBase."""
         values = self._first_values
-        if values is not None:
-            self.push_initial(values).wait()
-            self._first_values = None
+        if values is None:
+            return
+        if self._first_push is None:  # else a wait for it was too short
+            self._first_push = self.push_initial(values)
+        self._first_push.wait()
+        self._first_values = self._first_push = None
 
     def push_initial(self, values: Array) -> Future[Pushed]:
         """Send the first values of the table, from the chief."""
