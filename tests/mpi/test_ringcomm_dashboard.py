@@ -27,7 +27,7 @@ from harness import (
 )
 
 from ringcomm.launch.dashboard.access import Asked, Gate, judge
-from ringcomm.launch.dashboard.source import Source
+from ringcomm.launch.dashboard.source import Source, newest_run
 from ringcomm.launch.job.run_folder import RunFolder
 
 GATE = Gate(8000, "secret")
@@ -233,6 +233,30 @@ def test_of_a_finished_run_those_are_bad_that_failed_by_themselves(
     source = Source(RunFolder(tmp_path))
     assert [each["rank"] for each in source.state()["ranks"] if each["is_bad"]] == bad
     assert [each["rank"] for each in source.metrics({})] == [2]  # not what the program calls so
+
+
+def test_metrics_of_a_run_that_is_being_removed_are_those_that_are_left(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "removed")  # listed, and gone when opened
+    (tmp_path / "metrics-1.jsonl").write_text('{"time": 1.5, "rank": 0.25}\n')
+    assert [each["rank"] for each in Source(RunFolder(tmp_path)).metrics({})] == [1]
+
+
+@pytest.mark.parametrize("n_looks", [0, 1])
+def test_a_run_that_is_removed_while_the_newest_is_sought_is_not_it(n_looks, tmp_path, monkeypatch):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    os.utime(tmp_path / "old" / "run.json", (1, 1))
+    (tmp_path / "file").touch()
+    looks, stat = iter(range(100)), Path.stat
+
+    def removing(path, **options):
+        if path == tmp_path / "old" / "run.json" and next(looks) == n_looks:
+            path.unlink()
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", removing)
+    assert newest_run(tmp_path).path == tmp_path / "new"
 
 
 def test_the_server_answers_as_the_matrix_says(dashboard, tmp_path):

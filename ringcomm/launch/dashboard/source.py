@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringcomm._core import monotonic_ns
+from ringcomm.atomic_files import paths_in
 from ringcomm.engine.control.commands import Command
 from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
 from ringcomm.launch.job.verdict import SIGNAL_NAMES
@@ -74,9 +75,12 @@ class Source:
         """Return what rc.log() has written after `positions` (file -> bytes); advance these."""
         found = []
         for path, rank in self._metric_files():
-            with path.open("rb") as file:
-                file.seek(positions.get(path.name, 0))
-                data = file.read()
+            try:
+                with path.open("rb") as file:
+                    file.seek(positions.get(path.name, 0))
+                    data = file.read()
+            except FileNotFoundError:  # the run was removed meanwhile
+                continue
             whole = data[: data.rfind(b"\n") + 1]
             positions[path.name] = positions.get(path.name, 0) + len(whole)
             for line in whole.splitlines():
@@ -137,7 +141,7 @@ class Source:
     def _metric_files(self) -> Iterator[tuple[Path, int]]:
         if self.folder is None:
             return
-        for path in sorted(self.folder.path.glob("metrics*.jsonl")):
+        for path in sorted(paths_in(self.folder.path)):
             if match := re.fullmatch(r"metrics(?:-(\d+))?\.jsonl", path.name):
                 yield path, int(match[1] or 0)
 
@@ -153,8 +157,11 @@ class Source:
 
 def newest_run(runs: Path) -> RunFolder | None:
     """Return the newest run in a folder of runs, or None."""
-    found = [path.parent for path in runs.glob(f"*/{CONFIG}")]
-    newest = max(found, key=lambda path: (path / CONFIG).stat().st_mtime, default=None)
+    began_at: dict[Path, float] = {}
+    for path in paths_in(runs):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it is none, or removed
+            began_at[path] = (path / CONFIG).stat().st_mtime
+    newest = max(began_at, key=began_at.__getitem__, default=None)
     return None if newest is None else RunFolder(newest.absolute())
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringcomm._core import monotonic_ns
+from ringcomm.atomic_files import paths_in
 from ringcomm.launch.job.processes.ranks_of_this_host import ranks_here
 from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
 from ringcomm.launch.watch.find_ranks import Ranks
@@ -54,7 +55,9 @@ class Report:
 def reports(folder: Path) -> list[Report]:
     """Return what the hosts of a run have written last."""
     found = []
-    for path in sorted(folder.glob("host-*.json")):
+    for path in sorted(paths_in(folder)):
+        if not re.fullmatch(r"host-.*\.json", path.name):
+            continue
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # of another version
             found.append(_parsed(json.loads(path.read_bytes())))
     return found
