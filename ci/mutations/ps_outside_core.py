@@ -124,9 +124,9 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-reads-beside-own-pushes",
         "ps",
-        "ps/client/send_calls_and_wait.py",
-        "if not order.is_empty:\n            return -1\n        peers",
-        "peers",
+        "ps/client/outstanding_requests.py",
+        "self.send_queue.has(partition) or not order.is_empty",
+        "self.send_queue.has(partition)",
         "a pull misses the push before it",
         (
             "unit/test_ps_promises.py",

@@ -148,7 +148,7 @@ def test_a_push_is_a_future():
         assert (second.wait().applied, second.wait().why) == (True, "")
         assert first.done()
         assert heard == [first, second]
-        assert not second.awaited
+        assert not second.unanswered()
         assert t.push(np.ones(10, np.float32)).then(heard.append).wait(0.5).version >= 2
         return t.pull().wait().tolist()
 

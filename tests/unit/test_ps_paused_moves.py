@@ -149,7 +149,7 @@ def test_moves_have_their_turn_between_snapshots_that_overlap():
 
 def test_a_rank_that_fails_to_leave_in_time_tells_the_servers_all_the_same(monkeypatch):
     def never(client, label):
-        client.wait_until(lambda: False, label, {1}, 0.05)
+        client.wait_until(lambda: False, label, lambda: {1}, 0.05)
 
     monkeypatch.setattr(Client, "wait_until_settled", never)
 

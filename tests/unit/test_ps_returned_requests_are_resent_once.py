@@ -23,7 +23,7 @@ def test_a_request_that_is_returned_twice_is_sent_again_once():
     outstanding = Outstanding(SimpleNamespace(job_rank=9), link, layout)
     outstanding.owners.add_table(TABLE, [0], {})
     request = Request(Kind.PUSH, partition=(TABLE, 0))
-    request.future = SimpleNamespace(acked_by=None, awaited=set())
+    request.future = SimpleNamespace(acked_by=None)
     outstanding.submit([request])
     ((_, _, sequence),) = sent
     returned = Header(

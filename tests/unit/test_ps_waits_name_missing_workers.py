@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,15 @@ from ps_ranks_as_threads import deadline, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
+from ringcomm.ps.client.flow_control import CREDIT_NBYTES
+from ringcomm.ps.client.future import Future
+from ringcomm.ps.client.request import NO_BODY, Request
+from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.client.wait_for_replies import reasons_text
 from ringcomm.ps.job import session
+from ringcomm.ps.protocol.frame_meta import packed_owners
+from ringcomm.ps.protocol.frames import Header, Kind, Status, Step
+from ringcomm.ps.protocol.link import Delivery
 
 ONES = np.ones(4, np.float32)
 SOON_S = 0.6  # a wait that explains itself, and not a look
@@ -304,3 +312,88 @@ def test_the_text_is_short_whatever_is_missing():
     assert "worker 3 (rank 3 of the job) is in barrier" in text
     assert text.count("does not answer") == 15
     assert "; and 84 more. A worker without data" in text
+
+
+# --- which servers are named --------------------------------------------------------------------
+@pytest.fixture
+def client():
+    """Return a client of servers 0 and 1, of which the first has both slices of table 1."""
+    link = SimpleNamespace(
+        ask=lambda *_: None, send=lambda *_: None, waits_to_leave=False,
+        shares_memory=lambda _: False, holds=lambda _: False,
+    )  # fmt: skip
+    layout = SimpleNamespace(
+        rank_of=lambda server: server, servers=(0, 1), server_numbers=(0, 1), hosts={}, lost=set()
+    )
+    own = SimpleNamespace(
+        job_rank=9,
+        state=SimpleNamespace(require_usable=lambda: None),
+        progress=SimpleNamespace(is_own_turn=True),  # waits for nothing
+    )
+    client = Client(own, link, layout, DEADLINE_S)
+    client.outstanding.add_table(1, [0, 0], {})
+    return client
+
+
+def pushed(client, *parts, nbytes=8):
+    """Return the future of a push to slices of table 1."""
+    body = np.zeros(nbytes, np.uint8)
+    requests = [Request(Kind.PUSH, partition=(1, part), body=body) for part in parts]
+    for each in requests:
+        each.on_reply = lambda _: None
+    future = Future(client, "push[w]", len(requests), lambda: None)
+    client.send(requests, future, is_admitted=True)
+    return future
+
+
+def reply(client, future, part, **header):
+    """Let a server answer the request of a future to a slice."""
+    requests = client.outstanding.requests.items()
+    ((sequence, request),) = [
+        (k, each) for k, each in requests if each.future is future and each.partition == (1, part)
+    ]
+    meta = header.pop("meta", b"")
+    said = Header(Kind.REPLY, sequence=sequence, table=1, partition=part, **header)
+    client.outstanding.on_reply(Delivery(request.server, said, meta, NO_BODY))
+
+
+def moved(client, part, epoch):
+    header = Header(Kind.MOVE, option=Step.NOTICE, table=1, partition=part, clock=epoch)
+    client.outstanding.on_notice(Delivery(0, header, packed_owners(epoch, [1]), NO_BODY))
+
+
+def test_a_server_that_has_answered_one_of_two_requests_is_named(client):
+    future = pushed(client, 0, 1)
+    reply(client, future, 0)
+    assert {*future.unanswered()} == {0}
+    reply(client, future, 1)
+    assert {*future.unanswered()} == set()
+    assert future.done()
+
+
+def test_a_server_from_which_a_request_went_to_another_is_not_named(client):
+    future = pushed(client, 0)
+    reply(client, future, 0, status=Status.WRONG_VIEW, meta=packed_owners(1, [1]))
+    assert {*future.unanswered()} == {1}
+
+
+def test_the_server_of_now_is_named_for_what_waited_for_credit_during_a_move(client):
+    first = pushed(client, 0, nbytes=CREDIT_NBYTES)
+    second = pushed(client, 1, 0)
+    assert {*second.unanswered()} == {0}
+    moved(client, 1, 1)
+    assert {*second.unanswered()} == {0, 1}
+    moved(client, 0, 1)
+    assert {*second.unanswered()} == {1}
+    reply(client, first, 0)  # the others leave
+    assert {*second.unanswered()} == {1}
+    assert {*first.unanswered()} == set()
+
+
+def test_of_tables_that_are_asked_together_each_names_its_servers(client):
+    whole, own = pushed(client, 0), pushed(client, 1)
+    own.carried_by = whole, {0}
+    reply(client, own, 1)
+    assert own.unanswered() == {0}
+    reply(client, whole, 0)
+    assert own.unanswered() == set()

@@ -1,5 +1,6 @@
 """Several threads of one rank wait for servers: each has its own deadline, whoever drives."""
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -12,7 +13,15 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
+from ringcomm.ps.client import flow_control
+from ringcomm.ps.client.flow_control import Credit
 from ringcomm.ps.client.future import Future
+from ringcomm.ps.client.outstanding_requests import Outstanding
+from ringcomm.ps.client.partition_owners import PartitionOwners
+from ringcomm.ps.client.send_queue import SendQueue
+from ringcomm.ps.job import session
+from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.rebalance import move_all
 
 ONES = np.ones(4, np.float32)
 
@@ -151,10 +160,105 @@ def test_a_reply_counts_though_another_thread_expects_more_at_that_moment():
     other = threading.Thread(target=future.expect, args=(1,))
     other.start()
     assert has_read.wait(60)
-    future.replied(0)
+    future.replied()
     has_replied.set()
     other.join(60)
-    future.replied(0)
+    future.replied()
     assert not future.done()
-    future.replied(0)
+    future.replied()
     assert future.done()
+
+
+class OwnedLock:
+    """A lock that knows which thread holds it."""
+
+    def __init__(self):
+        self._lock, self._owner = threading.Lock(), None
+
+    def __enter__(self):
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_):
+        self._owner = None
+        self._lock.release()
+
+    @property
+    def is_own(self):
+        return self._owner == threading.get_ident()
+
+
+@pytest.mark.usefixtures("wire")
+def test_no_thread_looks_at_what_others_change_without_the_lock(monkeypatch):
+    """Credit, what waits for it, and the order of requests: the thread that drives changes them."""
+    locks, unlocked = {}, set()  # by id of what is guarded
+
+    def note(what, name):
+        lock = locks.get(id(what))
+        if lock is not None and not lock.is_own:
+            caller = sys._getframe(2).f_code.co_name
+            unlocked.add(f"{type(what).__name__}.{name} in {caller}()")
+
+    def guarded(name, call):
+        def checking(self, *args):
+            note(self, name)
+            return call(self, *args)
+
+        return checking
+
+    def attribute(name):
+        def read(self):
+            note(self, name)
+            return self.__dict__[name]
+
+        return property(read, lambda self, value: self.__dict__.__setitem__(name, value))
+
+    for kind, names in [
+        (Credit, ["busy", "count", "allows"]),
+        (SendQueue, ["add", "add_behind", "due", "take_all", "has", "has_table", "n_of"]),
+        (PartitionOwners, ["add_table", "forget_table", "note_move", "returned", "take_confirmed"]),
+    ]:
+        for name in names:
+            monkeypatch.setattr(kind, name, guarded(name, getattr(kind, name)))
+    monkeypatch.setattr(SendQueue, "n_waiting", attribute("n_waiting"), raising=False)
+    for name in ("orders", "notices", "confirmed"):
+        monkeypatch.setattr(PartitionOwners, name, attribute(name), raising=False)
+    make, alive = Outstanding.__init__, []  # else one could have the id of another
+
+    def making(self, *args):
+        make(self, *args)
+        alive.append(self)
+        self.lock = OwnedLock()
+        for each in (self.credit, self.send_queue, self.owners):
+            locks[id(each)] = self.lock
+
+    monkeypatch.setattr(Outstanding, "__init__", making)
+    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 4000)
+
+    def body(rank):
+        w = ps.table("w", 2000, updater=ps.optim.Add(), block_nbytes=1000)
+        small = ps.table("s", 4, updater=ps.optim.Add())
+        rows = ps.hashtable("e", 4, updater=ps.optim.Add())
+        own, keys = engine(), np.arange(100)
+
+        def push_all(n):
+            with serve_thread(own):
+                for _ in range(n):
+                    w.push(np.ones(2000, np.float32))
+                    rows.push(keys, np.ones((100, 4), np.float32))
+                    small.push(ONES).wait()
+                    small.pull().wait()
+
+        other = threading.Thread(target=push_all, args=(5,), daemon=True)
+        other.start()
+        if rank == 0:
+            move_all(session(), [Move((w.number, 0), -1, 1), Move((rows.number, 1), -1, 0)]).wait()
+        push_all(5)
+        other.join(60)
+        assert not other.is_alive()
+        ps.complete_step()
+        rc.barrier()
+        return w.pull().wait()[0]
+
+    assert run_workers(2, body, 2) == [20.0, 20.0]
+    assert not unlocked

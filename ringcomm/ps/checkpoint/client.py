@@ -183,7 +183,7 @@ def _await_pushes(current: Session) -> None:
             return not any(each.kind == Kind.PUSH for each in outstanding.requests.values())
 
     current.client.wait_until_sent("ps.save")
-    current.client.wait_until(are_in, "ps.save", current.client.servers)
+    current.client.wait_until(are_in, "ps.save", lambda: current.client.servers)
 
 
 def _warn_of(saved: Future[Path]) -> None:
@@ -349,7 +349,7 @@ def _write(
             files.discard(folder)
             outer.fail(error)
         else:
-            outer.replied(-1)
+            outer.replied()
         with contextlib.suppress(RingcommError):  # an engine that is over wakes who waits by itself
             current.engine.nudge()
 

@@ -117,7 +117,7 @@ def _await_loss(current: Session) -> None:
 
 def _recover(current: Session, root: Path, limit_s: float) -> Recovered:
     before, client = current.clock, current.client
-    client.wait_until(lambda: not _has_ticks(current), _LABEL, client.servers)
+    client.wait_until(lambda: not _has_ticks(current), _LABEL, lambda: client.servers)
     tables = {name: table.described() for name, table in current.tables.items()}
     said = {"tables": tables, "found": bool(files.complete(root))}
     answer = _meet(current, Meeting.BEGIN, said, limit_s)

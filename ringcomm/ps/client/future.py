@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -45,6 +45,9 @@ class Waiter(Protocol):
     def wait_for(self, future: Future[Any], timeout_s: float | None) -> None:
         """Return once the future is done. Raises CommTimeoutError, PeerFailedError."""
 
+    def owing(self, future: Future[Any]) -> set[int]:
+        """Return the servers that have not answered requests of the future."""
+
 
 class Future(Generic[R]):
     """A request under way, which goes on whether or not anybody waits for it.
@@ -52,11 +55,13 @@ class Future(Generic[R]):
     Attributes:
         label: "push[w]".
         timestamp: number of the request; those of one process ascend.
-        awaited: servers that have not answered.
+        carried_by: the future of requests to several tables, its own among them, and which servers
+            get its own; None: its requests go by themselves.
         acked_by: number of its last request, if an ack may be the answer; else 0.
     """
 
     acked_by = 0
+    carried_by: tuple[Future[Any], set[int]] | None = None
     _result: Any = None
     _error: BaseException | None = None
     _is_done = False
@@ -68,7 +73,6 @@ class Future(Generic[R]):
         self._left = n
         self._finish = finish
         self._callbacks: tuple[Callable[[Future[R]], object], ...] = ()
-        self.awaited: set[int] = set()
         if n == 0:
             self._complete()
 
@@ -112,14 +116,17 @@ class Future(Generic[R]):
         self._call(callback)
         return self
 
-    def replied(self, server: int) -> None:
+    def replied(self) -> None:
         """Count a good reply."""
-        self.awaited.discard(server)
         self._count_down()
 
-    def unanswered(self) -> Iterable[int]:
-        """Return the servers that have not answered by the time that one iterates over them."""
-        return self.awaited
+    def unanswered(self) -> set[int]:
+        """Return the servers that have not answered."""
+        servers = self._client.owing(self)
+        if self.carried_by is not None:
+            whole, own = self.carried_by
+            servers |= own & whole.unanswered()
+        return servers
 
     def _count_down(self) -> None:
         with _LOCK:
@@ -179,19 +186,9 @@ class FutureOfAll(Future[list[R]]):
         for each in parts:
             each.then(lambda _: self._count_down())
 
-    def unanswered(self) -> Iterable[int]:
+    def unanswered(self) -> set[int]:
         """See Future."""
-        return _Unanswered(self._parts)
-
-
-class _Unanswered:
-    """The servers that some futures await, at each time that one iterates over them."""
-
-    def __init__(self, futures: Sequence[Future[Any]]) -> None:
-        self._futures = futures
-
-    def __iter__(self) -> Iterator[int]:
-        return iter({server for each in self._futures for server in tuple(each.awaited)})
+        return {server for each in self._parts for server in each.unanswered()}
 
 
 def require_timeout(label: str, timeout_s: object) -> None:

@@ -84,7 +84,7 @@ class Outstanding:
     """Sends requests, to the owner of their partition, and takes the replies.
 
     Attributes:
-        lock: of sequence numbers, owners, credit, and the order of sending.
+        lock: of all below; a single look at row_moves, requests, loss or owners.view needs none.
         owners: the servers of partitions.
         credit: bounds what is under way.
         send_queue: requests that wait for credit.
@@ -156,9 +156,39 @@ class Outstanding:
             self.owners.lose()
             self.row_moves.clear()
         for request in said:
-            request.future.replied(request.server)
+            request.future.replied()
         for future in failed:
             future.fail(loss.error(future.label))
+
+    def owing(self, future: Future[Any]) -> set[int]:
+        """Return the servers that have not answered requests of a future, or take them later."""
+        with self.lock:
+            for each in self.send_queue.of(future):
+                self._find_server(each)
+            waiting = {each.server for each in self.send_queue.of(future)}
+            return waiting | {x.server for x in self.requests.values() if x.future is future}
+
+    def busy(self) -> set[int]:
+        """Return the servers that have not answered all requests."""
+        with self.lock:
+            return self.credit.busy()
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if requests wait for credit."""
+        with self.lock:
+            return bool(self.send_queue.n_waiting)
+
+    def n_unsent(self, future: Future[Any]) -> int:
+        """Return how many requests of a call wait for credit."""
+        with self.lock:
+            return self.send_queue.n_of(future)
+
+    def idle_epoch(self, partition: Partition) -> int:
+        """Return the epoch of a partition to which no request is under way; -1 if one is."""
+        with self.lock:
+            order = self.owners.orders[partition]
+            return -1 if self.send_queue.has(partition) or not order.is_empty else order.epoch
 
     def next_sequence(self) -> int:
         """Return the number of a new request."""
@@ -167,14 +197,32 @@ class Outstanding:
     def assign(self, request: Request, future: Future[Any]) -> None:
         """Set the future of a request, and its server."""
         request.future = future
-        if self.loss is not None:
-            _require_answerable(request, self.loss, self._layout.lost)
+        loss = self.loss
+        if loss is not None:
+            _require_answerable(request, loss, self._layout.lost)
+        self._find_server(request)
+
+    def _find_server(self, request: AnyRequest) -> None:
+        """Set the server of a request that has not been sent."""
         if request.partition is not None:
             request.server = self.owners.view.owner(request.partition)
-        future.awaited.add(request.server)
 
     def may_begin(self, request: AnyRequest) -> bool:
         """Return True if a new call may begin with a request; one push per table may wait."""
+        with self.lock:
+            return self._may_begin(request)
+
+    def submit_if_it_may(self, request: AnyRequest) -> bool:
+        """Send a request if a new call may begin with it; return whether it was sent."""
+        with self.lock:
+            may_begin = self._may_begin(request)
+            if may_begin:
+                self._submit(request)
+            return may_begin
+
+    def _may_begin(self, request: AnyRequest) -> bool:
+        if request.partition in self.owners.orders:  # it may have moved during a wait for credit
+            self._find_server(request)
         if not self.send_queue.n_waiting:
             return self.credit.allows(request)
         is_second = request.kind == Kind.PUSH and self.send_queue.has_table(table_of(request))
@@ -228,7 +276,7 @@ class Outstanding:
             _require_answerable(request, self.loss, self._layout.lost)
         sequence, order = next(self._sequence), None
         if request.partition is not None:
-            request.server = self.owners.view.owner(request.partition)
+            self._find_server(request)
             order = self.owners.orders[request.partition]
         self.requests[sequence] = request
         self.credit.count(request, 1)
@@ -261,7 +309,7 @@ class Outstanding:
                     self._send(request, sequence, epoch)
                     self.n_resent += 1
             for move in [*self.owners.confirmed.items()]:  # behind what came back from these
-                self.confirm_move(*move, (home,))
+                self._confirm_move(*move, (home,))
 
     # --- replies --------------------------------------------------------------------------------
     def place_for(self, header: Header) -> Bytes | None:
@@ -282,7 +330,7 @@ class Outstanding:
         if is_plain:
             assert request.on_ack is not None
             request.on_ack(clock)
-            request.future.replied(request.server)
+            request.future.replied()
             return
         rank = self._layout.rank_of(request.server)
         table, part = request.partition or (request.table, 0)
@@ -319,7 +367,7 @@ class Outstanding:
             return
         again = request.take(reply)
         if again is None:
-            request.future.replied(request.server)
+            request.future.replied()
             return
         again.future, again.server = request.future, request.server
         self.submit([again])
@@ -342,18 +390,23 @@ class Outstanding:
     def on_notice(self, notice: Delivery) -> None:
         """Partitions have moved; called in the loop."""
         partition = notice.header.table, notice.header.partition
-        if partition[0] in self.row_moves:
-            self.row_moves[partition[0]].on_notice(notice)
+        rows = self.row_moves.get(partition[0])
+        if rows is not None:
+            rows.on_notice(notice)
             return
         with self.lock:
             due = self.owners.note_move(partition, notice.meta, notice.header.clock)
             self._send_again(partition, due)
             self._confirm_moves()
 
-    def confirm_move(
+    def confirm_move(self, partition: Partition, epoch: int) -> None:
+        """Report to servers that no request is under way that was made in an older view."""
+        with self.lock:
+            self._confirm_move(partition, epoch)
+
+    def _confirm_move(
         self, partition: Partition, epoch: int, servers: Collection[int] | None = None
     ) -> None:
-        """Report to servers that no request is under way that was made in an older view."""
         header = Header(
             Kind.MOVE, origin=self._me, table=partition[0], partition=partition[1], clock=epoch,
             option=Step.NOTED,
@@ -366,7 +419,7 @@ class Outstanding:
 
     def _confirm_moves(self) -> None:
         for partition, epoch in self.owners.take_confirmed():
-            self.confirm_move(partition, epoch)
+            self._confirm_move(partition, epoch)
 
     def _send_again(self, partition: Partition, sequences: Sequence[int]) -> None:
         """Send requests that were kept, or returned, to the present owner."""
@@ -374,9 +427,8 @@ class Outstanding:
             request = self.requests[sequence]
             self.n_resent += 1
             self.credit.count(request, -1)
-            request.server = self.owners.view.owner(partition)
+            self._find_server(request)
             self.credit.count(request, 1)
-            request.future.awaited.add(request.server)
             rank = self._layout.rank_of(request.server)
             request.body = reachable(request.body, rank, self._engine, self._link)
             self._send(request, sequence, self.owners.orders[partition].epoch)

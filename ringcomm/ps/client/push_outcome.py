@@ -89,11 +89,6 @@ class PlainPush(Future[Pushed]):
         """Number of the request."""
         return self.acked_by
 
-    @property
-    def awaited(self) -> set[int]:  # type: ignore[override]
-        """The server that has not answered."""
-        return set() if self._is_done else {self.server}
-
     def on_ack(self, clock: int) -> None:
         """Take a reply that has only a clock."""
         self._result = Pushed(True, "", clock)
@@ -102,9 +97,8 @@ class PlainPush(Future[Pushed]):
         """Take a good reply."""
         self._result = outcome_of([reply])
 
-    def replied(self, server: int) -> None:
+    def replied(self) -> None:
         """See Future."""
-        del server
         self._end()
 
     def _end(self) -> None:

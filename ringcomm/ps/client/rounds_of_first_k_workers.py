@@ -253,4 +253,4 @@ class FirstOfRounds:
         except Exception as error:  # noqa: BLE001 - raised where the push is waited for
             push.future.fail(error)
         else:
-            push.future.replied(-1)
+            push.future.replied()

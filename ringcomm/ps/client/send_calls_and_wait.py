@@ -55,8 +55,6 @@ class Client:
         self.rank = engine.job_rank
         self.link = link
         self.outstanding = Outstanding(engine, link, layout)
-        self._send_queue = self.outstanding.send_queue
-        self._orders = self.outstanding.owners.orders
         self.waits = Waits(engine, layout, self)
         self.undecided: set[Future[Any]] = set()
         self._listened_at = 0.0
@@ -85,13 +83,14 @@ class Client:
 
         Also -1 once a rank has died that the job needs: a request to the server then raises that.
         """
-        if self._send_queue.n_waiting and self._send_queue.has(partition):
-            return -1
-        order = self._orders[partition]
-        if not order.is_empty:
-            return -1
         peers = self._engine.watch.peers
-        return -1 if peers.dead and peers.is_fatal else order.epoch
+        if peers.dead and peers.is_fatal:
+            return -1
+        return self.outstanding.idle_epoch(partition)
+
+    def owing(self, future: Future[Any]) -> set[int]:
+        """Return the servers that have not answered requests of a future."""
+        return self.outstanding.owing(future)
 
     def timestamp(self) -> int:
         """Return the number of a new request."""
@@ -173,7 +172,7 @@ class Client:
         self.outstanding.add(requests)
         if any(request.source is not None for request in requests):
             fill(requests, lambda: self.flush(always=True))
-        if self._send_queue.n_waiting:
+        if self.outstanding.has_unsent:
             if before_wait is not None:
                 before_wait()
             if not self._engine.progress.is_own_turn:
@@ -191,16 +190,13 @@ class Client:
             CommTimeoutError: there is none.
         """
         self._engine.state.require_usable()
-        assert first.partition is not None
-        first.server = self.owner(first.partition)
         self._await_credit(first, label, before_wait)
 
     def push(self, push: PlainPush) -> None:
         """Send a push that is request and future in one; see send()."""
         self._engine.state.require_usable()
-        push.server = self.owner(push.partition)
-        self._await_credit(push, push.label)
-        self.outstanding.submit((push,))
+        while not self.outstanding.submit_if_it_may(push):
+            self._await_credit(push, push.label)
         self.flush()
 
     def reserve(
@@ -242,18 +238,20 @@ class Client:
                 "under way, and a callback of then() cannot wait for that; nothing was sent. Call "
                 "it where the program waits for its futures"
             )
-        self.wait_until(lambda: self.outstanding.may_begin(request), label, {request.server})
+        self.wait_until(
+            lambda: self.outstanding.may_begin(request), label, lambda: (request.server,)
+        )
 
     def _await_departure(self, future: Future[Any]) -> None:
         """Return once all requests of a call have left, or none has for so long; see send()."""
         limit_s = min(STALL_S, self.deadline_s)
-        n = self._send_queue.n_of(future)
+        n = self.outstanding.n_unsent(future)
         while n and self.drive_until(
-            lambda before=n: self._send_queue.n_of(future) < before,  # type: ignore[misc]
+            lambda before=n: self.outstanding.n_unsent(future) < before,  # type: ignore[misc]
             future.label,
             limit_s,
         ):
-            n = self._send_queue.n_of(future)
+            n = self.outstanding.n_unsent(future)
 
     def wait_for(self, future: Future[Any], timeout_s: float | None) -> None:
         """Drive until a future is done.
@@ -271,7 +269,7 @@ class Client:
         if limit_s == timeout_s == math.inf:  # to wait long is what the caller means
             drive_until(self._engine, future.done, future.label, limit_s)
             return
-        self.wait_until(future.done, future.label, future.unanswered(), limit_s)
+        self.wait_until(future.done, future.label, future.unanswered, limit_s)
 
     def _is_acked(self, future: Future[Any]) -> bool:
         """Look for the ack of a small push, and nothing else, for a moment: most come so soon."""
@@ -293,15 +291,15 @@ class Client:
 
     def wait_until_sent(self, label: str) -> None:
         """Drive until all requests of earlier calls have left; see wait_for()."""
-        if self._send_queue.n_waiting:
-            busy = self.outstanding.credit.busy()
-            self.wait_until(lambda: not self._send_queue.n_waiting, label, busy)
+        outstanding = self.outstanding
+        if outstanding.has_unsent:
+            self.wait_until(lambda: not outstanding.has_unsent, label, outstanding.busy)
 
     def wait_until_settled(self, label: str) -> None:
         """Drive until no request waits for credit or for a round, and no server returns one."""
         outstanding = self.outstanding
         is_settled = lambda: outstanding.is_settled and not self.undecided  # noqa: E731
-        self.wait_until(is_settled, label, outstanding.credit.busy())
+        self.wait_until(is_settled, label, outstanding.busy)
 
     def drive_until(self, is_over: Callable[[], bool], label: str, timeout_s: float | None) -> bool:
         """Return True once it is over, False if that takes longer than timeout_s; None: deadline_s.
@@ -316,10 +314,16 @@ class Client:
         self,
         is_over: Callable[[], bool],
         label: str,
-        servers: Iterable[int],
+        servers: Callable[[], Iterable[int]],
         limit_s: float | None = None,
     ) -> None:
         """Drive until it is over; see wait_for().
+
+        Args:
+            is_over: looks.
+            label: of the call.
+            servers: returns those that have not answered.
+            limit_s: see below.
 
         Raises:
             CommTimeoutError: it is not within limit_s (None: deadline_s); names the servers.

@@ -101,4 +101,9 @@ class SendQueue:
 
     def n_of(self, future: Future[Any]) -> int:
         """Return how many requests of a call wait."""
-        return self._calls[future]
+        return self._calls.get(future, 0)
+
+    def of(self, future: Future[Any]) -> Iterator[Request]:
+        """Yield the requests of a call that wait."""
+        for queue in self._queues.values():
+            yield from (each for each in queue if each.future is future)

@@ -87,7 +87,7 @@ class TableBase(ABC):
         client, label = self.client, f"close[{self.name}]"
         if self._closed is None:
             is_idle = lambda: not client.outstanding.has_requests_of(self.number)  # noqa: E731
-            client.wait_until(is_idle, label, client.servers, timeout_s)
+            client.wait_until(is_idle, label, lambda: client.servers, timeout_s)
             with self._session.opening:
                 begin_close(self)
         assert self._closed is not None

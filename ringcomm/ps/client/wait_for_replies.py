@@ -40,6 +40,7 @@ _QUESTION: Final = 0xFFFF_FFFF << 32  # keys of questions; no operation has one 
 _questions: Final = itertools.count()
 
 IsOver = Callable[[], bool]
+Servers = Callable[[], Iterable[int]]
 Missing = dict[tuple[str, tuple[int, ...]], set[str]]  # what waits for which ranks -> its tables
 
 
@@ -69,13 +70,13 @@ class Waits:
         self.label = ""
         self.tables: Mapping[str, Any] = {}
 
-    def until(self, is_over: IsOver, label: str, servers: Iterable[int], limit_s: float) -> None:
+    def until(self, is_over: IsOver, label: str, servers: Servers, limit_s: float) -> None:
         """Drive until it is over.
 
         Args:
             is_over: looks.
             label: of the call.
-            servers: that have not answered, by the time that one iterates over them.
+            servers: returns those that have not answered.
             limit_s: how long, in seconds.
 
         Raises:
@@ -88,7 +89,7 @@ class Waits:
         finally:
             self.label = outer
 
-    def _until(self, is_over: IsOver, label: str, servers: Iterable[int], limit_s: float) -> None:
+    def _until(self, is_over: IsOver, label: str, servers: Servers, limit_s: float) -> None:
         warn_after_s = min(self._engine.settings.stall_warning_or_inf, limit_s)
         if drive_until(self._engine, is_over, label, warn_after_s):
             return
@@ -104,18 +105,19 @@ class Waits:
             raise CommTimeoutError(
                 f"{self._waited(label, servers, limit_s)}. {why} The request is still under way: "
                 "wait again, or raise the limit with ps.init(deadline_s=)",
-                missing=[self._layout.rank_of(server) for server in sorted(servers)],
+                missing=[self._layout.rank_of(server) for server in sorted(servers())],
             )
 
-    def _waited(self, label: str, servers: Iterable[int], waited_s: float) -> str:
+    def _waited(self, label: str, servers: Servers, waited_s: float) -> str:
         """Return how long this rank has waited for which servers."""
         name = self._engine.transport.label
         ranks = ", ".join(
-            f"server {server} ({name(self._layout.rank_of(server))})" for server in sorted(servers)
+            f"server {server} ({name(self._layout.rank_of(server))})"
+            for server in sorted(servers())
         )
         return f"{label}: no answer within {waited_s:g} s from {ranks or 'the servers'}"
 
-    def _reasons(self, servers: Iterable[int], is_over: IsOver) -> str:
+    def _reasons(self, servers: Servers, is_over: IsOver) -> str:
         """Return sentences that say whom the servers wait for; takes at most 2 x ANSWER_S."""
         if self._engine.progress.is_own_turn:
             return _BUSY
@@ -135,9 +137,9 @@ class Waits:
             return None
         return Lateness(name, table.n_missed, table.n_rounds - 1)  # but for that which it waits for
 
-    def _missing_workers(self, servers: Iterable[int], is_over: IsOver) -> Missing | None:
+    def _missing_workers(self, servers: Servers, is_over: IsOver) -> Missing | None:
         """Return for which workers servers wait; None: they do not answer."""
-        answers = ask_json(self._asker, Kind.MISSING, None, sorted(servers))
+        answers = ask_json(self._asker, Kind.MISSING, None, sorted(servers()))
         drive_until(self._engine, lambda: answers.done() or is_over(), answers.label, ANSWER_S)
         if not answers.done():
             return None

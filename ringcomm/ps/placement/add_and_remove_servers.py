@@ -96,7 +96,7 @@ def _await_homes(current: Session, label: str) -> None:
         return [server for server, rank in ranks.items() if rank in layout.dead]
 
     if servers := homeless():
-        current.client.wait_until(lambda: not homeless(), label, servers)
+        current.client.wait_until(lambda: not homeless(), label, lambda: servers)
 
 
 def _in_its_process(current: Session, server: int) -> list[int]:

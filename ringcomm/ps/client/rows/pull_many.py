@@ -185,7 +185,7 @@ class _Batch:
             servers = {share.server for share in split if share.counts[k]}
             part.joined.call.n_out = len(servers)
             part.future.expect(len(servers) - 1)
-            part.future.awaited.update(servers)
+            part.future.carried_by = replied, servers
         return requests
 
     def _pass_on_loss(self, replied: Future[None]) -> None:
@@ -253,4 +253,4 @@ class _Batch:
             at += answer.nbytes
             pull.take(share.server, answer.version, rows, order, answer.option)
             pull.calls.ended(part.joined)
-            part.future.replied(share.server)
+            part.future.replied()

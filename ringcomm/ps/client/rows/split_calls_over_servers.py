@@ -201,7 +201,6 @@ class RowCalls:
             if reply.header.status == Status.WRONG_VIEW:
                 epoch, owners = owners_of(reply.meta)
                 call.returned.append(ended)
-                call.future.awaited.discard(ended.request.server)
                 call.epoch = max(call.epoch, epoch)
                 self._send_again(self._learn(epoch, owners))
             if not call.n_out:
