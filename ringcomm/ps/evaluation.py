@@ -118,13 +118,13 @@ def reports(*, until: int | None = None, timeout_s: float | None = None) -> list
     arrived = current.dispatcher.reports
 
     def has_come() -> bool:
-        return until is None or any(json.loads(each.meta)[0] >= until for each in arrived)
+        present = arrived.present()
+        return until is None or any(json.loads(each.meta)[0] >= until for each in present)
 
     if until is not None:
         _await_report(current, has_come, until, timeout_s)
     reports = []
-    while arrived:
-        delivery = arrived.popleft()
+    for delivery in arrived.take_all():
         step, metrics = json.loads(delivery.meta)
         reports.append(Report(step, metrics, delivery.source))
     return reports

@@ -1,6 +1,8 @@
 """Evaluators and snapshots: one moment, whatever the workers do meanwhile."""
 
+import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,11 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import evaluation, job
 from ringcomm.ps.client import json_requests, pause_moves_and_snapshot
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.client.request import NO_BODY
+from ringcomm.ps.job import session
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.snapshot_numbers_and_phases import STOP
 
 pytestmark = pytest.mark.usefixtures("wire")
@@ -88,6 +94,35 @@ def test_a_report_that_does_not_come_is_told_with_who_should_have_sent_it():
         return ps.reports()
 
     assert run_workers(1, body, evaluators=1) == [[]]
+
+
+def test_a_report_that_comes_while_others_are_looked_at_is_found(monkeypatch):
+    """Another thread drives, and takes what arrives."""
+
+    @ps.evaluator(every=1000)
+    def evaluate(step):
+        """Report nothing."""
+
+    def report(step):
+        return Delivery(1, Header(Kind.REPORT), packed_json([step, {}]), NO_BODY)
+
+    others = []
+
+    def loads(text):
+        if not others:  # the first report is looked at
+            arrived = session().dispatcher.reports
+            others.append(threading.Thread(target=arrived.append, args=(report(9),)))
+            others[0].start()
+            others[0].join(60)
+        return json.loads(text)
+
+    def body(rank):
+        for step in (1, 2):
+            session().dispatcher.reports.append(report(step))
+        monkeypatch.setattr(evaluation, "json", SimpleNamespace(loads=loads))
+        return [each.step for each in ps.reports(until=9)]
+
+    assert run_workers(1, body, evaluators=1) == [[1, 2, 9]]
 
 
 def test_who_waits_for_reports_hears_that_the_evaluator_has_left():

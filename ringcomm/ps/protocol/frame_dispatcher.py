@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ringcomm.ps.protocol.frames import Kind, Step
 
@@ -16,6 +17,37 @@ if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Delivery, Link
     from ringcomm.ps.server.homes.homes_of_this_process import Homes
     from ringcomm.ps.server.server import Server
+
+
+_REPORTS_MAX: Final = 10_000
+
+
+class Reports:
+    """Reports that have arrived, the newest only if they are many; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrived: deque[Delivery] = deque(maxlen=_REPORTS_MAX)
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def append(self, report: Delivery) -> None:
+        """Add a report."""
+        with self._lock:
+            self._arrived.append(report)
+
+    def present(self) -> list[Delivery]:
+        """Return those that are here now."""
+        with self._lock:
+            return [*self._arrived]
+
+    def take_all(self) -> list[Delivery]:
+        """Return those that are here now, and keep none."""
+        with self._lock:
+            taken = [*self._arrived]
+            self._arrived.clear()
+            return taken
 
 
 class FrameDispatcher:
@@ -36,7 +68,7 @@ class FrameDispatcher:
     def __init__(self) -> None:
         self.client: Outstanding | None = None
         self.server: Server | Homes | None = None
-        self.reports: deque[Delivery] = deque(maxlen=10_000)
+        self.reports = Reports()
         self.takes: dict[int, Callable[[Delivery], None]] = {Kind.REPORT: self.reports.append}
 
     @property
