@@ -136,11 +136,15 @@ class MpiTransport:
     def _begin(
         self, call: Any, buffer: Bytes, peer: int, tag: int, *, is_receive: bool = False
     ) -> Request:
+        requests: list[MPI.Request] = []
+        begun = _MpiRequest(self._mpi, requests, buffer, is_receive=is_receive)
         try:
-            requests = [call(part, peer, tag) for part in _segments(buffer)]
+            for part in _segments(buffer):
+                requests.append(call(part, peer, tag))
         except self._mpi.Exception as error:
+            self.abandon([begun])  # of the segments before, MPI still uses the memory
             raise WireFault(str(error)) from error
-        return _MpiRequest(self._mpi, requests, buffer, is_receive=is_receive)
+        return begun
 
     def control(self, dest: int, message: bytes) -> None:
         if not self.is_threaded and threading.get_ident() != self._thread:

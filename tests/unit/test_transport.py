@@ -1,11 +1,15 @@
 """What every Transport promises, over loopback; tests/mpi runs the same bodies over MPI."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import transport_conformance
 from loopback import LoopbackHub
+
+from ringcomm._core import WireFault
+from ringcomm.transport import mpi
 
 
 @pytest.mark.parametrize("body", transport_conformance.BODIES, ids=lambda body: body.__name__)
@@ -50,3 +54,40 @@ def test_a_message_that_is_dropped_is_not_matched_any_more(dropped):
     assert (sending.test(), receiving.test()) == (True, True)
     assert (received == 61).all()
     assert (lost == 7).all()
+
+
+@pytest.mark.parametrize("is_receive", [False, True])
+def test_segments_before_one_that_mpi_refuses_are_given_up_and_keep_their_memory(
+    is_receive, monkeypatch
+):
+    """MPI may still read, or write to, the memory of a message that has begun."""
+
+    class Refused(Exception):
+        pass
+
+    class Begun:
+        is_cancelled = False
+
+        def Test(self, _):
+            return False
+
+        def Cancel(self):
+            self.is_cancelled = True
+
+    begun = []
+
+    def call(part, peer, tag):
+        if len(begun) == 2:
+            raise Refused("no more")
+        begun.append(Begun())
+        return begun[-1]
+
+    monkeypatch.setattr(mpi, "_SEGMENT", 100)
+    transport = mpi.MpiTransport.__new__(mpi.MpiTransport)
+    transport._mpi = SimpleNamespace(Exception=Refused, Status=object)
+    transport._abandoned = []
+    buffer = np.zeros(350, np.uint8)
+    with pytest.raises(WireFault, match="no more"):
+        transport._begin(call, buffer, 1, 5, is_receive=is_receive)
+    assert [each.buffer is buffer for each in transport._abandoned] == [True]
+    assert [each.is_cancelled for each in begun] == [is_receive] * 2
