@@ -242,6 +242,15 @@ self.steps = int(state.meta["steps"])
         ("unit/test_ps_killed_saves.py", "unit/test_ps_checkpoint.py"),
     ),
     Mutation(
+        "ps-a-restore-outlives-who-gave-it-up",
+        "ps",
+        "ps/checkpoint/server.py",
+        "                _require_wanted(work)\n                self._prepared",
+        "                self._prepared",
+        "a server keeps a whole state, and is copied no more, after a restore that timed out",
+        ("unit/test_ps_file_threads_hand_over.py",),
+    ),
+    Mutation(
         "ps-stale-rows-are-saved",
         "ps",
         "ps/checkpoint/server.py",

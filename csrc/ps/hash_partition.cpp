@@ -123,6 +123,30 @@ HashPartition::Side& HashPartition::side() {
   return *side_;
 }
 
+void HashPartition::reserve(const std::uint64_t* keys, const std::uint32_t* places,
+                            std::size_t n, std::uint64_t draw) {
+  const Admission& policy = spec_->admission;
+  const bool counts = policy.min_count > 1;
+  if (!counts && store_.has_room(n) && index_.has_room(n)) return;
+  std::size_t n_rows = 0, n_counts = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint64_t key = keys[places[i]];
+    if (i + kBatch < n) index_.prefetch(keys[places[i + kBatch]]);
+    if (find(key) != kNoRow || !is_drawn(key, draw)) continue;
+    const std::uint64_t count = side_ == nullptr ? 0 : side_->candidates.find(key);
+    const bool has_enough = count + 1 >= policy.min_count;
+    n_rows += has_enough;
+    n_counts += !has_enough && count == 0;
+  }
+  store_.reserve(n_rows);
+  index_.reserve(n_rows);
+  if (n_counts == 0) return;
+  Side& here = side();
+  const std::size_t most = policy.max_candidates, size = here.candidates.size();
+  here.candidates.reserve(std::min(n_counts, most - std::min(most, size)));
+  if (size + n_counts > most) here.spare.reserve(std::max(most, size) + 1);
+}
+
 // A row for a key that has none: values as the initializer says, slots as the updater begins.
 Row HashPartition::add(std::uint64_t key) {
   for (const auto& snapshot : common_->snapshots) snapshot->keep(key, nullptr);
@@ -158,13 +182,18 @@ void HashPartition::take_out(Row row, std::uint64_t stamp) {
   store_.give_back(row);
 }
 
+// Whether chance admits a key, in the push with this number.
+bool HashPartition::is_drawn(std::uint64_t key, std::uint64_t draw) const {
+  const double probability = spec_->admission.probability;
+  if (probability >= 1) return true;
+  const std::uint64_t table = scatter(spec_->initial.seed) + spec_->initial.table;
+  const std::uint64_t bits = scatter(scatter(scatter(table) + key) + draw);
+  return static_cast<double>(bits >> 11) * 0x1p-53 < probability;
+}
+
 bool HashPartition::is_admitted(std::uint64_t key, std::uint64_t draw) {
   const Admission& policy = spec_->admission;
-  if (policy.probability < 1) {
-    const std::uint64_t table = scatter(spec_->initial.seed) + spec_->initial.table;
-    const std::uint64_t bits = scatter(scatter(scatter(table) + key) + draw);
-    if (static_cast<double>(bits >> 11) * 0x1p-53 >= policy.probability) return false;
-  }
+  if (!is_drawn(key, draw)) return false;
   if (policy.min_count <= 1) return true;
   KeyMap& candidates = side().candidates;
   const std::uint64_t count = candidates.find(key) + 1;
@@ -179,13 +208,13 @@ bool HashPartition::is_admitted(std::uint64_t key, std::uint64_t draw) {
 
 // Makes room by ageing: what was seen once is forgotten, the rest counts half.
 void HashPartition::halve_candidates() {
-  KeyMap& candidates = side().candidates;
+  KeyMap &candidates = side().candidates, &halved = side().spare;
   while (candidates.size() > spec_->admission.max_candidates / 4 * 3) {
-    KeyMap halved;
     candidates.for_each([&](std::uint64_t key, std::uint64_t count) {
       if (count > 1) halved.insert(key, count / 2);
     });
-    candidates = std::move(halved);
+    std::swap(candidates, halved);
+    halved.wipe();
   }
 }
 

@@ -146,6 +146,7 @@ class HashPartition {
 
   struct Side {  // what most partitions have none of
     KeyMap candidates;  // key -> count
+    KeyMap spare;       // during a push in which the counts may halve: room for those
   };
   // Where each of several keys belongs.
   struct Homes {
@@ -163,6 +164,7 @@ class HashPartition {
   };
   class Reading;
   class Writing;
+  class Reserved;
   template <class T>
   class Pusher;
 
@@ -185,6 +187,10 @@ class HashPartition {
       snapshot->keep(store_.info(row).key, store_.values<std::byte>(row));
   }
   void halve_candidates();
+  // All memory that a push to these keys may need here; `places`: of its distinct keys.
+  void reserve(const std::uint64_t* keys, const std::uint32_t* places, std::size_t n,
+               std::uint64_t draw);
+  bool is_drawn(std::uint64_t key, std::uint64_t draw) const;
   static void require_rule(const Rule& own, const Rule& rule);
   template <class T>
   void initialise(Row row, std::uint64_t key);

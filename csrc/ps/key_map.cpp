@@ -14,7 +14,7 @@ constexpr std::size_t kMovedAtOnce = 4;  // lines, with every insertion: done be
 }  // namespace
 
 void KeyMap::insert(std::uint64_t key, std::uint64_t value) {
-  make_room();
+  reserve(1);
   if (old_.lines != nullptr) move_some(kMovedAtOnce);
   now_.put(key, value);
   ++size_;
@@ -43,6 +43,12 @@ void KeyMap::erase(std::uint64_t key) {
 
 void KeyMap::clear() { *this = KeyMap(pool_); }
 
+void KeyMap::wipe() {
+  old_ = Table();
+  if (now_.lines != nullptr) std::memset(now_.lines.get(), 0, now_.size() * sizeof(Line));
+  size_ = moved_ = 0;
+}
+
 KeyMap::Slot KeyMap::locate(std::uint64_t key) const {
   if (now_.lines == nullptr) return {};
   const Slot slot = now_.locate(key);
@@ -52,11 +58,12 @@ KeyMap::Slot KeyMap::locate(std::uint64_t key) const {
 }
 
 // At most 5 of 8 entries are taken: few lines are full.
-void KeyMap::make_room() {
-  if (now_.lines != nullptr && (size_ + 1) * 8 <= now_.size() * kPerLine * 5) return;
+void KeyMap::reserve(std::size_t n) {
+  if (n == 0 || has_room(n)) return;
   move_some(old_.size());
   Table next;
   next.bits = now_.lines == nullptr ? kFirstBits : now_.bits + 1;
+  while ((size_ + n) * 8 > (std::size_t{1} << next.bits) * kPerLine * 5) ++next.bits;
   const std::size_t nbytes = (std::size_t{1} << next.bits) * sizeof(Line);
   next.lines = {new_lines(nbytes), Free{pool_, nbytes}};
   old_ = std::exchange(now_, std::move(next));

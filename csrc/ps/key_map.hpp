@@ -49,10 +49,14 @@ class KeyMap {
   void prefetch(std::uint64_t key) const {
     if (now_.lines != nullptr) __builtin_prefetch(&now_.lines[now_.home(key)]);
   }
+  // The next n insertions need no memory. Throws bad_alloc: nothing has changed.
+  void reserve(std::size_t n);
+  bool has_room(std::size_t n) const { return (size_ + n) * 8 <= now_.size() * kPerLine * 5; }
   void insert(std::uint64_t key, std::uint64_t value);  // of a key that is not in the map
   void set(std::uint64_t key, std::uint64_t value);     // of any key; 0 takes it out
   void erase(std::uint64_t key);                        // nothing happens where it is not
   void clear();
+  void wipe();  // as clear(), but keeps the memory
   std::size_t size() const { return size_; }
   std::size_t nbytes() const { return (now_.size() + old_.size()) * sizeof(Line); }
 
@@ -112,7 +116,6 @@ class KeyMap {
   };
 
   Slot locate(std::uint64_t key) const;
-  void make_room();
   Line* new_lines(std::size_t nbytes) const;
   void move_some(std::size_t n);
 

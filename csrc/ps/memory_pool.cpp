@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <utility>
 
 #include "huge_pages.hpp"
 
@@ -44,7 +46,8 @@ void MemoryPool::give_back(void* memory, std::size_t nbytes) noexcept {
 // Each as large as all before: a table of ten rows takes little, one of millions few chunks.
 void MemoryPool::add_chunk(std::size_t nbytes) {
   const std::size_t size = std::max(nbytes, std::clamp(total_, kFirstChunk, kLastChunk));
-  chunks_.emplace_back(static_cast<std::byte*>(allocate_pages(size)));
+  std::unique_ptr<std::byte, Free> chunk(static_cast<std::byte*>(allocate_pages(size)));
+  chunks_.push_back(std::move(chunk));
   at_ = chunks_.back().get();
   end_ = at_ + size;
   total_ += size;

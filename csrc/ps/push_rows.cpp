@@ -50,6 +50,15 @@ class Places {
   }
   std::uint32_t after(std::uint32_t place) const { return next_[place]; }
 
+  // f(first, n) for the places of each partition, once they are sorted.
+  template <class F>
+  void for_each_partition(const std::uint32_t* partitions, F f) const {
+    for (std::size_t i = 0, end = 0; i < firsts_.size(); i = end) {
+      while (end < firsts_.size() && partitions[firsts_[end]] == partitions[firsts_[i]]) ++end;
+      f(firsts_.data() + i, end - i);
+    }
+  }
+
  private:
   std::vector<std::uint32_t> firsts_, next_;
 };
@@ -70,10 +79,67 @@ std::int64_t step_that_matters(const Rule& rule, std::int64_t step) {
 
 }  // namespace
 
+// The memory that a push needs, taken before it changes anything: a push fails as a whole.
+class HashPartition::Reserved {
+ public:
+  Reserved(const RowSpec& spec, Homes homes, const Places& places, const std::uint32_t* partitions,
+           const Push& push)
+      : homes_(homes), places_(places), partitions_(partitions),
+        counts_(spec.admission.min_count > 1) {
+    try {
+      each([&](HashPartition& home, const std::uint32_t* firsts, std::size_t n) {
+        home.reserve(push.keys, firsts, n, push.draw);
+      });
+      for (const auto& snapshot : snapshots()) {
+        Snapshot::Room room;
+        each([&](const HashPartition& home, const std::uint32_t* firsts, std::size_t n) {
+          for (std::size_t i = 0; i < n; ++i)
+            snapshot->count(push.keys[firsts[i]], home.find(push.keys[firsts[i]]) != kNoRow, room);
+        });
+        snapshot->reserve(room);
+      }
+    } catch (...) {
+      each([](HashPartition& home, const std::uint32_t*, std::size_t) { home.store_.trim(); });
+      for (const auto& snapshot : snapshots()) snapshot->trim();
+      drop_spares();
+      throw;
+    }
+  }
+  ~Reserved() { drop_spares(); }
+  Reserved(const Reserved&) = delete;
+  Reserved& operator=(const Reserved&) = delete;
+
+ private:
+  template <class F>
+  void each(F f) const {
+    constexpr std::size_t kAhead = 16;
+    const std::vector<std::uint32_t>& firsts = places_.firsts();
+    const std::uint32_t* const end = firsts.data() + firsts.size();
+    places_.for_each_partition(partitions_, [&](const std::uint32_t* some, std::size_t n) {
+      if (static_cast<std::size_t>(end - some) > kAhead) homes_.prefetch(some[kAhead]);
+      f(*homes_.of(*some), some, n);
+    });
+  }
+  const std::vector<std::unique_ptr<Snapshot>>& snapshots() const {
+    return homes_.of(places_.firsts().front())->common_->snapshots;
+  }
+  void drop_spares() const {
+    if (!counts_) return;
+    each([](HashPartition& home, const std::uint32_t*, std::size_t) {
+      if (home.side_ != nullptr) home.side_->spare.clear();
+    });
+  }
+
+  const Homes homes_;
+  const Places& places_;
+  const std::uint32_t* const partitions_;
+  const bool counts_;
+};
+
 template <class T>
 class HashPartition::Pusher {
  public:
-  Pusher(const RowSpec& spec, Homes homes, Places places, const Push& push)
+  Pusher(const RowSpec& spec, Homes homes, const Places& places, const Push& push)
       : spec_(spec),
         homes_(homes),
         push_(push),
@@ -81,8 +147,9 @@ class HashPartition::Pusher {
         method_(method_of<T>(push.rule)),
         dim_(spec.dim),
         nbytes_(spec.row_nbytes()),
-        places_(std::move(places)),
-        room_(kBatch * dim_) {
+        places_(places),
+        room_(kBatch * dim_),
+        sum_(dim_) {
     for (auto& known : coefs_) known.step = 0;
   }
 
@@ -153,7 +220,7 @@ class HashPartition::Pusher {
     const PushPart* part = &part_of(place);
     if (places_.after(place) == kEnd && part->weight == 1 && push_.divisor == 1)
       return at_place(*part, place, room);
-    sum_.assign(dim_, 0);
+    std::fill(sum_.begin(), sum_.end(), 0);
     for (; place != kEnd; place = places_.after(place)) {
       part = &part_of(place);
       const T* const grad = at_place(*part, place, room);
@@ -231,7 +298,7 @@ class HashPartition::Pusher {
   const SlotPlan plan_;
   const Method<T> method_;
   const std::size_t dim_, nbytes_;
-  const Places places_;
+  const Places& places_;
   std::vector<T> room_;
   std::vector<double> sum_;
   std::array<Known, kKnown> coefs_;
@@ -262,10 +329,11 @@ Pushed HashPartition::push_to(const RowSpec& spec, Homes homes, const std::uint3
   if (push.n == 0) return {};
   Places places(push.keys, push.n);
   places.sort_by(partitions, n_partitions);
+  const Reserved reserved(spec, homes, places, partitions, push);
   const DefaultFpEnvironment here;
   return spec.dtype == DType::float64
-             ? Pusher<double>(spec, homes, std::move(places), push).run()
-             : Pusher<float>(spec, homes, std::move(places), push).run();
+             ? Pusher<double>(spec, homes, places, push).run()
+             : Pusher<float>(spec, homes, places, push).run();
 }
 
 }  // namespace ringcomm::ps

@@ -21,6 +21,21 @@ class Snapshot {
 
   std::uint64_t number() const { return number_; }
 
+  // How many of the next rows that change need memory here: keys, and values of theirs.
+  struct Room {
+    std::size_t keys = 0, values = 0;
+  };
+  void count(std::uint64_t key, bool has_row, Room& room) const {
+    if (places_.find(key) != 0) return;
+    ++room.keys;
+    room.values += has_row;
+  }
+  void reserve(Room room) {
+    places_.reserve(room.keys);
+    rows_.reserve(room.values);
+  }
+  void trim() { rows_.trim(); }
+
   // A row is about to change. `values`: as they are; null: the key has no row.
   void keep(std::uint64_t key, const std::byte* values) {
     if (places_.find(key) != 0) return;

@@ -41,7 +41,11 @@ class RowStore {
   }
   ~RowStore();
 
-  Row take();  // its info and its values are yet to be written
+  // The next n calls of take() need no memory. Throws bad_alloc, or length_error.
+  void reserve(std::size_t n);
+  bool has_room(std::size_t n) const { return n <= n_free_ + (capacity() - end_); }
+  void trim();  // gives memory back that was reserved, and not taken
+  Row take();   // its info and its values are yet to be written
   void give_back(Row row);
   std::size_t end() const { return end_; }  // all rows are less
   bool is_live(Row row) const { return info(row).steps != kDead; }
@@ -73,12 +77,21 @@ class RowStore {
     std::swap(slabs_, other.slabs_);
     std::swap(end_, other.end_);
     std::swap(free_, other.free_);
+    std::swap(n_free_, other.n_free_);
     std::swap(full_bits_, other.full_bits_);
   }
 
+  void free_last();
   std::size_t rows_of(std::size_t slab) const {
     const std::size_t bits = slab + kFirstBits;
     return std::size_t{1} << (bits < full_bits_ ? bits : full_bits_);
+  }
+  // Rows of all slabs.
+  std::size_t capacity() const {
+    const std::size_t n = slabs_.size(), doubling = full_bits_ - kFirstBits;
+    const std::size_t end = n <= doubling ? std::size_t{1} << (n + kFirstBits)
+                                          : (n - doubling + 1) << full_bits_;
+    return end - (std::size_t{1} << kFirstBits);
   }
   // With 8 added, the slabs that double begin at powers of two.
   Place place_of(Row row) const {
@@ -93,6 +106,7 @@ class RowStore {
   MemoryPool* pool_;
   std::vector<std::byte*> slabs_;  // bare: those of a small partition share a line of the cache
   Row end_ = 0, free_ = kNone;  // the key of a free row's info is the next free one
+  Row n_free_ = 0;
   unsigned full_bits_;          // log2 of the rows in the largest slabs
 };
 

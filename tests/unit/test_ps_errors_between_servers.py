@@ -107,6 +107,79 @@ def test_a_server_without_memory_is_named_and_goes_on(call, monkeypatch):
     assert run_workers(1, body, 1) == [[[2.0, 2.0]] * 6]
 
 
+class WithoutMemory:
+    """The rows of a shard, which may take no more memory while `is_short`."""
+
+    def __init__(self, rows, is_short):
+        self._rows, self._is_short = rows, is_short
+
+    def __getattr__(self, name):
+        return getattr(self._rows, name)
+
+    def __len__(self):
+        return len(self._rows)
+
+    def push(self, *args):
+        if self._is_short.is_set():
+            raise MemoryError("std::bad_alloc")
+        return self._rows.push(*args)
+
+    def evict(self, *args):
+        if self._is_short.is_set():
+            raise MemoryError("std::bad_alloc")
+        return self._rows.evict(*args)
+
+
+@pytest.fixture
+def is_short(monkeypatch):
+    """Return an event: while it is set, servers have no memory for more rows."""
+    event, make = threading.Event(), Shard.__init__
+
+    def making(shard, *args):
+        make(shard, *args)
+        shard.rows = WithoutMemory(shard.rows, event)
+
+    monkeypatch.setattr(Shard, "__init__", making)
+    return event
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_push_for_which_a_server_has_no_memory_says_how_much_it_has(mode, is_short):
+    def body(rank):
+        rows = ps.hashtable("rows", 2, updater=ps.optim.Add(), mode=mode)
+        rows.push(KEYS, ROWS).wait()
+        is_short.set()
+        named = (
+            r"^push\[rows\]: the server at rank 1 .*std::bad_alloc: server 0 has 6 rows of the "
+            r"table, in \d+ bytes, and 3 keys came.*has changed nothing there"
+        )
+        with pytest.raises(rc.RingcommError, match=named):
+            rows.push(KEYS[:3], ROWS[:3]).wait()
+        is_short.clear()
+        rows.push(KEYS, ROWS).wait()
+        return rows.pull(KEYS).wait().tolist()
+
+    assert run_workers(1, body, 1) == [[[2.0, 2.0]] * 6]
+
+
+def test_a_push_after_which_there_is_no_memory_to_evict_was_applied(is_short, monkeypatch):
+    monkeypatch.setattr(WithoutMemory, "push", lambda rows, *args: rows._rows.push(*args))
+
+    def body(rank):
+        rows = ps.hashtable("rows", 2, updater=ps.optim.Add(), evict=ps.Evict(max_rows=4))
+        rows.push(KEYS[:2], ROWS[:2]).wait()
+        is_short.set()
+        named = r"^push\[rows\]: server 0 has applied it, but has no memory .* of 2 rows to evict"
+        with pytest.raises(rc.RingcommError, match=named):
+            rows.push(KEYS[:2], ROWS[:2]).wait()
+        is_short.clear()
+        values = rows.pull(KEYS[:2]).wait().tolist()
+        rows.push(KEYS, ROWS).wait()
+        return values, ps.stats()[0]["hashtables"]["rows"]["rows"]
+
+    assert run_workers(1, body, 1) == [([[2.0, 2.0]] * 2, 4)]
+
+
 def test_a_defect_between_servers_ends_the_job(monkeypatch):
     def broken(*_):
         raise KeyError("lost")

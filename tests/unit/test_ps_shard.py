@@ -1,10 +1,14 @@
 """A shard with one partition does what a dict of rows would do."""
 
 import math
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import DEADLINE_S
 from ps_shard_model import Model, initial, stream_bits
 
 from ringcomm import _core
@@ -14,6 +18,7 @@ from ringcomm.ps.row_policies import Admit, Evict
 from ringcomm.ps.server.rows.options_for_cpp import row_spec
 
 SGD = optim.SGD(1.0)
+HELPERS = Path(__file__).parents[1]
 ENDS = [0, 1, (1 << 64) - 1, (1 << 63), (1 << 63) - 1, (1 << 32) - 1]
 
 
@@ -580,6 +585,19 @@ def test_memory_is_in_proportion_to_the_rows():
     rows = make(64)
     push(rows, range(20_000), ones(20_000, 64))
     assert rows.nbytes < 20_000 * (64 * 4 + 32 + 64) * 1.6
+
+
+@pytest.mark.parametrize("case", ["new", "counts", "snapshot"])
+def test_a_push_for_which_there_is_no_memory_changes_nothing(case):
+    """Neither rows that it has, nor which keys were counted, nor what a snapshot has."""
+    program = [sys.executable, HELPERS / "ps_rows_without_memory.py", case]
+    said = subprocess.run(program, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert said.stdout.splitlines() == [
+        "refused: std::bad_alloc",
+        "same state: True",
+        "memory was given back: True",
+        "rows in the end: 20000",
+    ], said.stderr
 
 
 def test_reads_run_beside_each_other_and_a_write_beside_them_is_refused_not_torn():

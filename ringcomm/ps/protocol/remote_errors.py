@@ -39,8 +39,7 @@ def error_of(meta: bytes, label: str, server: str) -> Exception:
     if kind == _NO_MEMORY:  # in the words of an allocator, which names neither
         return RingcommError(
             f"{label}: the server at {server} has no memory for it ({kind}: {text}), and goes on "
-            "with all that was acknowledged. This request has changed nothing there, except that a "
-            "push of rows may count in some of them. Use more servers on other machines, or "
-            "ps.Evict(max_rows=)"
+            "with all that was acknowledged. This request has changed nothing there. Use more "
+            "servers on other machines, or ps.Evict(max_rows=)"
         )
     return _ERRORS[kind](text)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ringcomm import _core
 from ringcomm.arrays.base import Bytes
+from ringcomm.errors import RingcommError
 from ringcomm.ps.initializers import from_json as initializer_of
 from ringcomm.ps.initializers import table_number
 from ringcomm.ps.optim import Assign, Updater, from_json
@@ -181,19 +182,35 @@ class Shard:
         began, at = time.perf_counter(), self.now()
         stamp = self.stamp + 1
         if number is None:
-            self.n_outside += 1
-            draw = _OUTSIDE_ROUNDS + self.n_outside
+            draw = _OUTSIDE_ROUNDS + self.n_outside + 1
         else:  # alike on all servers
             draw = number + self.rounds_before
-        _, rejected, admitted = self.rows.push(sources, code, hyper, divisor, at, stamp, draw)
+        try:
+            _, rejected, admitted = self.rows.push(sources, code, hyper, divisor, at, stamp, draw)
+        except MemoryError as error:  # nothing has changed
+            raise MemoryError(
+                f"{error}: server {self.index} has {len(self.rows)} rows of the table, in "
+                f"{self.rows.nbytes} bytes, and {sum(len(keys) for keys, *_ in sources)} keys came"
+            ) from error
         self.stamp = stamp
+        self.n_outside += number is None
         self.n_rejected += rejected
         self.n_admitted += admitted
         if self.can_evict:
-            n = sum(len(keys) for keys, *_ in sources)
-            self._evict(at, work_after_push(n))
+            self._evict_after(sum(len(keys) for keys, *_ in sources), at)
         self.traffic.apply_s += time.perf_counter() - began
         return rejected
+
+    def _evict_after(self, n_keys: int, at: float) -> None:
+        """Evict what is due after a push. Raises RingcommError: it was applied nevertheless."""
+        try:
+            self._evict(at, work_after_push(n_keys))
+        except MemoryError as error:
+            raise RingcommError(
+                f"push[{self.spec.name}]: server {self.index} has applied it, but has no memory to "
+                f"find which of {len(self.rows)} rows to evict ({error}). The next push tries "
+                "again. Use more servers on other machines, or a smaller ps.Evict(max_rows=)"
+            ) from error
 
     def _new(self, header: Header, gradient: RowGradient) -> RowGradient:
         """Return a push without what was applied where its partitions were before."""
