@@ -17,12 +17,15 @@ class BrokenFileError(Exception):
 
 
 @contextlib.contextmanager
-def replacing(path: Path, check: Callable[[Path], None] | None = None) -> Iterator[IO[bytes]]:
+def replacing(
+    path: Path, check: Callable[[Path], None] | None = None, *, mode: int = 0o666
+) -> Iterator[IO[bytes]]:
     """Yield a file to write. At the end of the block it is flushed to disk, and replaces `path`.
 
     Args:
         path: path of the file; its folder is made if necessary. On any error an earlier file stays.
         check: function of the path of the complete file, called before `path` is replaced.
+        mode: its permissions, of which the umask takes some away.
 
     Raises:
         OSError: there is no room, or no permission.
@@ -38,7 +41,7 @@ def replacing(path: Path, check: Callable[[Path], None] | None = None) -> Iterat
             os.fsync(file.fileno())
         if check is not None:
             check(Path(name))
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp() lets only the owner read
+        os.chmod(name, mode & ~_umask())  # mkstemp() lets only the owner read
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

@@ -1,6 +1,7 @@
 """The file that keeps commits of a state, for a job that is started again.
 
-A file is a pickle, then _TRAILER: a mark, the length of the pickle, and its CRC-32.
+A file is a pickle, then _TRAILER: a mark, the length of the pickle, and its CRC-32. A pickle can
+run any code, so it is read if nobody else can have written it; see ringcomm.trusted_files.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import zlib
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
-from ringcomm.atomic_files import checksum, crc_of, replacing
+from ringcomm.atomic_files import BrokenFileError, checksum, crc_of, replacing
 from ringcomm.errors import RingcommError
 from ringcomm.integers import is_integer
+from ringcomm.trusted_files import read_trusted, why_untrusted
 
 _log = logging.getLogger("ringcomm")
 _FORMAT: Final = 2
@@ -99,11 +101,13 @@ class KeptFile:
                 if not self._has_written:
                     self._keep_origin()
                 content = {"format": _FORMAT, "n_commits": n_commits, "copies": copies}
-                with replacing(self.path) as file:
+                with replacing(self.path, mode=0o600) as file:
                     summed = _Summed(file)
                     pickle.dump(content, summed, pickle.HIGHEST_PROTOCOL)
                     file.write(_TRAILER.pack(_MARK, summed.length, summed.crc))
-                self._has_written = True
+                is_first, self._has_written = not self._has_written, True
+                if is_first:
+                    self._warn_if_untrusted()
         finally:  # one that is not kept was made all the same
             self._count_to(n_commits)
 
@@ -115,28 +119,41 @@ class KeptFile:
         try:
             os.link(self.path, self.previous)
         except OSError:  # a file system without links
-            with self.path.open("rb") as old, replacing(self.previous) as new:
+            with self.path.open("rb") as old, replacing(self.previous, mode=0o600) as new:
                 shutil.copyfileobj(old, new)
-        with replacing(_with_suffix(self.previous, "count")) as file:
+        with replacing(_with_suffix(self.previous, "count"), mode=0o600) as file:
             file.write(_COUNT % self.origin.n_made)
+
+    def _warn_if_untrusted(self) -> None:
+        """Say now what a job that is started again would refuse the file for."""
+        if text := why_untrusted(self.path):
+            _log.warning(
+                "elastic: a job that is started again will not begin with %s, which %s",
+                self.path,
+                text,
+            )
 
     def _count_to(self, n_commits: int) -> None:
         if self._count < 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             path = _with_suffix(self.path, "count")
-            self._count = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+            flags = os.O_WRONLY | os.O_CREAT | _OTHERS_MAY_HAVE_MADE_IT
+            self._count = os.open(path, flags, 0o600)
         os.pwrite(self._count, _COUNT % n_commits, 0)
 
     def load(self) -> Kept | None:
         """Return what is kept, None if there is no file.
 
         Raises:
-            RingcommError: the file cannot be read, or is damaged, or holds something else.
+            RingcommError: the file cannot be read, or is damaged, or holds something else, or
+                others can have written it.
         """
         try:
-            data = memoryview(self.path.read_bytes())
+            data = memoryview(read_trusted(self.path, mends_mode=True))
         except FileNotFoundError:
             return None
+        except BrokenFileError as error:
+            raise self.refusal(str(error)) from error
         except (OSError, MemoryError, ValueError) as error:  # ValueError: of no path
             raise self.refusal(f"cannot be read ({error or type(error).__name__})") from error
         content, has_trailer = self._checked(data)
@@ -180,7 +197,9 @@ class KeptFile:
 
     def _n_counted(self) -> int:
         try:
-            text = _with_suffix(self.path, "count").read_bytes().strip()
+            descriptor = os.open(_with_suffix(self.path, "count"), _OTHERS_MAY_HAVE_MADE_IT)
+            with open(descriptor, "rb", buffering=0) as file:
+                text = file.read(len(_COUNT % 0)).strip()
         except OSError:  # it only tells how many commits are lost
             return 0
         return min(int(text), _MOST) if text.isdigit() else 0
@@ -199,6 +218,8 @@ class KeptFile:
 
 
 _COUNT: Final = b"%20d\n"
+# The file of the count is neither a link nor a pipe, and does not wait for the other end of one.
+_OTHERS_MAY_HAVE_MADE_IT: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class _Summed:

@@ -157,6 +157,8 @@ class State(ABC):
         is started again begins with the commit that is in the file, on any number of ranks; rank 0
         logs how many later ones are lost. A file that cannot be used, because it is damaged, or
         does not fit the program, is an error on all ranks before any has begun, and stays as it is.
+        So is one that another user has written, or that every user can write or replace: reading
+        it may run any code. What is written here, this user alone can read and write.
 
         Rank 0 writes in commit(), the file as a whole or not at all; other ranks may become rank 0,
         so all hosts must see the file. If it cannot be written, rank 0 logs that, and training goes

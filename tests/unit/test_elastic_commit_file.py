@@ -5,11 +5,16 @@ import logging
 import os
 import pickle
 import re
+import stat
+import struct
+import zlib
 
 import numpy as np
 import pytest
 from harness import errors_of_ranks, run_ranks
+from other_users import IS_ROOT, OTHER, shared_folder, write_as_another
 
+from ringcomm import trusted_files
 from ringcomm.config import Settings
 from ringcomm.elastic import ArrayState, ObjectState, State, commit_file
 from ringcomm.errors import MismatchError, RingcommError
@@ -65,7 +70,7 @@ def test_commits_that_a_full_disk_did_not_keep_are_among_those_that_are_lost(
     path = tmp_path / "state"
     train(path, 2, 4)
 
-    def full(path):
+    def full(path, **_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as m:
@@ -153,11 +158,11 @@ def test_each_changed_bit_of_a_file_is_seen(tmp_path):
 def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(tmp_path, monkeypatch):
     path = a_kept_commit(tmp_path)
 
-    def forbidden(path):
+    def forbidden(path, **_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     with monkeypatch.context() as m:
-        m.setattr(commit_file.Path, "read_bytes", forbidden)
+        m.setattr(commit_file, "read_trusted", forbidden)
         m.setattr(commit_file.Path, "is_file", lambda path: False)
         assert "cannot be read ([Errno 13] Permission denied" in refusals(path)
     assert train(path, 2, 5) == [(4, [4] * 3, 4)] * 2
@@ -272,6 +277,190 @@ def test_a_begin_that_is_interrupted_begins_with_the_file_again(refuses, tmp_pat
         assert "the job goes on from commit 1" in caplog.text
 
 
+# --- who can write it -----------------------------------------------------------------------------
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022])
+def test_what_a_job_keeps_is_its_users_alone_whatever_the_umask(mask, tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    before = os.umask(mask)
+    try:
+        for n_steps in (3, 5):
+            train(tmp_path / "linked", 2, n_steps)
+        monkeypatch.setattr(commit_file.os, "link", no_links)
+        for n_steps in (3, 5):
+            train(tmp_path / "copied", 2, n_steps)
+    finally:
+        os.umask(before)
+    ends = ("", ".count", ".previous", ".previous.count")
+    names = [name + end for name in ("linked", "copied") for end in ends]
+    modes = {path.name: mode_of(path) for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(names, 0o600)
+
+
+def attack(marker):
+    """Return a commit file, with a right trailer, that makes a file when it is unpickled."""
+    content = b"cos\nopen\n(V%s\nI%d\ntR." % (os.fsencode(marker), os.O_CREAT | os.O_WRONLY)
+    return content + struct.pack("<16sQI", b"ringcomm commit\n", len(content), zlib.crc32(content))
+
+
+def test_the_attack_of_these_tests_runs_code_from_a_file_of_ones_own(tmp_path):
+    path, marker = tmp_path / "state", tmp_path / "ran"
+    path.write_bytes(attack(marker))
+    path.chmod(0o600)
+    assert "holds no commit" in refusals(path)
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o666])
+def test_a_file_of_another_user_is_not_unpickled(mode, tmp_path, monkeypatch):
+    if not IS_ROOT and mode == 0o600:
+        pytest.skip("root alone can read it")
+    with shared_folder() as folder:
+        path, marker = folder / "state", tmp_path / "ran"
+        write_as_another(path, attack(marker), monkeypatch, mode=mode)
+        text = refusals(path)
+        assert f"belongs to user {path.stat().st_uid}" in text
+        assert mode_of(path) == mode
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "of_folder", "text"),
+    [
+        (0o666, 0o700, "can be written by every user (mode 0666)"),
+        (0o602, 0o1777, "can be written by every user (mode 0602)"),
+        (0o600, 0o777, "where every user can replace it (mode 0777)"),
+        (0o600, 0o2707, "where every user can replace it (mode 2707)"),
+    ],
+)
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_file_that_others_can_write_or_replace_is_not_unpickled(
+    mode, of_folder, text, is_linked, tmp_path
+):
+    folder, marker = tmp_path / "folder", tmp_path / "ran"
+    folder.mkdir()
+    path = folder / "state"
+    path.write_bytes(attack(marker))
+    path.chmod(mode)
+    folder.chmod(of_folder)
+    (tmp_path / "link").symlink_to(path)
+    assert text in refusals(tmp_path / "link" if is_linked else path)
+    assert not marker.exists()
+    assert mode_of(path) == mode
+
+
+@pytest.mark.parametrize("of_folder", [0o700, 0o1777, 0o2770])
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_job_goes_on_in_a_folder_of_a_group_or_with_a_sticky_bit(of_folder, is_linked, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(of_folder)
+    (tmp_path / "link").symlink_to(folder)
+    path = (tmp_path / "link" if is_linked else folder) / "state"
+    train(path, 2, 4)
+    assert train(path, 2, 5) == [(4, [4] * 3, 4)] * 2
+
+
+def test_a_file_that_its_group_can_write_is_taken_once_and_mended(tmp_path, caplog):
+    """As all files of before are under umask 002."""
+    path = a_kept_commit(tmp_path)
+    path.chmod(0o664)
+    with caplog.at_level(logging.WARNING, "ringcomm"):
+        assert train(path, 2, 0) == [(4, [4] * 3, 4)] * 2
+        assert mode_of(path) == 0o600
+        assert train(path, 2, 0) == [(4, [4] * 3, 4)] * 2
+    warned = [m for m in caplog.messages if "could be written by group" in m]
+    assert len(warned) == 1, caplog.messages
+    assert f"{path} could" in warned[0]
+    assert "(mode 0664)" in warned[0]
+
+
+@pytest.mark.parametrize("says", ["chmod: Operation not permitted", "the file system ignores"])
+def test_a_file_that_its_group_can_write_for_good_is_refused(says, tmp_path, monkeypatch):
+    """Some file systems, as of Windows servers, know one mode for all files."""
+
+    def chmod(*_):
+        if "not permitted" in says:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    path = a_kept_commit(tmp_path)
+    path.chmod(0o660)
+    monkeypatch.setattr(os, "fchmod", chmod)
+    text = refusals(path)
+    assert "can be written by group" in text
+    assert says in text
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can give files away")
+def test_a_file_that_a_colleague_has_kept_in_the_folder_of_a_group_is_refused_until_copied(
+    tmp_path,
+):
+    folder = tmp_path / "group"
+    folder.mkdir()
+    os.chown(folder, OTHER, OTHER)
+    folder.chmod(0o2770)
+    path = a_kept_commit(folder)
+    os.chown(path, OTHER, OTHER)
+    path.chmod(0o660)
+    text = refusals(path)
+    assert f"belongs to user {OTHER}" in text
+    assert "copy it (cp)" in text
+    copy = folder / "copy"
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+    assert train(path, 2, 5) == [(4, [4] * 3, 4)] * 2
+
+
+def test_where_a_server_gives_files_to_nobody_a_warning_comes_with_the_first_commit(
+    tmp_path, caplog, monkeypatch
+):
+    """NFS does so with files of root. So the user need not wait for the refusal."""
+    nobody = 65534
+    fstat = os.fstat
+
+    def squashed(descriptor):
+        facts = list(fstat(descriptor))
+        return os.stat_result([*facts[:4], nobody, nobody, *facts[6:]])
+
+    path = tmp_path / "state"
+    with caplog.at_level(logging.WARNING, "ringcomm"), monkeypatch.context() as m:
+        m.setattr(trusted_files.os, "fstat", squashed)
+        train(path, 2, 4)
+        (text,) = caplog.messages
+        assert "a job that is started again will not begin with" in text
+        assert f"belongs to user {nobody}" in text
+        assert "An NFS server that squashes root" in text
+        assert f"belongs to user {nobody}" in refusals(path)
+    assert train(path, 2, 5) == [(4, [4] * 3, 4)] * 2
+
+
+@pytest.mark.parametrize("name", ["state", "state.count"])
+def test_a_pipe_in_place_of_a_file_makes_no_rank_wait(name, tmp_path, caplog):
+    if name == "state.count":
+        a_kept_commit(tmp_path)
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with caplog.at_level(logging.WARNING, "ringcomm"):
+        if name == "state":
+            assert "is no regular file" in refusals(tmp_path / name)
+        else:
+            assert train(tmp_path / "state", 2, 5) == [(4, [4] * 3, 4)] * 2
+            assert "commit 5 cannot be kept" in caplog.text
+
+
+def test_a_link_in_place_of_the_count_is_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("a text that is longer than a count")
+    (tmp_path / "state.count").symlink_to(precious)
+    train(tmp_path / "state", 2, 3)
+    assert precious.read_text() == "a text that is longer than a count"
+
+
 def test_what_a_job_began_with_is_kept_as_previous_when_it_is_overwritten(tmp_path, caplog):
     path, previous = tmp_path / "state", tmp_path / "state.previous"
     train(path, 2, 7, every=3)  # keeps 6
@@ -329,7 +518,7 @@ def test_a_file_that_could_not_be_kept_as_previous_is_not_overwritten(
     path = a_kept_commit(tmp_path)
     before = path.read_bytes()
 
-    def full(*args):
+    def full(*args, **_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as m, caplog.at_level(logging.WARNING, "ringcomm"):
