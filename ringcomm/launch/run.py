@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from ringcomm.atomic_files import BrokenFileError, replacing
 from ringcomm.config import environment
 from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError, RingcommError
 from ringcomm.launch.run_rank import CALL, FAILED_BEFORE_MPI, Report, dumps, report_path
+from ringcomm.trusted_files import read_trusted
 
 if TYPE_CHECKING:
     from ringcomm.launch.run_child_with_deadline import Outcome
@@ -85,7 +87,8 @@ def run(
 
     with tempfile.TemporaryDirectory(prefix="ringcomm-run-") as name:
         folder = Path(name)
-        (folder / CALL).write_bytes(call)
+        with replacing(folder / CALL, mode=0o600) as file:
+            file.write(call)
         outcome = run_child(
             [*mpirun, *mpirun_options, sys.executable, "-P", "-c", _start(folder)],
             {**outside_of_a_job(environ), **variables, **(env or {})},
@@ -159,10 +162,16 @@ class _Start:
 
 
 def _read(folder: Path, rank: int) -> Report | None:
+    path = report_path(folder, rank)
     try:
-        report: Report = pickle.loads(report_path(folder, rank).read_bytes())
+        report: Report = pickle.loads(read_trusted(path))
     except FileNotFoundError:
         return None
+    except BrokenFileError as error:
+        raise RingcommError(
+            f"run: {path}, in which rank {rank} reports, {error}. Set TMPDIR to a folder that is "
+            "yours alone"
+        ) from error
     return report
 
 

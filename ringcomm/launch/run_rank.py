@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 import time
@@ -12,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ringcomm.atomic_files import replacing
 from ringcomm.errors import PeerFailedError
 from ringcomm.launched.launcher import launched_rank
+from ringcomm.trusted_files import read_trusted
 
 CALL: Final = "call"
 FAILED_BEFORE_MPI: Final = "failed-before-mpi"  # a rank did; others may wait for it in init()
@@ -36,7 +37,7 @@ def main(folder: str) -> None:
     """Make the call that the folder has, write this rank's report there, and reraise its error."""
     path = report_path(Path(folder), launched_rank())
     try:
-        func, args, kwargs = _loaded(Path(folder, CALL).read_bytes())
+        func, args, kwargs = _loaded(read_trusted(Path(folder, CALL)))
         result = func(*args, **kwargs)
         _write(path, Report(result=_packed(result)))
     except BaseException as error:
@@ -114,6 +115,5 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _write(path: Path, report: Report) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(pickle.dumps(report))
-    os.replace(temporary, path)
+    with replacing(path, mode=0o600) as file:
+        file.write(pickle.dumps(report))

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from ringcomm.atomic_files import replacing
+from ringcomm.atomic_files import BrokenFileError, replacing
+from ringcomm.trusted_files import read_trusted
 
 _DIGEST_NBYTES: Final = 32
 _UNUSED_S: Final = 30 * 86400.0  # after that a file is removed
@@ -19,8 +20,9 @@ _UNUSED_S: Final = 30 * 86400.0  # after that a file is removed
 def compiled_once(folder: Path | None, key: Sequence[str], compile_: Callable[[], bytes]) -> bytes:
     """Return what compile_() returns, or what it has returned to another process for this key.
 
-    A folder that cannot be read or written is no error, and a damaged file is written anew. Who
-    writes a file removes those that no process has used for 30 days.
+    A folder that cannot be read or written is no error. A file that is damaged, or that others can
+    have written, is written anew. Who writes a file removes those that no process has used for 30
+    days.
 
     Args:
         folder: folder of the files; None: nothing is kept.
@@ -30,16 +32,16 @@ def compiled_once(folder: Path | None, key: Sequence[str], compile_: Callable[[]
     if folder is None:
         return compile_()
     path = folder / f"{_digest(*(each.encode() for each in key)).hex()}.bin"
-    with contextlib.suppress(OSError):
-        kept = path.read_bytes()
+    with contextlib.suppress(OSError, BrokenFileError):
+        kept = read_trusted(path)
         digest, code = kept[:_DIGEST_NBYTES], kept[_DIGEST_NBYTES:]
         if digest == _digest(code):
-            with contextlib.suppress(OSError):  # of another user
+            with contextlib.suppress(OSError):  # of root
                 os.utime(path)  # it is in use
             return code
     code = compile_()
     with contextlib.suppress(OSError):
-        with replacing(path) as file:
+        with replacing(path, mode=0o600) as file:
             file.write(_digest(code) + code)
         _remove_unused(folder)
     return code
