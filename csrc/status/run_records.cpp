@@ -20,8 +20,8 @@ pid_t rank_pid = 0;
 
 // Opened anew each time: a program may close all descriptors that it does not know.
 bool append(const char* path, const char* text, std::size_t size) {
-  const int flags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC;
-  const int fd = uninterrupted([&] { return ::open(path, flags, 0666); });
+  const int flags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW;
+  const int fd = uninterrupted([&] { return ::open(path, flags, 0644); });
   if (fd < 0) return false;
   const auto written = uninterrupted([&] { return ::write(fd, text, size); });
   ::close(fd);

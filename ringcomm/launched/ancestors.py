@@ -25,9 +25,15 @@ def mpirun_and_above() -> Iterator[int]:
     return (each.pid for each in above)
 
 
-def ancestors() -> Iterator[ProcessStat]:
-    """Yield the processes from which this one descends, the nearest first."""
-    pid = os.getppid()
+def ancestors(of: int | None = None) -> Iterator[ProcessStat]:
+    """Yield the processes from which one descends, the nearest first.
+
+    Args:
+        of: its pid; None: this process.
+
+    Raises OSError if there is no such process.
+    """
+    pid = os.getppid() if of is None else ProcessStat.of(of).parent
     while pid not in (0, 1):
         try:
             process = ProcessStat.of(pid)

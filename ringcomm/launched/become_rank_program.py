@@ -7,7 +7,9 @@ Imports the standard library alone, and little of that: each rank starts with it
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Final
@@ -105,10 +107,11 @@ def _log_to(folder: str, environ: MutableMapping[str, str]) -> bool:
     If this host does not see the folder, they stay with the launcher, and this returns False.
     """
     rank, host = environ.get("RANK", "0"), os.uname().nodename
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
     try:
-        os.stat(f"{folder}/run.json")  # else the folder is another one of the same name
-        log = os.open(f"{folder}/rank-{rank}.log", flags, 0o666)
+        opened = _open_own(folder)
+        os.stat("run.json", dir_fd=opened)  # else the folder is another one of the same name
+        log = os.open(f"rank-{rank}.log", flags | os.O_APPEND, 0o644, dir_fd=opened)
     except OSError as error:
         if environ.get("LOCAL_RANK", "0") == "0":
             print(
@@ -120,17 +123,30 @@ def _log_to(folder: str, environ: MutableMapping[str, str]) -> bool:
         return False
     with open("/proc/self/stat", "rb") as stat:
         start = stat.read().rpartition(b")")[2].split()[19]
-    with open(f"{folder}/rank-{rank}.at", "wb") as file:  # as in ringcomm.launched.rank_process
-        file.write(b"%d %s %s\n" % (os.getpid(), os.fsencode(host), start))
-    os.dup2(log, 1)
+    os.dup2(log, 1)  # before the record, which counts for a process that writes to the log
     os.dup2(log, 2)
     os.close(log)
+    record = os.open(f"rank-{rank}.at", flags | os.O_TRUNC, 0o644, dir_fd=opened)
+    with open(record, "wb") as file:  # as in ringcomm.launched.rank_process
+        file.write(b"%d %s %s\n" % (os.getpid(), os.fsencode(host), start))
+    os.close(opened)
     environ[RUN_FOLDER] = f"{os.getpid()} {folder}"
     if environ.get("LOCAL_RANK") == "0" and environ.get("LOCAL_WORLD_SIZE") != environ.get(
         "WORLD_SIZE"
     ):
         _report_to_other_hosts(folder)
     return True
+
+
+def _open_own(folder: str) -> int:
+    """Open the folder of the run. Raises OSError, also if others decide what is in it."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    facts = os.fstat(opened)  # as in ringcomm.launch.job.run_folder
+    if facts.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(errno.EPERM, f"which belongs to user {facts.st_uid}")
+    if facts.st_mode & stat.S_IWOTH:
+        raise PermissionError(errno.EPERM, "which every user can write")
+    return opened
 
 
 def _report_to_other_hosts(folder: str) -> None:

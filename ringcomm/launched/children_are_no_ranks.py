@@ -25,6 +25,15 @@ def run_file(name: str, environ: Mapping[str, str] = os.environ) -> str:
     return os.path.join(folder, name)
 
 
+def create_run_file(path: str | os.PathLike[str], flags: int = os.O_TRUNC) -> int:
+    """Return the descriptor of a file in the folder of this run, to be written; not a link's.
+
+    Others can change the path after the run has begun, such as the owner of its parent folder.
+    """
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o644)
+
+
 def mark_children_of_this_rank(environ: MutableMapping[str, str] = os.environ) -> None:
     """Mark the processes that this rank starts from now on as its children, not ranks."""
     environ[RANK_PROCESS] = f"{os.getpid()} {_launch(environ)}"

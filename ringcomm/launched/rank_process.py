@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringcomm.launched.ancestors import ancestors
-from ringcomm.launched.children_are_no_ranks import RUN_FOLDER, run_file
+from ringcomm.launched.children_are_no_ranks import RUN_FOLDER, create_run_file, run_file
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.launched.process_stat import ProcessStat
 from ringcomm.system_text import bytes_of, host_name
@@ -61,5 +61,6 @@ def note_rank_process(environ: Mapping[str, str] = os.environ) -> None:
     start = ProcessStat.of(os.getpid()).start
     with contextlib.suppress(OSError):  # the disk is full
         new = Path(f"{path}.new")
-        new.write_bytes(bytes_of(f"{os.getpid()} {host_name()} {start}\n"))
+        with open(create_run_file(new), "wb") as file:
+            file.write(bytes_of(f"{os.getpid()} {host_name()} {start}\n"))
         new.replace(path)

@@ -22,7 +22,7 @@ from ringcomm._core import (
     mpi_runner,
 )
 from ringcomm.errors import ConfigError
-from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT, run_file
+from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT, create_run_file, run_file
 from ringcomm.launched.launcher import launched_rank, launched_size
 from ringcomm.launched.mpi_defaults import set_mpi_defaults
 from ringcomm.transport.tags import TagLayout
@@ -109,7 +109,7 @@ def start_deadline(timeout_s: float) -> Iterator[None]:
     mark = run_file(f"rank-{launched_rank()}.starts")
     with contextlib.suppress(OSError):  # the disk is full
         if mark:
-            Path(mark).touch()
+            os.close(create_run_file(mark))
     watchdog = Watchdog(
         min(timeout_s, _LONGEST_WAIT_S),
         f"ringcomm.init: not all ranks came within {timeout_s:g} s: a rank ended before it called "

@@ -71,7 +71,7 @@ def test_a_rank_is_known_whatever_it_becomes(name, tmp_path):
         rank = ranks_here(folder)[0]
         assert (rank.pid, rank.lives) == (process.pid, True)
         assert rank.pid in session_members(os.getsid(rank.pid))
-        send_signal(signal.SIGTERM, [rank])
+        send_signal(signal.SIGTERM, {0: rank}, folder)
         wait_until(lambda: not rank.lives, "it has ended, though nobody has waited for it yet")
         assert end(process) == -signal.SIGTERM
     assert not rank.lives
@@ -85,7 +85,7 @@ def test_a_process_that_has_got_the_pid_of_a_rank_is_none(tmp_path):
         path.write_text(f"{pid} {host} {int(ticks) - 1}\n")
         rank = ranks_here(folder)[0]
         assert not rank.lives
-        send_signal(signal.SIGTERM, [rank])
+        send_signal(signal.SIGTERM, {0: rank}, folder)
         assert end(process) == 0
 
 
@@ -107,7 +107,7 @@ def test_the_process_that_a_script_starts_is_the_rank_from_init_on(tmp_path):
         rank = ranks_here(folder)[0]
         assert rank.lives
         assert rank.pid == int((tmp_path / "pid").read_text()) != process.pid
-        send_signal(signal.SIGTERM, [rank])
+        send_signal(signal.SIGTERM, {0: rank}, folder)
         assert end(process) == 5  # of the script
 
 

@@ -87,11 +87,12 @@ def supervised(folder, says):
     return Supervisor(["sh", "-c", says], {}, folder, size=1, grace_s=1).run()
 
 
-def test_a_job_whose_log_cannot_be_written_goes_on(tmp_path, capfd):
+def test_a_job_whose_log_cannot_be_written_goes_on(tmp_path, monkeypatch, capfd):
     folder = RunFolder(tmp_path / "run")
     folder.create({}, {})
-    (folder.path / "launcher.log").symlink_to("/dev/full")
-    ending = supervised(folder, "echo one; sleep 0.2; echo two; exit 3")
+    with open("/dev/full", "wb", 0) as full:
+        monkeypatch.setattr(folder, "open_launcher_log", lambda: full)
+        ending = supervised(folder, "echo one; sleep 0.2; echo two; exit 3")
     assert ending.launcher_code == 3
     said = capfd.readouterr().err
     assert said.count("launcher.log: No space left") == 1

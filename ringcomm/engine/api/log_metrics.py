@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
-from ringcomm.launched.children_are_no_ranks import run_file
+from ringcomm.launched.children_are_no_ranks import create_run_file, run_file
 from ringcomm.status.json_numbers import json_number
 
 _log: Final = logging.getLogger("ringcomm")
@@ -284,8 +284,7 @@ class _File:
         data = text.encode()
         try:
             if self._descriptor is None:
-                how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, how, 0o666)
+                self._descriptor = create_run_file(self._path, os.O_APPEND)
             written = os.write(self._descriptor, data)
             self._has_half_a_line = written < len(data)
             if self._has_half_a_line:

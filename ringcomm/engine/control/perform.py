@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringcomm.engine.progress.timeline import Timeline
-from ringcomm.launched.children_are_no_ranks import run_file
+from ringcomm.launched.children_are_no_ranks import create_run_file, run_file
 
 if TYPE_CHECKING:
     from ringcomm.engine.control.commands import Command
@@ -127,7 +127,7 @@ def _stop(
         return
     live = [rank for rank in engine.groups.default.ranks if rank not in engine.watch.peers.gone]
     if engine.job_rank == min(live) and (path := run_file(STOPPED)):
-        with open(path, "wb") as file:
+        with open(create_run_file(path), "wb") as file:
             file.write(b"%d\n" % answer.step)
     end(program, savers, answer)
 

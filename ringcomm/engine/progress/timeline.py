@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ringcomm.launched.children_are_no_ranks import run_file
 from ringcomm.system_text import host_name
 from ringcomm.transport.membership.view import View
 
@@ -68,6 +69,8 @@ class Timeline:
         self.path = f"{os.fspath(prefix)}.{name}"
         self._rank = rank
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        if (folder := run_file("")) and self.path.startswith(folder):
+            flags |= os.O_NOFOLLOW  # others may have put links there, see create_run_file()
         self._fd = os.open(self.path, flags, 0o644)
         self._lock = threading.Lock()
         self._n_lanes = 0

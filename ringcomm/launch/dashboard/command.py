@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _source(what: str, runs: Path) -> Source:
     if what and is_run_folder(Path(what)):
-        return Source(RunFolder(Path(what).absolute()))
+        return Source(RunFolder(Path(what).resolve()))
     return Source(None, what, None if what else runs)
 
 

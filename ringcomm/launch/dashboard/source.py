@@ -105,8 +105,10 @@ class Source:
         with self._lock:
             samples = self._samples()
         try:
+            if self.folder is not None and (text := self.folder.distrust):
+                return Outcome(False, f"the folder of the run {text}")
             members = choose_job(samples, self._job)
-        except LookupError as error:
+        except (LookupError, OSError) as error:  # OSError: somebody has removed the folder
             return Outcome(False, str(error))
         return ask(self._ranks, members, command, _COMMAND_S)
 
@@ -160,7 +162,8 @@ def newest_run(runs: Path) -> RunFolder | None:
     began_at: dict[Path, float] = {}
     for path in paths_in(runs):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it is none, or removed
-            began_at[path] = (path / CONFIG).stat().st_mtime
+            if not path.is_symlink():
+                began_at[path] = (path / CONFIG).stat().st_mtime
     newest = max(began_at, key=began_at.__getitem__, default=None)
     return None if newest is None else RunFolder(newest.absolute())
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
+import os
 import re
+import stat
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from ringcomm.atomic_files import replacing
 from ringcomm.errors import ConfigError
@@ -21,19 +26,34 @@ from ringcomm.launch.job.read_records import (
 from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.system_text import text_of
+from ringcomm.trusted_files import is_own, user_name
 
 CONFIG: Final = "run.json"
 END: Final = "end.json"
 LAUNCHER_LOG: Final = "launcher.log"
 _ABORT: Final = re.compile(rb"^Abort\(-?\d+\) on node \d+ \(rank \d+ in comm \d+\): ", re.MULTILINE)
 _END_NBYTES: Final = 4096
+_MODE: Final = 0o755  # whatever the umask lets others do: what is recorded there is believed
+_LACKS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class RunFolder:
-    """A folder of a run. `path` is absolute."""
+    """A folder of a run. `path` is absolute.
+
+    It is opened once, and its files are reached from there: whoever can rename it, such as the
+    owner of the folder that it lies in, cannot put another in its place. A record counts if its
+    owner is this user, root, or the owner of the folder, and if it is a file and no link.
+
+    Attributes:
+        path: where it was when it was opened.
+        problems: why files in it do not count, by their names.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.problems: dict[str, str] = {}
+        self._descriptor: int | None = None
+        self._size: float | None = None
 
     @classmethod
     def named_by_time(cls, parent: Path, now: float) -> RunFolder:
@@ -56,17 +76,39 @@ class RunFolder:
     def claim(self) -> bool:
         """Make the folder, for one run alone; return False if it is that of another run.
 
-        Raises ConfigError if it cannot be made.
+        Raises ConfigError if it cannot be made, or others could forge what is recorded in it.
         """
         with _saying_what_to_do():
-            self.path.mkdir(parents=True, exist_ok=True)
-            if (self.path / CONFIG).exists():
+            self.path.mkdir(_MODE, parents=True, exist_ok=True)
+            self.fileno()
+        if text := self.distrust:
+            raise ConfigError(
+                f"the folder of the run, {self.path}, {text}. Name another by --run-folder"
+            )
+        with _saying_what_to_do():
+            if self._exists(CONFIG):
                 return False
             try:
-                (self.path / LAUNCHER_LOG).touch(exist_ok=False)
+                os.close(self._create(LAUNCHER_LOG, os.O_EXCL))
             except FileExistsError:  # another run has claimed it in this moment
                 return False
             return True
+
+    @property
+    def distrust(self) -> str:
+        """Say why others could forge what is recorded in the folder; "" if they cannot.
+
+        Raises OSError if there is no folder.
+        """
+        facts = os.fstat(self.fileno())
+        if not is_own(facts.st_uid):
+            return f"belongs to {user_name(facts.st_uid)}, who could forge what ranks record there"
+        if facts.st_mode & stat.S_IWOTH:
+            return (
+                f"can be written by every user (mode {stat.S_IMODE(facts.st_mode):04o}), who could "
+                "forge what ranks record there. Take that right away (chmod o-w)"
+            )
+        return ""
 
     def create(self, config: Mapping[str, Any], files: Mapping[str, str]) -> None:
         """Write the configuration and files for the launcher.
@@ -74,9 +116,9 @@ class RunFolder:
         Raises ConfigError if they cannot be written.
         """
         with _saying_what_to_do():
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(_MODE, parents=True, exist_ok=True)
             for name, text in files.items():
-                (self.path / name).write_text(text)
+                self.put(name, text.encode())
             self._write(CONFIG, config)
 
     def record_end(self, end: Mapping[str, Any]) -> None:
@@ -86,6 +128,28 @@ class RunFolder:
     def log_of(self, rank: int) -> Path:
         """Return the path of a rank's log."""
         return self.path / f"rank-{rank}.log"
+
+    def open_log_of(self, rank: int) -> IO[bytes] | None:
+        """Return a rank's log, without a buffer; None if there is none yet."""
+        return self._open_record(self.log_of(rank).name)
+
+    def open_launcher_log(self) -> IO[bytes]:
+        """Return the log of the launcher, empty, to be written without a buffer."""
+        return open(self._create(LAUNCHER_LOG, os.O_TRUNC), "wb", 0)
+
+    def is_log(self, rank: int, facts: os.stat_result) -> bool:
+        """Return True if these are the facts of a rank's log."""
+        with contextlib.suppress(OSError):  # there is none
+            name = self.log_of(rank).name
+            return os.path.samestat(os.stat(name, dir_fd=self.fileno()), facts)
+        return False
+
+    def _end_of_log(self, rank: int) -> bytes:
+        with self.open_log_of(rank) or contextlib.nullcontext() as file:
+            if file is None:
+                return b""
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_NBYTES))
+            return file.read()
 
     def ranks(self) -> dict[int, RankProcess]:
         """Return the process of each rank that has started on a host that sees the folder."""
@@ -99,8 +163,8 @@ class RunFolder:
 
     def end_those_in_init(self, text: str) -> None:
         """Let the ranks that wait in init() end with this text, those of all hosts."""
-        with contextlib.suppress(OSError), replacing(self.path / LOST_BEFORE_INIT) as file:
-            file.write(text.encode())
+        with contextlib.suppress(OSError):
+            self.put(LOST_BEFORE_INIT, text.encode())
 
     def ends(self) -> dict[int, RankEnd]:
         """Return how far each rank came that is through init()."""
@@ -108,7 +172,7 @@ class RunFolder:
 
     def aborted(self) -> list[int]:
         """Return the ranks whose logs end with what MPICH and Intel MPI say in MPI_Abort."""
-        return [rank for rank in self.ranks() if _ABORT.search(_end_of(self.log_of(rank)))]
+        return [rank for rank in self.ranks() if _ABORT.search(self._end_of_log(rank))]
 
     def guardians(self) -> list[GuardianFile]:
         """Return the files of the guardians."""
@@ -117,22 +181,92 @@ class RunFolder:
     @property
     def is_stopped(self) -> bool:
         """True if the job has taken the command `stop`; see engine/control/perform.py."""
-        return (self.path / "stopped").exists()
+        return self._read("stopped") is not None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file as a whole; it may be gone after a crash of the host. Raises OSError."""
+        new = f".{name}.new"
+        with open(self._create(new, os.O_TRUNC), "wb", 0) as file:
+            file.write(data)
+        folder = self.fileno()
+        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the folder. Raises OSError."""
+        if self._descriptor is None:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(self.path, flags)
+            weakref.finalize(self, os.close, self._descriptor)
+        return self._descriptor
+
+    def _create(self, name: str, flags: int) -> int:
+        flags |= os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o644, dir_fd=self.fileno())
+
+    def _exists(self, name: str) -> bool:
+        try:
+            os.stat(name, dir_fd=self.fileno(), follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _files(self, prefix: str, suffix: str) -> Iterator[tuple[int, bytes]]:
-        pattern = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
+        """Yield the records of the ranks of the run, with the rank that the name has."""
+        pattern = re.compile(re.escape(prefix) + r"(0|[1-9][0-9]*)" + re.escape(suffix))
         try:
-            paths = sorted(self.path.iterdir())
+            names = sorted(os.listdir(self.fileno()))
         except FileNotFoundError:  # somebody has removed the folder
             return
-        for path in paths:
-            if match := pattern.fullmatch(path.name):
-                with contextlib.suppress(FileNotFoundError):
-                    yield int(match[1]), path.read_bytes()
+        for name in names:
+            match = pattern.fullmatch(name)
+            if not match:
+                continue
+            if int(match[1]) >= self._n_ranks():
+                self.problems[name] = f"is of no rank: there are {self._n_ranks()}"
+            elif (data := self._read(name)) is not None:
+                yield int(match[1]), data
+
+    def _n_ranks(self) -> float:
+        """Return how many ranks the run has; inf if its configuration does not say."""
+        if self._size is None:
+            self._size = math.inf
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                self._size = int(json.loads(self._read(CONFIG) or b"{}")["ranks"])
+        return self._size
+
+    def _read(self, name: str) -> bytes | None:
+        """Return the content of a file; None if there is none that counts."""
+        with self._open_record(name) or contextlib.nullcontext() as file:
+            return None if file is None else file.read()
+
+    def _open_record(self, name: str) -> IO[bytes] | None:
+        """Return a file that is there and counts, for reading without a buffer; else None."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(name, flags, dir_fd=self.fileno())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in _LACKS:
+                raise
+            self.problems[name] = "is a link" if error.errno == errno.ELOOP else str(error.strerror)
+            return None
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            self.problems[name] = "is no regular file"
+        elif not is_own(facts.st_uid) and facts.st_uid != os.fstat(self.fileno()).st_uid:
+            self.problems[name] = f"belongs to {user_name(facts.st_uid)}"
+        else:
+            return open(descriptor, "rb", 0)
+        os.close(descriptor)
+        return None
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
-        with replacing(self.path / name) as file:
-            file.write(json.dumps(content, indent=2).encode() + b"\n")
+        try:
+            with replacing(Path(f"/proc/self/fd/{self.fileno()}", name), mode=0o644) as file:
+                file.write(json.dumps(content, indent=2).encode() + b"\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(self.path / name)) from error
 
 
 @contextlib.contextmanager
@@ -143,15 +277,6 @@ def _saying_what_to_do() -> Iterator[None]:
         raise ConfigError(
             f"the folder of the run cannot be made: {error}. Name another by --run-folder"
         ) from error
-
-
-def _end_of(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _END_NBYTES))
-            return file.read()
-    except OSError:  # somebody has removed it
-        return b""
 
 
 def is_run_folder(path: Path) -> bool:

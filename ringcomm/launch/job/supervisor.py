@@ -21,6 +21,7 @@ from typing import IO, Any, Final
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.processes.ranks_of_this_host import (
     MpiFiles,
+    live_ranks_here,
     ranks_here,
     send_signal,
     session_members,
@@ -79,13 +80,15 @@ class Supervisor:
     ) -> None:
         self._folder = folder
         self._size = size
-        self._stop = _Stop(grace_s)
+        self._launcher: int | None = None  # its pid
+        self._passed_over: set[int] = set()  # ranks whose process seemed to be of another run
+        self._stop = _Stop(grace_s, self._send)
         self._least = least
         self._goes_on = least is not None
         self._orphan = None if silent_hosts is None else Orphan(grace_s, silent_hosts)
-        self._launcher = Path(argv[0]).name
+        self._launcher_name = Path(argv[0]).name
         self._start = Start(folder)
-        self._unseen = Unseen(folder, size, hosts, self._launcher)
+        self._unseen = Unseen(folder, size, hosts, self._launcher_name)
         self._hung = Hung(folder, size, grace_s)
         self._mpi_files = MpiFiles(folder, size)
         self._forks_ranks = forks_ranks
@@ -106,7 +109,7 @@ class Supervisor:
         with (
             _room_for_files(self._size + _OTHER_FILES) as limits,
             _Signals() as signals,
-            open(self._folder.path / LAUNCHER_LOG, "wb", 0) as log,
+            self._folder.open_launcher_log() as log,
         ):
             process = subprocess.Popen(
                 self._argv,
@@ -117,9 +120,10 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C reaches this process alone
                 preexec_fn=_in_child(os.getpid(), limits),  # noqa: PLW1509 - one thread is here
             )
+            self._launcher = process.pid
             with (
                 process,
-                _watchdog(self._end_job_of(process.pid)),
+                _watchdog(self._end_job_of(process.pid), self._folder.fileno()),
                 selectors.DefaultSelector() as s,
             ):
                 try:
@@ -129,12 +133,18 @@ class Supervisor:
             self._await_guardians()
             self._mpi_files.remove()
             self._show_rest(signals)
+        ending = self._ending(process.returncode)
+        for name, what in sorted(self._folder.problems.items()):
+            say(f"{name} in the folder of the run {what}: it does not count")
+        return ending
+
+    def _ending(self, launcher_code: int) -> Ending:
         return Ending(
             size=self._size,
             ends=self._folder.ends(),
             seen=self._folder.ranks().keys(),
             failures=tuple(f for g in self._folder.guardians() for f in g.failures),
-            launcher_code=process.returncode,
+            launcher_code=launcher_code,
             launcher_text=self._launcher_tail.decode(errors="replace"),
             asked=self._stop.signal,
             least=self._least,
@@ -142,7 +152,7 @@ class Supervisor:
             lost_before_init=self._start.lost,
             has_hung=self._hung.is_found,
             aborted=self._folder.aborted(),
-            launcher=self._launcher,
+            launcher=self._launcher_name,
             is_launcher_ended=self._kill_at != float("inf"),
         )
 
@@ -205,21 +215,31 @@ class Supervisor:
                 self._mpi_files.note()
                 self._stop.ask(number, self._local_ranks())
             else:
-                send_signal(number, self._local_ranks())
+                self._send(number, self._local_ranks())
 
-    def _local_ranks(self) -> list[RankProcess]:
+    def _local_ranks(self) -> dict[int, RankProcess]:
         """Return the processes of the ranks on this host."""
-        return [*ranks_here(self._folder).values()]
+        return ranks_here(self._folder)
+
+    def _send(self, number: int, ranks: Mapping[int, RankProcess]) -> Collection[int]:
+        """Send a signal to ranks of this host; return those that have got it, or have ended."""
+        passed_over = send_signal(number, ranks, self._folder, self._launcher)
+        for rank in passed_over.keys() - self._passed_over:
+            say(
+                f"rank {rank}: process {passed_over[rank].pid}, which it has recorded, shows no "
+                "sign that it is of this run, and gets no signal"
+            )
+        self._passed_over.update(passed_over)
+        return ranks.keys() - passed_over.keys()
 
     # --- output -----------------------------------------------------------------------------------
     def _show_logs(self) -> bool:
         """Show what the ranks have written, or a piece of it; return True if there is more."""
         if len(self._logs) < self._size:
             for rank in range(self._size):
-                path = self._folder.log_of(rank)
-                if rank not in self._logs and path.exists():
+                if rank not in self._logs and (file := self._folder.open_log_of(rank)):
                     prefix = f"[{rank}] ".encode() if self._size > 1 else b""
-                    self._logs[rank] = _Log(path.open("rb", buffering=0), LinesOf(prefix))
+                    self._logs[rank] = _Log(file, LinesOf(prefix))
         for log in self._logs.values():
             show(log.news(), sys.stdout)
         if self._goes_on:
@@ -268,7 +288,7 @@ class Supervisor:
         if self._orphan is None or not self._orphan.is_due:
             return ""
         here = self._local_ranks()
-        is_idle = bool(here) and not any(rank.lives for rank in here)
+        is_idle = bool(here) and not any(rank.lives for rank in here.values())
         return self._orphan.look(is_idle=is_idle and (self._goes_on or self._has_failed()))
 
     def _has_failed(self) -> bool:
@@ -280,8 +300,8 @@ class Supervisor:
         """Return what the watchdog does: it ends a job whose `ringcomm run` has been killed."""
 
         def left() -> set[int]:
-            ranks = ranks_here(self._folder).values()
-            return {*session_members(launcher), *(rank.pid for rank in ranks if rank.lives)}
+            ranks = live_ranks_here(self._folder, launcher).values()
+            return {*session_members(launcher), *(rank.pid for rank in ranks)}
 
         def end_job() -> None:
             files = MpiFiles(self._folder, self._size)
@@ -305,7 +325,7 @@ class Supervisor:
 class _Log:
     """The log of a rank, while it grows."""
 
-    file: Any  # of bytes, without a buffer
+    file: IO[bytes]  # without a buffer
     lines: LinesOf
     has_more: bool = False
 
@@ -332,14 +352,17 @@ class _Stop:
     checkpoint. So the ranks are asked first, directly. A second signal skips the grace period.
     """
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(
+        self, grace_s: float, send: Callable[[int, Mapping[int, RankProcess]], Collection[int]]
+    ) -> None:
         self.signal: int | None = None
         self._grace_s = grace_s
+        self._send = send
         self._asked: set[RankProcess] = set()
         self._next_at = float("inf")
         self._next = signal.SIGTERM
 
-    def ask(self, number: int, ranks: Sequence[RankProcess]) -> None:
+    def ask(self, number: int, ranks: Mapping[int, RankProcess]) -> None:
         """Pass a signal on to the ranks, or go on to the next step if that was done."""
         if self.signal is not None:
             self._next_at = 0.0
@@ -348,12 +371,12 @@ class _Stop:
         name = SIGNAL_NAMES[number]
         say(f"{name}: the ranks have {self._grace_s:g} s to end")
         # A shell script may go on when its rank has ended.
-        has_ranks = any(rank.lives for rank in ranks)
+        has_ranks = any(rank.lives for rank in ranks.values())
         self._next_at = time.monotonic() + (self._grace_s if has_ranks else 0.0)
         self._ask_new(ranks)
 
     def go_on(
-        self, process: subprocess.Popen[bytes], ranks: Callable[[], list[RankProcess]]
+        self, process: subprocess.Popen[bytes], ranks: Callable[[], dict[int, RankProcess]]
     ) -> None:
         """Take the next step if it is time."""
         if self.signal is None or process.poll() is not None:
@@ -365,15 +388,15 @@ class _Stop:
             process.send_signal(signal.SIGTERM)
             self._next, self._next_at = signal.SIGKILL, time.monotonic() + _TERM_TO_KILL_S
         else:
-            send_signal(signal.SIGKILL, ranks())
+            self._send(signal.SIGKILL, ranks())
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             self._next_at = float("inf")
 
-    def _ask_new(self, ranks: Sequence[RankProcess]) -> None:
+    def _ask_new(self, ranks: Mapping[int, RankProcess]) -> None:
         assert self.signal is not None
-        send_signal(self.signal, [rank for rank in ranks if rank not in self._asked])
-        self._asked.update(ranks)
+        new = {rank: process for rank, process in ranks.items() if process not in self._asked}
+        self._asked.update(new[rank] for rank in self._send(self.signal, new))
 
 
 class _Signals:
@@ -434,8 +457,8 @@ def _end_all(pids_left: Callable[[], Collection[int]]) -> None:
 
 
 @contextlib.contextmanager
-def _watchdog(end_job: Callable[[], None]) -> Iterator[None]:
-    """Run a process that ends the job if this one is killed.
+def _watchdog(end_job: Callable[[], None], kept: int) -> Iterator[None]:
+    """Run a process that ends the job if this one is killed, and needs the descriptor `kept`.
 
     The launcher gets a signal from the kernel then; but mpirun may be a shell script, as Intel
     MPI's is, which passes no signal on, or be stopped. And MPICH's ranks have sessions of their
@@ -445,7 +468,7 @@ def _watchdog(end_job: Callable[[], None]) -> Iterator[None]:
     pid = os.fork()  # no exec: that takes time of each start, and one thread is here
     if pid == 0:
         try:
-            _wait_for_end_of_parent(reader)
+            _wait_for_end_of_parent(reader, kept)
             end_job()
         finally:
             os._exit(0)
@@ -458,13 +481,13 @@ def _watchdog(end_job: Callable[[], None]) -> Iterator[None]:
         os.close(writer)
 
 
-def _wait_for_end_of_parent(reader: int) -> None:
-    """Return when the pipe closes. Hold nothing else of the parent, such as its output."""
+def _wait_for_end_of_parent(reader: int, kept: int) -> None:
+    """Return when the pipe closes. Hold no more than `kept` of the parent, as its output."""
     for number in (*_ASKING, *_PASSED):
         signal.signal(number, signal.SIG_IGN)
     os.setsid()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor != reader:
+        if descriptor not in (reader, kept):
             with contextlib.suppress(OSError):  # that of the folder itself
                 os.close(descriptor)
     os.read(reader, 1)

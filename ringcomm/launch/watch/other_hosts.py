@@ -92,8 +92,8 @@ class RunFolders:
 
 
 def run_folder_named(what: str) -> Path | None:
-    """Return the folder of a run, if `what` is one; None: it is the beginning of a job's name."""
-    return Path(what).absolute() if what and is_run_folder(Path(what)) else None
+    """Return the folder of a run, if `what` leads to one; None: a job's name begins with it."""
+    return Path(what).resolve() if what and is_run_folder(Path(what)) else None
 
 
 def of_run(samples: Sequence[RankSample], folder: Path) -> list[RankSample]:
@@ -130,17 +130,19 @@ def traffic_by_host(found: Sequence[Report]) -> dict[tuple[str, str], Traffic]:
 
 def main(folder: Path) -> None:
     """Write what the ranks of this host do, until they are over."""
-    host, ranks = host_name(), Ranks()
+    host, ranks, run = host_name(), Ranks(), RunFolder(folder)
+    if run.distrust:  # become_rank_program.py has said so
+        return
     mine: list[RankSample] = []
     is_over = False
     while not is_over:
-        started = ranks_here(RunFolder(folder)).values()
+        started = ranks_here(run).values()
         pids = {each.pid for each in started}
         is_over = not any(each.lives for each in started)  # one more report follows
         if {each.page["pid"] for each in mine} != pids:
             ranks.search()
         mine = [each for each in ranks.sample(monotonic_ns()) if each.page["pid"] in pids]
-        _write(folder / f"host-{host}.json", host, mine)
+        run.put(f"host-{host}.json", _content(host, mine))
         time.sleep(0 if is_over else _INTERVAL_S)
 
 
@@ -154,7 +156,7 @@ def _folder_of(pid: int) -> Path | None:
     return Path(os.fsdecode(match[1])) if match else None
 
 
-def _write(path: Path, host: str, ranks: Sequence[RankSample]) -> None:
+def _content(host: str, ranks: Sequence[RankSample]) -> bytes:
     traffic = traffic_of([each.page["pid"] for each in ranks if not each.is_over])
     content = {
         "host": host,
@@ -162,9 +164,7 @@ def _write(path: Path, host: str, ranks: Sequence[RankSample]) -> None:
         "ranks": [asdict(each) for each in ranks],
         "traffic": [[*ends, *asdict(each).values()] for ends, each in traffic.items()],
     }
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(content))
-    temporary.replace(path)
+    return json.dumps(content).encode()
 
 
 def _parsed(content: Mapping[str, Any]) -> Report:

@@ -12,6 +12,7 @@ from typing import Final
 
 from ringcomm._core import StatusPage, monotonic_ns
 from ringcomm.engine.control.commands import Command
+from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import RankSample
@@ -113,6 +114,8 @@ def look(what: str) -> tuple[Ranks, list[RankSample]]:
     samples = ranks.sample(monotonic_ns())
     if (folder := run_folder_named(what)) is None:
         return ranks, choose_job(samples, what)
+    if text := RunFolder(folder).distrust:
+        raise LookupError(f"the folder of the run {what} {text}")
     samples = of_run(samples, folder)
     if all(each.is_over for each in samples):
         raise LookupError(f"no rank of the run {what} lives on this host")

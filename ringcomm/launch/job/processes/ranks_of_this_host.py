@@ -4,32 +4,121 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.run_child_with_deadline import mpi_files_below, remove_files
+from ringcomm.launched.ancestors import ancestors
+from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
 from ringcomm.launched.process_stat import ProcessStat, all_processes
 from ringcomm.launched.rank_process import RankProcess
-from ringcomm.system_text import host_name
+from ringcomm.system_text import bytes_of, host_name, read_text
 
 _LOOK_S: Final = 1.0  # between two looks at the ranks in init()
 _LONGEST_S: Final = 64.0  # between two at the others
 
 
-def send_signal(number: int, ranks: Sequence[RankProcess]) -> None:
-    """Send a signal to those of these processes that live; all are of this host."""
-    for rank in ranks:
-        with contextlib.suppress(OSError):  # it has ended in this moment, or has got rights
-            if rank.lives:
-                os.kill(rank.pid, number)
+def send_signal(
+    number: int,
+    ranks: Mapping[int, RankProcess],
+    folder: RunFolder,
+    launcher: int | None = None,
+) -> dict[int, RankProcess]:
+    """Send a signal to those of these processes that live, and are of the run; all of this host.
+
+    Args:
+        number: the signal.
+        ranks: processes of ranks, by their records in the folder, which may be wrong.
+        folder: the folder of the run.
+        launcher: the pid of the run's launcher, None if that is not known.
+
+    Returns:
+        Those that live, and show no sign that they are of the run.
+    """
+    passed_over = {}
+    for rank, process in ranks.items():
+        with contextlib.suppress(OSError), _held(process.pid) as descriptor:
+            if not process.lives:
+                continue
+            if not is_of_run(process, rank, folder, launcher):
+                passed_over[rank] = process
+            elif descriptor is None:
+                os.kill(process.pid, number)
+            else:
+                signal.pidfd_send_signal(descriptor, number)
+    return passed_over
+
+
+def is_of_run(
+    process: RankProcess, rank: int, folder: RunFolder, launcher: int | None = None
+) -> bool:
+    """Return True if a process shows that it is of the run, as no other process of its user does.
+
+    One sign is enough: a rank may become a program with another environment, or write elsewhere
+    than to its log. Raises OSError if it has ended.
+    """
+    found = ProcessStat.of(process.pid)
+    if launcher is not None and found.session == launcher:
+        return True
+    if launcher is not None and any(each.pid == launcher for each in ancestors(process.pid)):
+        return True
+    return _is_marked(process.pid, folder) or _writes_to_log(process.pid, rank, folder)
+
+
+def _is_marked(pid: int, folder: RunFolder) -> bool:
+    """Return True if the environment with which a process has begun names the run."""
+    mark = re.compile(RUN_FOLDER.encode() + rb"=[0-9]+ " + re.escape(os.fsencode(folder.path)))
+    with contextlib.suppress(OSError):  # it lets nobody look
+        environ = bytes_of(read_text(f"/proc/{pid}/environ"))
+        return any(mark.fullmatch(each) for each in environ.split(b"\0"))
+    return False
+
+
+def _writes_to_log(pid: int, rank: int, folder: RunFolder) -> bool:
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed, or nobody may look
+            if folder.is_log(rank, os.stat(f"/proc/{pid}/fd/{descriptor}")):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _held(pid: int) -> Iterator[int | None]:
+    """Yield a descriptor of a process, whose pid may become that of another; None: there are none.
+
+    Raises ProcessLookupError if there is no such process.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (OSError, AttributeError):  # before Linux 5.3, or in a sandbox
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def ranks_here(folder: RunFolder) -> dict[int, RankProcess]:
     """Return the processes of the ranks of this host, by rank."""
     here = host_name()
     return {rank: process for rank, process in folder.ranks().items() if process.host == here}
+
+
+def live_ranks_here(folder: RunFolder, launcher: int | None = None) -> dict[int, RankProcess]:
+    """Return those that live, and show that they are of the run; see is_of_run()."""
+    found = {}
+    for rank, process in ranks_here(folder).items():
+        with contextlib.suppress(OSError):  # it has ended in this moment
+            if process.lives and is_of_run(process, rank, folder, launcher):
+                found[rank] = process
+    return found
 
 
 def session_members(session: int) -> list[int]:
@@ -77,10 +166,10 @@ class MpiFiles:
         self._note(ranks_here(self._folder))
 
     def _note(self, ranks: Collection[int]) -> None:
-        here = ranks_here(self._folder) if ranks else {}
+        here = live_ranks_here(self._folder) if ranks else {}
         ends = () if self._is_alone else self._folder.ends()
         live = [here[rank] for rank in ranks if rank in here and rank not in ends]
-        self._paths |= mpi_files_below([rank.pid for rank in live if rank.lives])
+        self._paths |= mpi_files_below([rank.pid for rank in live])
 
     def remove(self) -> None:
         """Remove them; to be called when the ranks have ended."""
