@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -507,6 +508,65 @@ def test_of_a_damaged_checkpoint_the_file_is_named_and_the_one_before_is_used(
     caplog.clear()
     assert (ps.load_state_dict(tmp_path)["w"] == 1).all()
     assert path.name in caplog.text
+
+
+def as_before(manifest):
+    """Return a manifest as version 0.1.0 wrote it before it had a checksum."""
+    content = json.loads(manifest)
+    content.pop("crc", None)
+    return json.dumps({**content, "format": 1}, indent=1).encode()
+
+
+def damaged(data, n_flips, n_cuts):
+    """Yield copies of a file with one bit changed, or without its end."""
+    chance = random.Random(61)
+    for bit in chance.sample(range(8 * len(data)), n_flips):
+        out = bytearray(data)
+        out[bit // 8] ^= 1 << bit % 8
+        yield bytes(out)
+    for end in (0, 1, len(data) - 1, *chance.sample(range(len(data)), n_cuts)):
+        yield data[:end]
+
+
+def read_all(root):
+    """Return the step of the newest checkpoint that can be used, and a value."""
+
+    def attempt(checkpoint):
+        checkpoint_files.specs_of(checkpoint.manifest)
+        checkpoint_files.counts_in(checkpoint.manifest)
+        return [checkpoint.manifest[name] for name in ("step", "clock", "job")]
+
+    found = checkpoint_files.first_usable(root, "test", attempt)
+    [values] = ps.load_state_dict(root).values()
+    return found[0], float(values[0])
+
+
+def test_a_manifest_of_which_a_bit_or_the_end_has_changed_is_not_used(tmp_path):
+    save_in_a_job(tmp_path, 1.0, step=1)
+    save_in_a_job(tmp_path, 2.0, step=2)
+    path = saved(tmp_path)[-1] / "manifest.json"
+    whole = path.read_bytes()
+    assert read_all(tmp_path) == (2, 2.0)
+    for data in damaged(whole, 400, 40):
+        path.write_bytes(data)
+        assert read_all(tmp_path) == (1, 1.0), data
+    path.write_bytes(whole)
+    assert read_all(tmp_path) == (2, 2.0)
+
+
+def test_a_manifest_of_before_is_read_and_what_is_no_manifest_is_not_used(tmp_path):
+    """It has no checksum, so another step in it is not seen; but no error is another one's."""
+    save_in_a_job(tmp_path, 1.0, step=1)
+    save_in_a_job(tmp_path, 2.0, step=2)
+    path = saved(tmp_path)[-1] / "manifest.json"
+    whole = as_before(path.read_bytes())
+    path.write_bytes(whole)
+    assert read_all(tmp_path) == (2, 2.0)
+    values = []
+    for data in damaged(whole, 400, 40):
+        path.write_bytes(data)
+        values.append(read_all(tmp_path)[1])
+    assert set(values) == {1.0, 2.0}
 
 
 def test_if_all_are_damaged_nothing_is_changed_and_all_files_are_named(tmp_path):

@@ -1,7 +1,7 @@
 """The files of checkpoints in a folder: written, read and removed without asking any rank.
 
     path/save-00000012/            a checkpoint; whole once it has a manifest.json
-        manifest.json              step, tables, and the checksums of the lists; written last
+        manifest.json              step, tables, the checksums of the lists, its own; written last
         server-0.json              list of what server 0 has written: partition -> file and place
         server-0.data-12-0         partitions, one behind the other; see ringcomm.ps.partition_state
 
@@ -11,6 +11,7 @@ folder: each folder is complete by itself, and any may be removed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -28,6 +29,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import numpy as np
 
 from ringcomm.atomic_files import BrokenFileError, crc_of, paths_in, replacing, sync_folder
+from ringcomm.integers import is_integer
 from ringcomm.ps.partition_state import State, recut
 from ringcomm.ps.placement.partition_places_and_moves import Partition
 from ringcomm.ps.table_spec import Spec
@@ -37,8 +39,11 @@ if TYPE_CHECKING:
 
 FILE_NBYTES: Final = 64 << 20  # a file of partitions is ended behind the one that reaches it
 MANIFEST: Final = "manifest.json"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
+_WITHOUT_CHECKSUM: Final = 1  # format of version 0.1.0 before manifests had one
+_CHECKSUM: Final = b',\n "crc": '  # ends a manifest, with the CRC-32 of all before it
 _FOLDER: Final = re.compile(r"save-(\d{8,})")
+_LIST: Final = re.compile(r"server-\d+\.json")
 _WITHOUT_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 T = TypeVar("T")
 _log = logging.getLogger("ringcomm")
@@ -212,9 +217,9 @@ class Writer:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Make a checkpoint complete."""
-    text = json.dumps({"format": _FORMAT, **manifest}, indent=1).encode()
+    text = json.dumps({"format": _FORMAT, **manifest}, indent=1).encode().removesuffix(b"\n}")
     with replacing(folder / MANIFEST) as file:
-        file.write(text)
+        file.write(text + _checksum_of(text))
     sync_folder(folder.parent)
 
 
@@ -251,12 +256,55 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        data = path.read_bytes()
+    except OSError as error:
         raise BrokenFileError(f"{path}: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise BrokenFileError(f"{path}: is no manifest of format {_FORMAT}")
+    text, mark, _ = data.rpartition(_CHECKSUM)
+    if mark and data != text + _checksum_of(text):
+        raise BrokenFileError(f"{path}: has changed since it was written")
+    with _broken_if_wrong(path):
+        manifest: dict[str, Any] = json.loads(data)
+        written_as = manifest["format"]
+        if written_as not in (_FORMAT, _WITHOUT_CHECKSUM):
+            raise ValueError(f"is no manifest of format {_FORMAT}, or of {_WITHOUT_CHECKSUM}")
+        if written_as == _FORMAT and not manifest.pop("crc", None):
+            raise ValueError("its checksum is missing")
+        if written_as == _WITHOUT_CHECKSUM:
+            _require_parts(manifest)
     return manifest
+
+
+def _checksum_of(text: bytes) -> bytes:
+    """Return the end of a manifest that begins with `text`."""
+    return _CHECKSUM + b"%d\n}" % crc_of(text)
+
+
+def _require_parts(manifest: dict[str, Any]) -> None:
+    """Raise an error of _broken_if_wrong() unless all is there that is used of a manifest."""
+    counts_in(manifest)
+    for spec in specs_of(manifest).values():
+        if spec.kind not in ("dense", "hash") or np.dtype(spec.dtype).kind != "f":
+            raise ValueError(f"{spec.name} is a {spec.kind} table of {spec.dtype}")
+        if not all(is_integer(n) for n in (*spec.shape, spec.block, spec.partitions)):
+            raise ValueError(f"{spec.name} has the shape {spec.shape}")
+    for entry in manifest["servers"]:
+        if not _LIST.fullmatch(entry["list"]) or not is_integer(entry["crc"]):
+            raise ValueError(f"{entry['list']} is no list of a server")
+    for name in ("step", "clock"):
+        if manifest[name] is not None and not is_integer(manifest[name]):
+            raise ValueError(f"its {name} is {manifest[name]!r}")
+    if not isinstance(manifest["job"], str):
+        raise ValueError(f"its job is {manifest['job']!r}")
+
+
+@contextlib.contextmanager
+def _broken_if_wrong(path: Path) -> Iterator[None]:
+    """Raise BrokenFileError for each error that the content of a damaged file can raise."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise BrokenFileError(f"{path}: {what}") from error
 
 
 def counts_in(manifest: dict[str, Any]) -> dict[str, dict[int, int]]:
@@ -293,10 +341,11 @@ def read_records(folder: Path, manifest: dict[str, Any]) -> dict[int, list[Recor
             raise BrokenFileError(f"{path}: {error}") from error
         if crc_of(text) != entry["crc"]:
             raise BrokenFileError(f"{path}: has changed since it was written")
-        for each in json.loads(text):
-            record = Record(**{**each, "partition": tuple(each["partition"])})
-            if record.partition[0] in by_table:  # else opened while the others were saved
-                by_table[record.partition[0]].append(record)
+        with _broken_if_wrong(path):
+            for each in json.loads(text):
+                record = Record(**{**each, "partition": tuple(each["partition"])})
+                if record.partition[0] in by_table:  # else opened while the others were saved
+                    by_table[record.partition[0]].append(record)
     return by_table
 
 
