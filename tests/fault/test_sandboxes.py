@@ -103,3 +103,24 @@ def test_ranks_with_user_namespaces_of_their_own_share_memory(tmp_path):
     enter = "import os, sys; os.execvp('unshare', ['unshare', '-Ur', sys.executable, 'script.py'])"
     (tmp_path / "enter.py").write_text(enter)
     assert_death_is_told("enter.py", tmp_path)
+
+
+OWN_SHM = """
+import numpy as np
+import ringcomm as rc
+rc.init()
+assert rc.allreduce(np.ones(1000))[-1] == 2
+rc.shutdown()
+"""
+
+
+@pytest.mark.skipif(IS_MPICH, reason="only what Open MPI is told depends on /dev/shm")
+def test_ranks_with_a_shm_of_their_own_each_reach_each_other(tmp_path):
+    enter = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*enter, "true"], check=False).returncode != 0:
+        pytest.skip("unshare -m is not permitted here")
+    (tmp_path / "script.py").write_text(OWN_SHM)
+    program = f"import os, sys; os.execvp('unshare', [*{enter}, sys.executable, 'script.py'])"
+    (tmp_path / "enter.py").write_text(program)
+    job = run_job(2, "enter.py", cwd=tmp_path)
+    assert job.code == 0, job.output

@@ -10,6 +10,7 @@ import re
 import socket
 from pathlib import Path
 
+import leftovers_plugin
 import ml_dtypes
 import numpy as np
 import pytest
@@ -52,6 +53,13 @@ def test_ringcomm_owns_the_end_of_mpi(mpi):
 
 def test_ranks_are_those_of_mpi(mpi):
     assert (rc.rank(), rc.size()) == (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
+
+
+def test_no_rank_listens_where_all_are_on_one_host():
+    """MPI reads without a deadline what connects to a rank: one byte would stop the job."""
+    is_one_host = rc.cross_size() == 1 and rc.local_size() == rc.size()
+    assert leftovers_plugin.listening_ports() == {} or not is_one_host
+    assert "OMPI_MCA_btl" not in os.environ or not is_one_host  # a child job may be over hosts
 
 
 def test_a_core_dump_has_the_page_of_status_that_of_stop_signals_and_no_arena():

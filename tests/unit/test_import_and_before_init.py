@@ -1,9 +1,10 @@
 """`import ringcomm` does nothing and costs little; before init() each call says what is missing."""
 
+import os
 import sys
 
 import pytest
-from harness import run_command
+from harness import job_environment, run_command
 
 
 def run_python(code, **environment):
@@ -46,6 +47,17 @@ def test_neither_init_nor_a_collective_of_numpy_arrays_tries_to_import_cupy_or_t
 
 
 @pytest.mark.long
+def test_a_process_without_a_launcher_listens_on_no_port():
+    code = (
+        "import leftovers_plugin, ringcomm as rc\n"
+        "rc.init()\n"
+        "assert leftovers_plugin.listening_ports() == {}\n"
+    )
+    env = job_environment({"PYTHONPATH": os.pathsep.join(sys.path)})
+    alone = run_command([sys.executable, "-P", "-c", code], env=env)
+    assert alone.returncode == 0, alone.stderr
+
+
 def test_import_takes_less_than_60_ms_more_than_numpy():
     code = (
         "import time, numpy, subprocess, logging, pickle, threading\n"

@@ -115,23 +115,57 @@ def test_quick_start_settings_are_for_one_host_only():
     assert "OMPI_MCA_pml" not in direct  # srun says nothing of hosts
 
 
-def test_a_process_without_a_launcher_uses_no_shared_memory_of_mpi():
+def test_a_process_without_a_launcher_uses_no_shared_memory_of_mpi_and_listens_nowhere():
     alone = {}
     mpi_defaults.set_mpi_defaults(alone)
-    assert alone["OMPI_MCA_btl"] == "self,tcp"
+    assert alone["OMPI_MCA_btl"] == "self"
+
+
+@pytest.mark.parametrize(("do_share", "btl"), [(True, "self,sm"), (False, "self,sm,tcp")])
+def test_ranks_of_one_host_have_tcp_only_if_they_cannot_share_memory(do_share, btl):
+    asked = []
+    environ = dict(ONE_HOST)
+    mpi_defaults.set_mpi_defaults(environ, lambda n: asked.append(n) or do_share)
+    assert (environ["OMPI_MCA_btl"], asked) == (btl, [2])
+
+
+def test_ranks_over_hosts_keep_the_networks_that_mpi_finds():
+    environ = dict(TWO_HOSTS)
+    mpi_defaults.set_mpi_defaults(environ, lambda _: True)
+    assert "OMPI_MCA_btl" not in environ
+
+
+def test_who_sees_no_launcher_does_not_rely_on_shared_memory():
+    assert not mpi_defaults.share_memory(1)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 10**9])
+def test_shared_memory_must_be_the_launcher_s_and_have_room(n_ranks, monkeypatch):
+    monkeypatch.setattr(mpi_defaults, "launchers", lambda: iter([os.getpid()]))
+    assert mpi_defaults.share_memory(n_ranks) == (n_ranks == 1)
+
+
+def test_a_job_that_a_rank_starts_inherits_no_choice_of_btl():
+    environ = dict(ONE_HOST)
+    added = mpi_defaults.set_mpi_defaults(environ)
+    mpi_defaults.hide_from_children(added, environ)
+    assert "OMPI_MCA_btl" not in environ
+    of_user = ONE_HOST | {"OMPI_MCA_btl": "self,tcp"}
+    mpi_defaults.hide_from_children(mpi_defaults.set_mpi_defaults(of_user), of_user)
+    assert of_user["OMPI_MCA_btl"] == "self,tcp"
 
 
 def test_the_user_s_own_mpi_setting_wins():
     environ = ONE_HOST | {"OMPI_MCA_coll": "basic", "OMPI_MCA_pml": "ucx"}
-    added = mpi_defaults.set_mpi_defaults(environ)
+    added = mpi_defaults.set_mpi_defaults(environ, lambda _: True)
     assert environ["OMPI_MCA_coll"] == "basic"
     assert environ["OMPI_MCA_pml"] == "ucx"
     assert not any(line.startswith(("OMPI_MCA_coll", "OMPI_MCA_pml")) for line in added)
-    assert "OMPI_MCA_btl=self,sm,tcp" in added
+    assert "OMPI_MCA_btl=self,sm" in added
 
 
 def test_only_what_a_job_lacks_has_come_too_late():
-    made = [f"{name}={value}" for name, value in settings_in(dict(ONE_HOST))]
+    made = [f"{name}={value}" for name, value in settings_in(ONE_HOST)]
     assert len(made) == 6
     missed = mpi_defaults.missed_settings
     assert missed(made, is_open_mpi=True, n_hosts=1) == []
@@ -143,12 +177,14 @@ def test_only_what_a_job_lacks_has_come_too_late():
 
 def test_all_settings_of_mpi_are_in_the_docs_and_no_others():
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
-    made = [f"{k}={v}" for e in (dict(ONE_HOST), dict(TWO_HOSTS), {}) for k, v in settings_in(e)]
+    cases = [(ONE_HOST, True), (ONE_HOST, False), (TWO_HOSTS, True), ({}, True)]
+    made = [f"{k}={v}" for environ, do_share in cases for k, v in settings_in(environ, do_share)]
     assert set(re.findall(r"^\| `(OMPI_MCA_\S+)`", page, re.MULTILINE)) == set(made)
 
 
-def settings_in(environ):
-    mpi_defaults.set_mpi_defaults(environ)
+def settings_in(environ, do_share=True):
+    environ = dict(environ)
+    mpi_defaults.set_mpi_defaults(environ, lambda _: do_share)
     return [each for each in environ.items() if each[0].startswith("OMPI_MCA_")]
 
 
