@@ -28,6 +28,7 @@ _TICK_S: Final = 0.002
 _MAX_NBYTES: Final = 1 << 18
 _HEAD: Final = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_CALLS_MPI: Final = "/ringcomm/transport/mpi.py"
 _made: dict[int, int] = {}  # pid -> memfd
 
 
@@ -94,8 +95,15 @@ def users_frame(frames: list[Frame]) -> Frame | None:
 
 def where_is(page: Mapping[str, Any]) -> str:
     """Return the file and line at which a process of this host is; "" if it does not tell."""
-    frame = users_frame(main_stack(stacks_of(page), page["main_thread"]))
-    return "" if frame is None else str(frame)
+    return place_of(main_stack(stacks_of(page), page["main_thread"]))
+
+
+def place_of(frames: list[Frame]) -> str:
+    """Return the user's line of these frames, and whether MPI has been called there. Pure."""
+    frame = users_frame(frames)
+    if frame is None:
+        return ""
+    return f"{frame}, inside MPI" if frames[0].file.endswith(_CALLS_MPI) else str(frame)
 
 
 def _handles(pid: int, number: int) -> bool:

@@ -12,6 +12,8 @@ from ringcomm.engine.progress.task import Task
 from ringcomm.errors import RingcommError
 from ringcomm.transport.base import Transport
 
+_LOOK_S = 0.5  # of a thread that waits for the turn, at the one that has it
+
 
 @dataclass(slots=True, eq=False)
 class Waiter:
@@ -59,8 +61,11 @@ class Turn:
                 return True
         return False
 
-    def take(self, waiter: Waiter, task: Task, deadline: float) -> bool:
-        """Wait for the turn. Return True if this thread has it, False once it need not wait."""
+    def take(self, waiter: Waiter, task: Task, deadline: float, look: Callable[[], object]) -> bool:
+        """Wait for the turn. Return True if this thread has it, False once it need not wait.
+
+        look() is called every _LOOK_S, with the lock held.
+        """
         with self.lock:
             while not task.is_over:
                 left = deadline - time.monotonic()
@@ -69,7 +74,8 @@ class Turn:
                 if self.driver is None:
                     self.driver = waiter
                     return True
-                self.lock.wait(None if left == math.inf else left)
+                if not self.lock.wait(min(left, _LOOK_S)):
+                    look()
         return False
 
     def take_unless(self, waiter: Waiter, is_done: Callable[[], bool], deadline: float) -> bool:

@@ -11,19 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from types import CodeType
 
 from ringcomm.config import Settings
-from ringcomm.engine.progress.clock_without_stops import RunningTime
+from ringcomm.engine.progress.clock_without_stops import RunningTime, Standstill
 from ringcomm.engine.progress.driver_turn import Turn, Waiter
 from ringcomm.engine.progress.task import Task
 from ringcomm.engine.progress.task_set import Service, TaskSet
 from ringcomm.errors import RingcommError
 from ringcomm.transport.control_messages import Watch
+
+_log = logging.getLogger("ringcomm")
 
 _SPINS = 64  # polls before the first nap of a thread that waits
 _BACKGROUND_SPINS = 4  # the same for the background thread
@@ -42,6 +48,7 @@ _PASS_SHARE = 20  # a nap lasts at least 20 times as long as the poll before it
 _STREAM_NAP_S = 0.5e-3
 # A poll that takes so much CPU time has moved much of it, and there is more to move.
 _STREAM_POLL_S = 0.15e-3
+_TRANSPORT = str(Path(__file__).parents[2] / "transport")
 _IDLE_LOOK_S = 0.2  # between an idle rank's polls, which find questions and deaths of others
 
 
@@ -63,6 +70,8 @@ class Progress:
         self._turn = Turn(self._transport)
         self._tasks = TaskSet(watch, settings, on_over, self._turn)
         self._is_stopping = False
+        self._n_passes = 0  # see Standstill
+        self._standstill = Standstill()
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Task, *, is_awaited: bool) -> None:
@@ -130,7 +139,7 @@ class Progress:
         waiter, is_enough = Waiter(), _or_late(lambda: task.is_over, deadline)
         try:
             turn.request(waiter)
-            while turn.take(waiter, task, deadline):
+            while turn.take(waiter, task, deadline, self._tell_of_standstill):
                 self._take_part(waiter, partial(self._drive, is_enough, _SPINS))
             return task.is_over
         finally:
@@ -205,6 +214,7 @@ class Progress:
 
     def _take_part(self, waiter: Waiter, drive: Callable[[], object]) -> None:
         """Call drive() in this thread's turn, then give the turn back."""
+        self._n_passes += 1
         try:
             drive()
         except BaseException as error:
@@ -219,6 +229,7 @@ class Progress:
         """Drive while there is work and no thread waits; the background thread."""
         waiter, looked_at, turn = Waiter(), -math.inf, self._turn
         while True:
+            self._tell_of_standstill()
             with turn.lock:
                 is_mine = self._tasks.has_work and not (turn.driver or turn.waiting)
                 is_idle = not (self._is_stopping or is_mine)
@@ -238,6 +249,22 @@ class Progress:
             with contextlib.suppress(BaseException):
                 is_enough = partial(self._is_done, looks)
                 self._take_part(waiter, partial(self._drive, is_enough, _BACKGROUND_SPINS))
+
+    def _tell_of_standstill(self) -> None:
+        """Say it, once, if another thread of this rank drives and does not get out of MPI."""
+        with self._turn.lock:
+            driver = self._turn.driver
+            stood_s = self._standstill.at(time.monotonic(), driver, self._n_passes)
+        frame = sys._current_frames().get(driver.thread) if driver and stood_s else None
+        if frame is None or not _is_inside_mpi(frame.f_code):
+            return  # a callback of the program may take as long as it likes
+        _log.warning(
+            "rank %d: its own MPI has not returned for %.0f s, so this rank hears of no other, and "
+            "others wait for it. A connection to one of its ports that sends nothing has this "
+            "effect: `ss -tnp` shows it; SECURITY.md says how to close the ports.",
+            self._transport.rank,
+            stood_s,
+        )
 
     def _is_done(self, looks: Iterator[int]) -> bool:
         if next(looks) == 0:
@@ -261,6 +288,7 @@ class Progress:
             began_at = time.thread_time() if polls + 1 >= limit else math.inf
             has_moved = self._tasks.advance()
             now = time.monotonic()
+            self._n_passes += 1
             if has_moved:
                 polls, nap, moved_at = 0, _NAP_S, now
             polls += 1
@@ -294,6 +322,11 @@ class Progress:
             self._loop.await_news(nap_s)
         else:
             self._loop.park(nap_s)
+
+
+def _is_inside_mpi(code: CodeType) -> bool:
+    """Return True if this code, of a thread's innermost Python frame, calls MPI."""
+    return code.co_filename.startswith(_TRANSPORT) or code is Progress._park.__code__
 
 
 async def _raise(error: BaseException) -> None:
