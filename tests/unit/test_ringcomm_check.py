@@ -417,6 +417,19 @@ CORRECT = "noise\nringcomm-check: correct\n"
 OUTCOMES = [
     ({}, Outcome(0, CORRECT, 0.51), "ok", "2 ranks, allreduce correct, 0.5 s"),
     (
+        {},
+        Outcome(0, CORRECT + "ringcomm-check: ports\n", 0.51),
+        "ok",
+        "2 ranks, allreduce correct, 0.5 s; the ranks of one host listen on no port",
+    ),
+    (
+        {},
+        Outcome(0, CORRECT + "ringcomm-check: ports 1024 1025\n", 0.51),
+        "ok",
+        "2 ranks, allreduce correct, 0.5 s; the ranks listen on TCP port 1024, 1025: who reaches "
+        "it can stop the job, see SECURITY.md",
+    ),
+    (
         {"is_root": True, "cores": 1},
         Outcome(0, CORRECT, 1.0),
         "ok",

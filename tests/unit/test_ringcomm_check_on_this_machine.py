@@ -126,3 +126,4 @@ def test_two_ranks_do_a_real_allreduce(variables):
     assert ended.returncode == 0, report
     assert run["subject"] == "run"
     assert run["found"].startswith("2 ranks, allreduce correct")
+    assert run["found"].endswith("; the ranks of one host listen on no port")

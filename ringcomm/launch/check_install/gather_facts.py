@@ -5,6 +5,8 @@ A child process with a deadline runs the code that may crash or hang.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import platform
@@ -30,6 +32,8 @@ from ringcomm.system_text import read_text
 
 _PACKAGES: Final = ("numpy", "mpi4py", "torch", *FAMILIES, "impi-rt")
 _ANSWER_S = 30.0
+_TCP: Final = ("tcp", "tcp6") if os.path.exists("/proc/net/tcp6") else ("tcp",)
+_LISTENS: Final = "0A"  # the state of a socket in /proc/net/tcp
 _MARK = "ringcomm-check: "
 
 
@@ -200,3 +204,15 @@ def _siblings(cpu: int) -> str:
         return read_text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     except OSError:
         return str(cpu)
+
+
+def listening_ports() -> list[int]:
+    """Return the TCP ports on which this process listens."""
+    own = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this listing
+            own.add(os.readlink(each))
+    lines = [read_text(f"/proc/self/net/{family}").splitlines()[1:] for family in _TCP]
+    sockets = [line.split() for line in itertools.chain(*lines)]
+    listening = [s for s in sockets if s[3] == _LISTENS and f"socket:[{s[9]}]" in own]
+    return sorted({int(s[1].rpartition(":")[2], 16) for s in listening})

@@ -13,19 +13,22 @@ from ringcomm.launch.run_child_with_deadline import Outcome, outside_of_a_job, r
 
 _DEADLINE_S = 60.0
 _CORRECT = "ringcomm-check: correct"
+_PORTS = "ringcomm-check: ports"
 _TAIL = 12  # lines of a failure's output
 # Integers are exact in float32. An odd count gives chunks of different sizes.
 _JOB: Final = f"""
 import numpy as np
 import ringcomm as rc
+from ringcomm.launch.check_install.gather_facts import listening_ports
 rc.init()
 x = np.arange(300007, dtype=np.float32)
 total = rc.allreduce(x * (rc.rank() + 1), name="check")
 assert rc.size() == 2, f"the job has {{rc.size()}} ranks"
 assert np.array_equal(total, x * 3), "the sum is wrong"
-rc.barrier()
+ports = sorted(set(sum(rc.allgather_object(listening_ports()), [])))
 if rc.rank() == 0:
     print({_CORRECT!r}, flush=True)
+    print({_PORTS!r}, *ports, flush=True)
 rc.shutdown()
 """
 _MPI_ALONE: Final = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
@@ -77,6 +80,7 @@ def judge_trial(plan: Plan, outcome: Outcome) -> Finding:
     """Return the finding for the outcome of a trial. Pure."""
     if outcome.code == 0 and _CORRECT in outcome.output:
         found = f"2 ranks, allreduce correct, {outcome.seconds:.1f} s{_extras(plan)}"
+        found += _ports_text(outcome.output)
         return Finding("run", "ok", found)
     if outcome.code is None:
         how = f"2 ranks did not end in {_DEADLINE_S:.0f} s"
@@ -84,6 +88,19 @@ def judge_trial(plan: Plan, outcome: Outcome) -> Finding:
         how = f"2 ranks failed, exit {outcome.code} after {outcome.seconds:.1f} s"
     found = f"{how}{_extras(plan)}; MPI alone should print 2 twice"
     return Finding("run", "problem", "\n".join([found, *outcome.last_lines(_TAIL)]), _alone(plan))
+
+
+def _ports_text(output: str) -> str:
+    """Return on which ports the ranks listen; "" if they did not tell."""
+    told = [line.removeprefix(_PORTS) for line in output.splitlines() if line.startswith(_PORTS)]
+    if not told:
+        return ""
+    if not (ports := told[-1].split()):
+        return "; the ranks of one host listen on no port"
+    return (
+        f"; the ranks listen on TCP port {', '.join(ports)}: who reaches it can stop the job, see "
+        "SECURITY.md"
+    )
 
 
 def _extras(plan: Plan) -> str:
