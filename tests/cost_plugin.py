@@ -30,9 +30,9 @@ class Costs:
         self.before, self.n_jobs = cpu_seconds(), 0
         self.popen = subprocess.Popen.__init__
 
-        def start(process, command, *arguments, **options):
-            self.n_jobs += is_job(command)
-            self.popen(process, command, *arguments, **options)
+        def start(process, *arguments, **options):
+            self.n_jobs += is_job(arguments[0] if arguments else options["args"])
+            self.popen(process, *arguments, **options)
 
         subprocess.Popen.__init__ = start
 

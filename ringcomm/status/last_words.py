@@ -86,6 +86,7 @@ class LastWords:
         if os._exit == self._on_os_exit:
             os._exit = self._os_exit
         self._undo_mpi_abort()
+        self._undo_mpi_abort = lambda: None  # it refers to this object, which holds a descriptor
 
     def end_with(self, error: BaseException) -> None:
         """Record an error raised after the program's end, as if it had ended the program."""

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ringcomm.collectives.message_patterns import dissemination_steps
 from ringcomm.engine.core.agreement import agree, mismatch
@@ -115,11 +116,7 @@ class Groups:
             task.channels.append(channel)
             return (await agree(0, mine, channel)).value
 
-        def begin(task: Task, _: int) -> TaskCoroutine:
-            task.ends_alone = task.ends_alone_if_left = True
-            return talk(task)
-
-        failed = self._conversations.hold(f"{group!r}", members, begin, ticket)
+        failed = self._hold(group, members, talk, ticket)
         if failed:
             one = members[failed - 1] if failure is None else self._watch.transport.rank
             why = f"{type(failure).__name__}: {failure}" if failure else "its own error says why"
@@ -164,14 +161,25 @@ class Groups:
         number = self._n_made.get(members, 0) + 1
         ticket = Ticket(None, base_of(NO_GROUP, str(members)), number)
 
-        def talk(task: Task, _: int) -> TaskCoroutine:
+        def talk(task: Task) -> TaskCoroutine:
             self._n_made[members] = number  # now that the task is under way
-            task.ends_alone = task.ends_alone_if_left = True
             return self._agree(task, group, number, pause_s)
 
-        result: tuple[Ledger | None, int]
-        result = self._conversations.hold(f"{group!r}", members, talk, ticket)
+        result: tuple[Ledger | None, int] = self._hold(group, members, talk, ticket)
         return result
+
+    def _hold(
+        self,
+        group: Group,
+        members: tuple[int, ...],
+        talk: Callable[[Task], TaskCoroutine],
+        ticket: Ticket,
+    ) -> Any:
+        def begin(task: Task, _: int) -> TaskCoroutine:
+            task.ends_alone = task.ends_alone_if_left = True
+            return talk(task)
+
+        return self._conversations.hold(f"{group!r}", members, begin, ticket)
 
     async def _agree(
         self, task: Task, group: Group, number: int, pause_s: float
