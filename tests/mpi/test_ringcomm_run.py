@@ -327,7 +327,25 @@ def test_a_daemon_thread_that_a_full_disk_ends_ends_no_rank(tmp_path):
 
 
 def test_a_failure_after_shutdown_counts_although_all_have_left(tmp_path):
-    job = run(tmp_path, 2, "rc.init(); rc.shutdown(); sys.exit(4 * int(os.environ['RANK']))")
+    body = """
+    from mpi4py import MPI
+    from ringcomm.launched.process_stat import ProcessStat
+
+    def lives(pid):
+        try:
+            return not ProcessStat.of(pid).is_dead
+        except OSError:
+            return False
+
+    rc.init()
+    pids = rc.allgather_object(os.getpid())
+    rc.shutdown()
+    MPI.Finalize()  # which may wait for the others
+    while os.environ["RANK"] == "1" and lives(pids[0]):  # else mpirun would end it
+        time.sleep(0.01)
+    sys.exit(4 * int(os.environ["RANK"]))
+    """
+    job = run(tmp_path, 2, body)
     assert (job.code, job.end["exit_codes"]) == (4, {"0": 0, "1": 4}), job
 
 
@@ -622,6 +640,7 @@ def test_an_elastic_job_that_has_lost_too_many_ranks_is_started_again(tmp_path):
 
 DIES = """
 rc.init()
+PIDS = rc.allgather_object(os.getpid())
 state = rc.elastic.ArrayState(step=0, sum=np.zeros(1))
 state.keep_in("state", every=3)
 
@@ -632,8 +651,8 @@ def train(state):
         state.sum += rc.allreduce(np.ones(1), rc.AVERAGE)
         state.step += 1
         state.commit()
-        if began == 0 and state.step == began + 10:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if began == 0 and state.step == began + 10 and rc.rank() == 0:  # no rank hears of another
+            [os.kill(pid, signal.SIGKILL) for pid in reversed(PIDS)]
     print(f"began at {began}, ended with {state.sum[0]}", flush=True)
 
 train(state)
