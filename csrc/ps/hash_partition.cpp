@@ -124,15 +124,13 @@ HashPartition::Side& HashPartition::side() {
 }
 
 void HashPartition::reserve(const std::uint64_t* keys, const std::uint32_t* places,
-                            std::size_t n, std::uint64_t draw) {
+                            const Found* found, std::size_t n, std::uint64_t draw) {
   const Admission& policy = spec_->admission;
-  const bool counts = policy.min_count > 1;
-  if (!counts && store_.has_room(n) && index_.has_room(n)) return;
+  if (policy.min_count <= 1 && store_.has_room(n) && index_.has_room(n)) return;
   std::size_t n_rows = 0, n_counts = 0;
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint64_t key = keys[places[i]];
-    if (i + kBatch < n) index_.prefetch(keys[places[i + kBatch]]);
-    if (find(key) != kNoRow || !is_drawn(key, draw)) continue;
+    if (found[i].row != kNoRow || !is_drawn(key, draw)) continue;
     const std::uint64_t count = side_ == nullptr ? 0 : side_->candidates.find(key);
     const bool has_enough = count + 1 >= policy.min_count;
     n_rows += has_enough;

@@ -152,11 +152,8 @@ class HashPartition {
   struct Homes {
     HashPartition* const* each;  // null where the partition holds nothing
     HashPartition* of(std::size_t i) const { return each[i]; }
-    // What is known of a partition is some lines, and where its slabs are is another behind them.
     void prefetch(std::size_t i) const {
-      if (each[i] == nullptr) return;
-      const auto* const home = reinterpret_cast<const std::byte*>(each[i]);
-      for (std::size_t k = 0; k < sizeof(HashPartition); k += 64) __builtin_prefetch(home + k);
+      if (each[i] != nullptr) each[i]->prefetch();
     }
     void prefetch_slabs(std::size_t i) const {
       if (each[i] != nullptr) each[i]->store_.prefetch();
@@ -176,6 +173,11 @@ class HashPartition {
                         std::size_t n_partitions, const Push& push);
   bool erase(std::uint64_t key, std::uint64_t stamp);  // false: it had no row
 
+  // What is known of a partition is some lines, and where its slabs are is another behind them.
+  void prefetch() const {
+    const auto* const here = reinterpret_cast<const std::byte*>(this);
+    for (std::size_t k = 0; k < sizeof(HashPartition); k += 64) __builtin_prefetch(here + k);
+  }
   Row find(std::uint64_t key) const { return static_cast<Row>(index_.find(key) - 1); }
   Side& side();
   static void fill_missing(const RowSpec& spec, std::uint64_t key, void* out, Missing missing);
@@ -187,9 +189,14 @@ class HashPartition {
       snapshot->keep(store_.info(row).key, store_.values<std::byte>(row));
   }
   void halve_candidates();
-  // All memory that a push to these keys may need here; `places`: of its distinct keys.
-  void reserve(const std::uint64_t* keys, const std::uint32_t* places, std::size_t n,
-               std::uint64_t draw);
+  struct Found {
+    HashPartition* home;
+    Row row;  // kNoRow: the key has none
+  };
+  // All memory that a push to these keys may need here; `places`: of its distinct keys, which are
+  // `found` so.
+  void reserve(const std::uint64_t* keys, const std::uint32_t* places, const Found* found,
+               std::size_t n, std::uint64_t draw);
   bool is_drawn(std::uint64_t key, std::uint64_t draw) const;
   static void require_rule(const Rule& own, const Rule& rule);
   template <class T>

@@ -50,15 +50,6 @@ class Places {
   }
   std::uint32_t after(std::uint32_t place) const { return next_[place]; }
 
-  // f(first, n) for the places of each partition, once they are sorted.
-  template <class F>
-  void for_each_partition(const std::uint32_t* partitions, F f) const {
-    for (std::size_t i = 0, end = 0; i < firsts_.size(); i = end) {
-      while (end < firsts_.size() && partitions[firsts_[end]] == partitions[firsts_[i]]) ++end;
-      f(firsts_.data() + i, end - i);
-    }
-  }
-
  private:
   std::vector<std::uint32_t> firsts_, next_;
 };
@@ -79,28 +70,29 @@ std::int64_t step_that_matters(const Rule& rule, std::int64_t step) {
 
 }  // namespace
 
-// The memory that a push needs, taken before it changes anything: a push fails as a whole.
+// The rows of the keys that have one, and the memory that a push needs for the others, taken before
+// it changes anything: a push fails as a whole.
 class HashPartition::Reserved {
  public:
-  Reserved(const RowSpec& spec, Homes homes, const Places& places, const std::uint32_t* partitions,
-           const Push& push)
-      : homes_(homes), places_(places), partitions_(partitions),
-        counts_(spec.admission.min_count > 1) {
+  Reserved(const RowSpec& spec, Homes homes, const Places& places, const Push& push)
+      : firsts_(places.firsts()), found_(firsts_.size()), counts_(spec.admission.min_count > 1) {
+    const bool has_new = find_rows(homes, push.keys);
+    const auto& snapshots = found_.front().home->common_->snapshots;
+    if (!has_new && snapshots.empty()) return;
     try {
-      each([&](HashPartition& home, const std::uint32_t* firsts, std::size_t n) {
-        home.reserve(push.keys, firsts, n, push.draw);
-      });
-      for (const auto& snapshot : snapshots()) {
-        Snapshot::Room room;
-        each([&](const HashPartition& home, const std::uint32_t* firsts, std::size_t n) {
-          for (std::size_t i = 0; i < n; ++i)
-            snapshot->count(push.keys[firsts[i]], home.find(push.keys[firsts[i]]) != kNoRow, room);
+      if (has_new)
+        each([&](HashPartition& home, std::size_t i, std::size_t n) {
+          home.reserve(push.keys, firsts_.data() + i, found_.data() + i, n, push.draw);
         });
+      for (const auto& snapshot : snapshots) {
+        Snapshot::Room room;
+        for (std::size_t i = 0; i < found_.size(); ++i)
+          snapshot->count(push.keys[firsts_[i]], found_[i].row != kNoRow, room);
         snapshot->reserve(room);
       }
     } catch (...) {
-      each([](HashPartition& home, const std::uint32_t*, std::size_t) { home.store_.trim(); });
-      for (const auto& snapshot : snapshots()) snapshot->trim();
+      each([](HashPartition& home, std::size_t, std::size_t) { home.store_.trim(); });
+      for (const auto& snapshot : snapshots) snapshot->trim();
       drop_spares();
       throw;
     }
@@ -109,45 +101,61 @@ class HashPartition::Reserved {
   Reserved(const Reserved&) = delete;
   Reserved& operator=(const Reserved&) = delete;
 
+  std::vector<Found>& found() { return found_; }  // in the order of firsts()
+
  private:
+  // Partitions, then lines of their indices, are fetched from memory before they are needed.
+  bool find_rows(Homes homes, const std::uint64_t* keys) {
+    constexpr std::size_t kAhead = 16;
+    const std::size_t n = firsts_.size();
+    bool has_new = false;
+    for (std::size_t i = 0; i < n + 2 * kAhead; ++i) {
+      if (i < n) {
+        found_[i].home = homes.of(firsts_[i]);
+        if (i == 0 || found_[i].home != found_[i - 1].home) homes.prefetch(firsts_[i]);
+      }
+      if (i >= kAhead && i - kAhead < n)
+        found_[i - kAhead].home->index_.prefetch(keys[firsts_[i - kAhead]]);
+      if (i < 2 * kAhead) continue;
+      Found& now = found_[i - 2 * kAhead];
+      now.row = now.home->find(keys[firsts_[i - 2 * kAhead]]);
+      has_new |= now.row == kNoRow;
+    }
+    return has_new;
+  }
+  // f(partition, i, n): it has the n places from i on.
   template <class F>
   void each(F f) const {
-    constexpr std::size_t kAhead = 16;
-    const std::vector<std::uint32_t>& firsts = places_.firsts();
-    const std::uint32_t* const end = firsts.data() + firsts.size();
-    places_.for_each_partition(partitions_, [&](const std::uint32_t* some, std::size_t n) {
-      if (static_cast<std::size_t>(end - some) > kAhead) homes_.prefetch(some[kAhead]);
-      f(*homes_.of(*some), some, n);
-    });
-  }
-  const std::vector<std::unique_ptr<Snapshot>>& snapshots() const {
-    return homes_.of(places_.firsts().front())->common_->snapshots;
+    for (std::size_t i = 0, end = 0; i < found_.size(); i = end) {
+      while (end < found_.size() && found_[end].home == found_[i].home) ++end;
+      f(*found_[i].home, i, end - i);
+    }
   }
   void drop_spares() const {
     if (!counts_) return;
-    each([](HashPartition& home, const std::uint32_t*, std::size_t) {
+    each([](HashPartition& home, std::size_t, std::size_t) {
       if (home.side_ != nullptr) home.side_->spare.clear();
     });
   }
 
-  const Homes homes_;
-  const Places& places_;
-  const std::uint32_t* const partitions_;
+  const std::vector<std::uint32_t>& firsts_;
+  std::vector<Found> found_;
   const bool counts_;
 };
 
 template <class T>
 class HashPartition::Pusher {
  public:
-  Pusher(const RowSpec& spec, Homes homes, const Places& places, const Push& push)
+  // `found`: for each of the first places of `places`.
+  Pusher(const RowSpec& spec, const Places& places, std::vector<Found>& found, const Push& push)
       : spec_(spec),
-        homes_(homes),
         push_(push),
         plan_(spec.plan()),
         method_(method_of<T>(push.rule)),
         dim_(spec.dim),
         nbytes_(spec.row_nbytes()),
         places_(places),
+        found_(found),
         room_(kBatch * dim_),
         sum_(dim_) {
     for (auto& known : coefs_) known.step = 0;
@@ -171,24 +179,18 @@ class HashPartition::Pusher {
     std::int64_t step;
     Coefs coefs;
   };
-  struct Found {
-    HashPartition* home;
-    Row row;
-  };
-
   void look_up(std::size_t start) {
     const auto& firsts = places_.firsts();
     const std::size_t n = firsts.size();
     for (std::size_t i = start + 3 * kBatch; i < std::min(n, start + 4 * kBatch); ++i)
-      homes_.prefetch(firsts[i]);
+      if (found_[i].home != found_[i - 1].home) found_[i].home->prefetch();
     for (std::size_t i = start + 2 * kBatch; i < std::min(n, start + 3 * kBatch); ++i)
-      homes_.prefetch_slabs(firsts[i]);
+      found_[i].home->store_.prefetch();
     for (std::size_t i = start + kBatch; i < std::min(n, start + 2 * kBatch); ++i)
-      homes_.of(firsts[i])->index_.prefetch(push_.keys[firsts[i]]);
+      if (found_[i].row == kNoRow) found_[i].home->index_.prefetch(push_.keys[firsts[i]]);
     for (std::size_t i = start; i < std::min(n, start + kBatch); ++i) {
-      HashPartition& home = *homes_.of(firsts[i]);
-      const Row row = row_for(home, push_.keys[firsts[i]]);
-      found_[i % kFound] = {&home, row};
+      HashPartition& home = *found_[i].home;
+      const Row row = found_[i].row = row_for(home, push_.keys[firsts[i]], found_[i].row);
       if (row == kNoRow) continue;
       prefetch_grad(firsts[i]);
       __builtin_prefetch(&home.store_.info(row), 1);
@@ -198,15 +200,14 @@ class HashPartition::Pusher {
 
   void update(std::size_t start, std::size_t end) {
     for (std::size_t i = start; i < end; ++i) {
-      const auto [home, row] = found_[i % kFound];
+      const auto [home, row] = found_[i];
       if (row != kNoRow) plan_update(*home, row, gradient(places_.firsts()[i], i % kBatch));
     }
     carry_out();
   }
 
-  Row row_for(HashPartition& home, std::uint64_t key) {
+  Row row_for(HashPartition& home, std::uint64_t key, Row row) {
     home.stamp_ = push_.stamp;
-    Row row = home.find(key);
     if (row == kNoRow && home.is_admitted(key, push_.draw)) {
       row = home.add(key);
       ++pushed_.admitted;
@@ -293,18 +294,16 @@ class HashPartition::Pusher {
   }
 
   const RowSpec& spec_;
-  const Homes homes_;
   const Push& push_;
   const SlotPlan plan_;
   const Method<T> method_;
   const std::size_t dim_, nbytes_;
   const Places& places_;
+  std::vector<Found>& found_;
   std::vector<T> room_;
   std::vector<double> sum_;
   std::array<Known, kKnown> coefs_;
   std::array<Piece<T>, kBatch> pieces_;
-  static constexpr std::size_t kFound = 2 * kBatch;
-  std::array<Found, kFound> found_;
   std::size_t n_pieces_ = 0;
   Pushed pushed_;
 };
@@ -329,11 +328,11 @@ Pushed HashPartition::push_to(const RowSpec& spec, Homes homes, const std::uint3
   if (push.n == 0) return {};
   Places places(push.keys, push.n);
   places.sort_by(partitions, n_partitions);
-  const Reserved reserved(spec, homes, places, partitions, push);
+  Reserved reserved(spec, homes, places, push);
   const DefaultFpEnvironment here;
   return spec.dtype == DType::float64
-             ? Pusher<double>(spec, homes, places, push).run()
-             : Pusher<float>(spec, homes, places, push).run();
+             ? Pusher<double>(spec, places, reserved.found(), push).run()
+             : Pusher<float>(spec, places, reserved.found(), push).run();
 }
 
 }  // namespace ringcomm::ps

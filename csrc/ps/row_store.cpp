@@ -30,12 +30,14 @@ void RowStore::trim() {
 }
 
 Row RowStore::take() {
-  reserve(1);
-  if (free_ == kNone) return end_++;
-  const Row row = free_;
-  free_ = static_cast<Row>(info(row).key);
-  --n_free_;
-  return row;
+  if (free_ != kNone) {
+    const Row row = free_;
+    free_ = static_cast<Row>(info(row).key);
+    --n_free_;
+    return row;
+  }
+  if (place_of(end_).slab == slabs_.size()) reserve(1);
+  return end_++;
 }
 
 RowStore::~RowStore() {
