@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from harness import DEADLINE_S, wait_until
@@ -33,6 +34,8 @@ def sleeper(*program, **options):
     """Yield a process of this user that ends by a signal alone, and then end it."""
     process = subprocess.Popen([*program, *SLEEPS], **options)
     try:
+        # Popen() returns before the kernel shows it.
+        wait_until(Path(f"/proc/{process.pid}/environ").read_bytes, "it has no environment")
         yield process
     finally:
         process.kill()
