@@ -20,6 +20,7 @@ from ringcomm.launched.launcher import job_on_this_host, launched_size
 
 _PRINTING_S: Final = 2.0
 _SKEW_S: Final = 1.0
+_OF_ALL: Final = "is raised on all ranks"
 _claimed: list[socket.socket] = []
 
 
@@ -42,10 +43,15 @@ def print_alike_errors_once(is_watched: Callable[[], bool]) -> None:
         earlier(kind, error, trace)
         sys.stderr.flush()
         _claim(name + ".printed")
-        if os.getpid() == pid and not is_watched():
-            time.sleep(_SKEW_S)  # ranks that start later must find the claim
+        if os.getpid() == pid and (not is_watched() or _OF_ALL in vars(error)):
+            time.sleep(_SKEW_S)  # ranks that are later must find the claim
 
     sys.excepthook = print_once
+
+
+def others_raise_it_too(error: BaseException) -> None:
+    """Let the rank that prints this error stay until the others may have raised it."""
+    vars(error)[_OF_ALL] = True
 
 
 def _name_of(error: BaseException) -> str:

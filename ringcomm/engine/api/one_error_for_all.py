@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 from ringcomm.atomic_files import BrokenFileError
 from ringcomm.engine.api import collectives
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
+from ringcomm.status.print_alike_errors_once import others_raise_it_too
 
 T = TypeVar("T")
 _OF_OPERATIONS = (PeerFailedError, CommTimeoutError, NewViewInterrupt)
@@ -52,6 +53,7 @@ def raise_together(error: Exception) -> NoReturn:
     """
     with contextlib.suppress(RingcommError):  # a rank is lost, and this one knows the error
         collectives.barrier(name="an error of all ranks")
+    others_raise_it_too(error)
     raise error
 
 
