@@ -6,7 +6,8 @@ usage: ci/verdict.py again RECORDS     print, for bash, the steps that try failu
 
 RECORDS holds a folder for each step that ci/test ran. A step that names what failed, by a
 FailureLog, is tried again by that alone; a step marked "whole" as a whole; all others never. What
-passes alone is flaky, and a few flaky ones do not fail the gate.
+passes alone is flaky, and a few flaky ones do not fail the gate: but a test does whose own file, or
+the code that it tests (as ci/mutations knows it), was changed by one of the newest commits.
 """
 
 import argparse
@@ -19,8 +20,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -30,8 +31,10 @@ MAX_TRIED_AGAIN = 8  # more than may be flaky: the gate fails anyway, and the re
 MAX_LINES = 60
 CPU_BUDGET_S = 1750  # of the gate; who adds more than 5 takes out as much, or says why
 TAIL_LINES = 15  # of what a failed test said
+NEW_COMMITS = 20  # as many as land together
 WIDTH = 160
 NOISE = re.compile(r"^(SKIPPED .*|.*\[ *\d+%\])\n", re.MULTILINE)
+BARE = re.compile(r"E\s+([\w.]*(Error|Exception|Exit|Failed|Interrupt))?:?$")  # says nothing
 TESTS_FAILED = 1  # the exit code of pytest and of ci/safety where they came to their end
 
 
@@ -98,6 +101,7 @@ class Step:
 @dataclass
 class Verdict:
     failed: list[Failure] = field(default_factory=list)
+    not_tried: list[Failure] = field(default_factory=list)  # failed once; so many others did
     flaky_tests: list[Failure] = field(default_factory=list)
     flaky_steps: list[Failure] = field(default_factory=list)
 
@@ -114,6 +118,8 @@ class Verdict:
             )
             if len(flaky) > limit
         ]
+        if self.not_tried:
+            many.append(f"{len(self.not_tried)} that failed were not tried again")
         return [*(each.name for each in self.failed), *many]
 
 
@@ -132,7 +138,10 @@ def to_try_again(steps: Sequence[Step]) -> Iterator[tuple[str, str, tuple[str, .
             tests += 1
 
 
-def judge(steps: Sequence[Step]) -> Verdict:
+def judge(
+    steps: Sequence[Step], is_of_the_change: Callable[[str], bool] = lambda name: False
+) -> Verdict:
+    """Return what failed, and what is flaky: no test may be of which is_of_the_change(name)."""
     passed_again = {(step.mode, step.name) for step in steps if not step.code}
     failed_again = {(step.mode, step.name) for step in steps if step.code}
     verdict = Verdict()
@@ -142,13 +151,14 @@ def judge(steps: Sequence[Step]) -> Verdict:
             continue
         for part in step.parts():
             name = f"alone: {part.name}"
-            if (again, name) in passed_again:
+            passed = (again, name) in passed_again
+            if passed and not is_of_the_change(part.name):
                 verdict.flaky_tests.append(part)
-            else:
-                note = "" if (again, name) in failed_again else ", not tried again"
-                verdict.failed.append(
-                    Failure(f"{part.name} ({step.name}{note})", part.arguments, part.text)
-                )
+                continue
+            note = ", passed alone, but what it tests was changed" if passed else ""
+            failure = replace(part, name=f"{part.name} ({step.name}{note})")
+            was_tried = passed or (again, name) in failed_again
+            (verdict.failed if was_tried else verdict.not_tried).append(failure)
         if not step.parts():
             is_flaky = (again, f"again: {step.name}") in passed_again
             name = f"{step.name} (exit {step.code})"
@@ -164,35 +174,39 @@ def report(steps: Sequence[Step], verdict: Verdict, facts: str, path: str) -> li
     """Return at most MAX_LINES lines that say all that somebody needs who sees nothing else."""
     reasons = verdict.reasons()
     end = [*durations(steps), facts]
-    if verdict.failed or verdict.flaky():
+    if path:
         end.append(f"every failure, as it was first: {path}")
     if reasons:
         end += textwrap.wrap(f"FAILED: {', '.join(reasons)}", WIDTH, max_lines=3)
     else:
         end.append(f"all {len(steps)} steps passed" if not verdict.flaky() else "passed, see FLAKY")
-    flaky = [line for each in verdict.flaky() for line in shown(each, "FLAKY", 2)]
-    room = MAX_LINES - len(end)
-    flaky = cut(flaky, 12)
-    room -= len(flaky)
+    flaky = cut([line for each in verdict.flaky() for line in shown(each, "FLAKY", 2)], 12)
+    others = cut([line for each in verdict.not_tried for line in shown(each, "NOT TRIED", 2)], 12)
+    room = MAX_LINES - len(end) - len(flaky) - len(others)
     failed: list[str] = []
     for number, each in enumerate(verdict.failed):
         left = len(verdict.failed) - number
         lines = min(TAIL_LINES + 2, (room - len(failed)) // left)
-        failed += shown(each, "FAILED", max(1, lines))
-    return [*cut(failed, room), *flaky, *end]
+        failed += shown(each, "FAILED", max(2, lines))
+    return [*cut(failed, room), *others, *flaky, *end]
 
 
 def shown(failure: Failure, word: str, lines: int) -> list[str]:
-    """Return its name, what it asserted, and the end of what it said, in so many lines."""
+    """Return its name, why it failed, and the end of what it said, in so many lines."""
     said = [line.rstrip() for line in failure.text.splitlines() if line.strip()]
-    asserted = next((line for line in said if line.startswith("E  ")), None)
-    tail = said[-max(0, lines - 2) :] if lines > 2 else []
-    if asserted is None:
-        tail = said[-(lines - 1) :] if lines > 1 else []
-    elif asserted not in tail:
-        tail = [asserted, *tail]
-    tail = [f"    {narrow(line)}" for line in tail[: lines - 1]]
-    return [f"{word} {failure.name}"[:WIDTH], *tail]
+    why = reason_in(said)
+    tail = said[-(lines - 2) :] if lines > 2 else []
+    return [f"{word} {failure.name}"[:WIDTH], *(f"    {narrow(s)}" for s in [*why, *tail])]
+
+
+def reason_in(said: Sequence[str]) -> list[str]:
+    """Return a line that says why: of an assertion its text and what it compared; else the last."""
+    errors = [line for line in said if line.startswith("E  ") and not BARE.match(line)]
+    if not errors:
+        return list(said[-1:])
+    first, *others = errors
+    compared = next((line[1:].strip() for line in others if re.match(r"E\s+assert ", line)), "")
+    return [f"{first} | {compared}" if compared else first]
 
 
 def narrow(line: str) -> str:
@@ -271,17 +285,40 @@ def kept(verdict: Verdict) -> str:
     """Write all that failed to a file, and return its path."""
     number, path = tempfile.mkstemp(prefix="ringcomm-failures-", suffix=".txt")
     with open(number, "w") as file:
-        for word, failures in (("FAILED", verdict.failed), ("FLAKY", verdict.flaky())):
+        of_word = {
+            "FAILED": verdict.failed, "NOT TRIED": verdict.not_tried, "FLAKY": verdict.flaky()
+        }  # fmt: skip
+        for word, failures in of_word.items():
             file.writelines(f"== {word} {each.name}\n{each.text}\n\n" for each in failures)
     return path
 
 
-def facts() -> str:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
+def git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent.parent), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
+
+def tests_of_the_change() -> Callable[[str], bool]:
+    """Return what says whether the newest commits changed a test's file, or code that it tests."""
+    base = git("rev-list", f"--max-count={NEW_COMMITS + 1}", "HEAD").split("\n")[-1]
+    changed = set(git("diff", "--name-only", base).split("\n")) if base else set()
+    tests = {path for path in changed if path.startswith("tests/")}
+    if changed:
+        from mutations import CPP_MUTATIONS, MUTATIONS
+
+        folders = {f"csrc/{path.split('/')[1]}" for path in changed if path.startswith("csrc/")}
+        for each in MUTATIONS:
+            if f"ringcomm/{each.file}" in changed:
+                tests.update(f"tests/{target}" for target in each.targets)
+        for each in CPP_MUTATIONS:
+            if f"csrc/{each.file}" in folders:
+                tests.update(f"tests/{target}" for target in each.targets)
+    files = {target.split("::")[0] for target in tests}
+    return lambda name: name.split("::")[0] in files
+
+
+def facts() -> str:
     commit = git("rev-parse", "--short", "HEAD") or "unknown"
     changed = " with changes" if git("status", "--porcelain") else ""
     cores = len(os.sched_getaffinity(0))
@@ -318,10 +355,10 @@ def main() -> int:
         for mode, name, command in to_try_again(steps):
             print(shlex.join(["step", "--again", mode, name, *command]))
         return 0
-    verdict = judge(steps)
+    verdict = judge(steps, tests_of_the_change())
     if os.environ.get("SHOW_COSTS"):
         print(*cost_table(steps), sep="\n")
-    path = kept(verdict) if verdict.failed or verdict.flaky() else ""
+    path = kept(verdict) if verdict.failed or verdict.not_tried or verdict.flaky() else ""
     print(*report(steps, verdict, facts(), path), sep="\n")
     return 1 if verdict.reasons() else 0
 

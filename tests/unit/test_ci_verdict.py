@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import verdict
 from cost_plugin import is_job
 from verdict import (
     MAX_LINES,
@@ -67,19 +68,19 @@ def test_a_step_of_its_own_is_tried_again_as_a_whole():
 )
 def test_a_crash_a_time_out_and_a_lint_are_never_tried_again(step):
     assert not list(to_try_again([step]))
-    verdict = judge([step])
-    assert [each.name for each in verdict.failed] == [f"{step.name} (exit {step.code})"]
-    assert verdict.reasons()
+    judged = judge([step])
+    assert [each.name for each in judged.failed] == [f"{step.name} (exit {step.code})"]
+    assert judged.reasons()
 
 
 @pytest.mark.parametrize(("tests", "passes"), [(1, True), (3, True), (4, False)])
 def test_a_few_flaky_tests_pass_and_more_fail(tests, passes):
     names = [f"test_{number}" for number in range(tests)]
     step = of_tests(*names)
-    verdict = judge([step, *(again(step, name, 0) for name in names)])
-    assert [each.name for each in verdict.flaky_tests] == names
-    assert not verdict.failed
-    assert (not verdict.reasons()) == passes
+    judged = judge([step, *(again(step, name, 0) for name in names)])
+    assert [each.name for each in judged.flaky_tests] == names
+    assert not judged.failed
+    assert (not judged.reasons()) == passes
 
 
 @pytest.mark.parametrize(("steps", "passes"), [(1, True), (2, False)])
@@ -93,17 +94,17 @@ def test_one_step_may_be_flaky(steps, passes):
 
 def test_what_fails_twice_fails_whatever_else_is_flaky():
     step = of_tests("test_weather", "test_fault")
-    verdict = judge([step, again(step, "test_weather", 0), again(step, "test_fault", 1)])
-    assert verdict.reasons() == ["test_fault (unit)"]
-    assert [each.name for each in verdict.flaky_tests] == ["test_weather"]
+    judged = judge([step, again(step, "test_weather", 0), again(step, "test_fault", 1)])
+    assert judged.reasons() == ["test_fault (unit)"]
+    assert [each.name for each in judged.flaky_tests] == ["test_weather"]
 
 
 def test_tests_of_one_name_in_two_steps_are_judged_each_for_itself():
     one = of_tests("test_x")
     other = Step("b", "MPICH", "by test", TESTS, 1, 7, "", one.failures, True)
-    verdict = judge([one, other, again(one, "test_x", 0), again(other, "test_x", 1)])
-    assert verdict.reasons() == ["test_x (MPICH)"]
-    assert len(verdict.flaky_tests) == 1
+    judged = judge([one, other, again(one, "test_x", 0), again(other, "test_x", 1)])
+    assert judged.reasons() == ["test_x (MPICH)"]
+    assert len(judged.flaky_tests) == 1
 
 
 def test_of_very_many_failures_some_are_tried_and_all_fail():
@@ -111,9 +112,34 @@ def test_of_very_many_failures_some_are_tried_and_all_fail():
     step = of_tests(*names)
     tried = list(to_try_again([step]))
     assert len(tried) == MAX_TRIED_AGAIN
-    verdict = judge([step, *(again(step, name, 0) for name in names[:MAX_TRIED_AGAIN])])
-    assert len(verdict.failed) == 50 - MAX_TRIED_AGAIN
-    assert all("not tried again" in each.name for each in verdict.failed)
+    judged = judge([step, *(again(step, name, 0) for name in names[:MAX_TRIED_AGAIN])])
+    assert not judged.failed
+    assert len(judged.not_tried) == 50 - MAX_TRIED_AGAIN
+    lines = report([step], judged, "facts", "file")
+    assert f"NOT TRIED test_{MAX_TRIED_AGAIN} (unit)" in lines  # beside no failure that was
+    assert judged.reasons()[-1] == "42 that failed were not tried again"
+
+
+def test_a_race_in_what_was_changed_fails_the_gate():
+    step = of_tests("tests/a.py::test_old", "tests/b.py::test_new")
+    ran = [step, *(again(step, name.name, 0) for name in step.failures)]
+    judged = judge(ran, lambda name: "b.py" in name)
+    assert [each.name for each in judged.flaky_tests] == ["tests/a.py::test_old"]
+    assert judged.reasons() == [
+        "tests/b.py::test_new (unit, passed alone, but what it tests was changed)"
+    ]
+
+
+def test_the_code_that_a_test_tests_is_what_planted_faults_say_it_is(monkeypatch):
+    changed = {"ringcomm/engine/core/ledger.py", "tests/unit/test_join.py", "README.md"}
+    answers = {"rev-list": "2f\n1a", "diff": "\n".join(changed)}
+    asked = []
+    monkeypatch.setattr(verdict, "git", lambda *words: asked.append(words) or answers[words[0]])
+    is_of_the_change = verdict.tests_of_the_change()
+    assert asked[1] == ("diff", "--name-only", "1a")
+    assert is_of_the_change("tests/unit/test_join.py::test_x[1]")
+    assert is_of_the_change("tests/unit/test_ledger.py::test_y")
+    assert not is_of_the_change("tests/unit/test_timeline.py::test_z")
 
 
 @pytest.mark.parametrize("faults", [1, 2, 5, 20, 300])
@@ -124,8 +150,8 @@ def test_the_report_fits_and_names_what_matters_first(faults, flaky):
     step = of_tests(*names, *weather)
     ran = [step, *(again(step, n, 1) for n in names), *(again(step, n, 0) for n in weather)]
     steps = [*(whole(f"a step with a long name, number {n}", 0) for n in range(20)), *ran]
-    verdict = judge(steps)
-    lines = report(steps, verdict, "commit 1234abc, 2 cores", "/tmp/failures.txt")
+    judged = judge(steps)
+    lines = report(steps, judged, "commit 1234abc, 2 cores", "/tmp/failures.txt")
     assert len(lines) <= MAX_LINES
     text = "\n".join(lines)
     assert "commit 1234abc, 2 cores" in text
@@ -138,10 +164,26 @@ def test_the_report_fits_and_names_what_matters_first(faults, flaky):
     if faults <= 2:
         for name in names:
             at = lines.index(f"FAILED {name} (unit)")
-            assert lines[at + 15].endswith(f"E   assert {name} is right")
-            assert lines[at + 1].endswith(f"line 26 of {name}")
+            assert lines[at + 1].endswith(f"E   assert {name} is right")
+            assert lines[at + 2].endswith(f"line 26 of {name}")
     if flaky:
         assert "FLAKY test_weather_0" in lines
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("E   AssertionError: \nE   assert 1 == 2", "E   assert 1 == 2"),
+        ("E   AnError: Run\nE     2\nE   assert 2 == 1", "E   AnError: Run | assert 2 == 1"),
+        ("E   a.CommError: rank 1 died\nat x.py:3", "E   a.CommError: rank 1 died"),
+        ("E   AssertionError\nan end", "an end"),
+        ("cell sigkill: 7 s\nnobody was blamed", "nobody was blamed"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_named_with_its_sentence(said, reason):
+    step = Step("a", "unit", "by test", TESTS, 1, 7, "", (Failure("test_x", ("x",), said),), True)
+    lines = report([step], judge([step, again(step, "test_x", 1)]), "facts", "file")
+    assert lines[:2] == ["FAILED test_x (unit)", f"    {reason}"]
 
 
 def test_an_assertion_far_above_the_end_is_shown_first():
