@@ -199,10 +199,12 @@ void bind_status(nb::module_& m) {
         "path"_a);
   nb::class_<Watchdog>(m, "Watchdog")
       .def("__init__",
-           [](Watchdog* self, double seconds, std::string message, const nb::bytes& news) {
-             new (self) Watchdog(seconds, std::move(message), path_of(news));
+           [](Watchdog* self, double seconds, std::string message, const nb::bytes& news,
+              double notice_s, std::string notice) {
+             new (self) Watchdog(seconds, std::move(message), path_of(news), notice_s,
+                                 std::move(notice));
            },
-           "seconds"_a, "message"_a, "news"_a)
+           "seconds"_a, "message"_a, "news"_a, "notice_s"_a, "notice"_a)
       .def("cancel", &Watchdog::cancel, nb::call_guard<nb::gil_scoped_release>());
   m.def("catch_stop_signals", &catch_stop_signals);
   m.def("stop_signal", &stop_signal);

@@ -8,11 +8,11 @@
 namespace ringcomm {
 
 // Ends this process with exit code 1 and `message` on stderr unless it is destroyed in time. So it does,
-// with the text of the file `news`, soon after that file is there; "": there is none. Its thread needs
-// no Python.
+// with the text of the file `news`, soon after that file is there; "": there is none. After notice_s it
+// writes `notice` to stderr, and waits on. Its thread needs no Python.
 class Watchdog {
  public:
-  Watchdog(double seconds, std::string message, std::string news);
+  Watchdog(double seconds, std::string message, std::string news, double notice_s, std::string notice);
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
   ~Watchdog() { cancel(); }
@@ -20,7 +20,7 @@ class Watchdog {
   void cancel();
 
  private:
-  void wait(double seconds);
+  void wait(double seconds, double notice_s, const std::string& notice);
   bool has_news();
 
   std::string message_;

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI as MPI  # noqa: PLC0414 - for the annotations of other modules
 
 _LONGEST_WAIT_S = 1e9
+_NOTICE_S = 30.0
+_HELD = "; or, over hosts, a connection to a port of MPI that sends nothing holds it (SECURITY.md)"
 _FUNCTIONS = (
     "MPI_Isend", "MPI_Irecv", "MPI_Send_init", "MPI_Recv_init", "MPI_Start", "MPI_Test",
     "MPI_Cancel", "MPI_Request_free", "MPI_Get_count", "MPI_Error_string",
@@ -107,16 +109,20 @@ def start_deadline(timeout_s: float) -> Iterator[None]:
     MPI_Init and the calls after it block in C until all ranks make them. If a rank ends without
     these calls, launchers do not always end the job; `ringcomm run` says so in a file.
     """
-    mark = run_file(f"rank-{launched_rank()}.starts")
+    rank = launched_rank()
+    mark = run_file(f"rank-{rank}.starts")
     with contextlib.suppress(OSError):  # the disk is full
         if mark:
             os.close(create_run_file(mark))
     watchdog = Watchdog(
         min(timeout_s, _LONGEST_WAIT_S),
         f"ringcomm.init: not all ranks came within {timeout_s:g} s: a rank ended before it called "
-        "ringcomm.init(), or never calls it. Look for its error above; RINGCOMM_TIMEOUT_S sets the "
-        "limit.\n",
+        f"ringcomm.init(), or never calls it{_HELD}. Look for its error above; RINGCOMM_TIMEOUT_S "
+        "sets the limit.\n",
         os.fsencode(run_file(LOST_BEFORE_INIT)),
+        _NOTICE_S,
+        f"ringcomm.init: rank {rank} has waited {_NOTICE_S:g} s for others: they are late, or have "
+        f"ended before they called ringcomm.init(){_HELD}\n" * (rank == 0),
     )
     try:
         yield

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import run_command
+from harness import run_command, wait_until
 
 from ringcomm._core import record_this_rank_in
 from ringcomm.errors import ConfigError
@@ -26,6 +26,7 @@ from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import Cause, Ending, judge_ending
 from ringcomm.launched import become_rank_program
+from ringcomm.transport import start_mpi
 from ringcomm.transport.start_mpi import start_deadline
 
 # --- flags --------------------------------------------------------------------------------------
@@ -318,6 +319,23 @@ def test_who_has_caught_an_error_of_init_does_not_wait_there(monkeypatch, tmp_pa
     assert len(folder.in_init()) == 1
     assert not context.__exit__(TypeError, TypeError("comm is no communicator"), None)
     assert folder.in_init() == set()
+
+
+@pytest.mark.parametrize(("rank", "says"), [("0", 1), ("1", 0)])
+def test_rank_0_says_once_that_it_waits_long_for_others(rank, says, monkeypatch, capfd):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+    monkeypatch.setattr(start_mpi, "_NOTICE_S", 0.01)
+    said = []
+
+    def has_said():
+        said.append(capfd.readouterr().err)
+        return said[-1]
+
+    with start_deadline(math.inf):
+        if says:
+            wait_until(has_said, "it says nothing")
+    has_said()
+    assert "".join(said).count("ringcomm.init: rank 0 has waited 0.01 s for others") == says
 
 
 # --- the verdict --------------------------------------------------------------------------------
