@@ -44,25 +44,76 @@ def script(body):
     return PRELUDE + textwrap.dedent(body)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "count"), at_length([("node", 1000), ("ring", 4_000_000)], [("ring", 4_000_000)])
+LIVES = """
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+sides = world.Split(world.rank % 2).Create_intercomm(0, world, 1 - world.rank % 2)
+for wrong in (MPI.COMM_NULL, [0, 1], sides):
+    try:
+        rc.init(wrong)
+    except (TypeError, ValueError) as error:
+        assert str(error).startswith("ringcomm.init: comm is "), error
+    else:
+        raise AssertionError(f"{wrong} is taken for a communicator of ranks")
+rc.init(sides.Merge())
+assert rc.allreduce(X[:10])[0] == 3
+rc.shutdown()
+print("refused", flush=True)
+
+rc.init()
+rc.allreduce(X)
+for life in range(2):
+    assert gives_up(f"life.{life}")
+    reborn()
+    print("timed out", flush=True)
+
+X = X[:1000]
+if rc.rank() == 0:
+    assert gives_up("over")
+while not os.path.exists("over"):
+    time.sleep(0.01)
+reborn()
+print("untold", flush=True)
+
+if rc.rank() != 0:
+    try:
+        rc.allreduce(X)
+    except rc.PeerFailedError as error:
+        assert error.rank == 0 and "called shutdown()" in str(error)
+reborn()
+print("missed", flush=True)
+rc.shutdown()
+"""
+
+
+@pytest.fixture(
+    scope="module", params=at_length([("node", 1000), ("ring", 4_000_000)], [("ring", 4_000_000)])
 )
-def test_after_a_timeout_ranks_that_live_begin_anew(algorithm, count, tmp_path):
-    body = """
-    rc.init()
-    rc.allreduce(X)
-    for life in range(2):
-        assert gives_up(f"life.{life}")
-        reborn()
-    rc.shutdown()
-    """
+def lives(request, tmp_path_factory):
+    """A job whose 3 ranks begin anew after one error and the next."""
+    algorithm, count = request.param
     environment = {"RINGCOMM_TIMEOUT_S": "3", "RINGCOMM_ALGORITHM": algorithm, "COUNT": str(count)}
     if algorithm == "ring":
         environment["DIRECT"] = "1"  # news is passed on, as among thousands
-    job = run_script(3, script(body), cwd=tmp_path, env=environment)
-    assert job.code == 0, job.output
-    assert job.output.count("reborn") == 6
-    assert "x rank" not in job.output
+    return run_script(3, PRELUDE + LIVES, cwd=tmp_path_factory.mktemp("lives"), env=environment)
+
+
+def test_what_is_no_communicator_of_ranks_is_refused_and_the_job_goes_on(lives):
+    assert lives.output.count("refused\n") == 3, lives.output
+
+
+def test_after_a_timeout_ranks_that_live_begin_anew(lives):
+    assert lives.output.count("timed out\n") == 6, lives.output
+
+
+def test_a_rank_that_no_error_reached_begins_anew_with_the_others(lives):
+    assert lives.output.count("untold\n") == 3, lives.output
+
+
+def test_ranks_that_missed_one_that_had_shut_down_begin_anew_with_it_and_end_well(lives):
+    assert lives.output.count("missed\n") == 3, lives.output
+    assert lives.code == 0, lives.output
+    assert "x rank" not in lives.output
 
 
 def test_a_process_alone_whose_init_failed_is_no_rank(tmp_path):
@@ -81,36 +132,6 @@ def test_a_process_alone_whose_init_failed_is_no_rank(tmp_path):
     """
     job = run_script(1, script(body), cwd=tmp_path)
     assert job.code == 0, job.output
-
-
-def test_a_rank_that_no_error_reached_begins_anew_with_the_others(tmp_path):
-    body = """
-    rc.init()
-    if rc.rank() == 0:
-        assert gives_up("over")
-    while not os.path.exists("over"):
-        time.sleep(0.01)
-    reborn()
-    """
-    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "3"})
-    assert job.code == 0, job.output
-    assert job.output.count("reborn") == 2
-    assert "x rank" not in job.output
-
-
-def test_ranks_that_missed_one_that_had_shut_down_begin_anew_with_it(tmp_path):
-    body = """
-    rc.init()
-    if rc.rank() != 0:
-        try:
-            rc.allreduce(X)
-        except rc.PeerFailedError as error:
-            assert error.rank == 0 and "called shutdown()" in str(error)
-    reborn()
-    """
-    job = run_script(3, script(body), cwd=tmp_path)
-    assert job.code == 0, job.output
-    assert job.output.count("reborn") == 3
 
 
 @pytest.mark.at_length
@@ -173,25 +194,3 @@ def test_a_job_that_ends_after_a_timeout_and_shutdown_has_failed(tmp_path):
     job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "3"})
     assert job.code != 0
     assert job.seconds < PROMPTLY_S
-
-
-def test_what_is_no_communicator_of_ranks_is_refused_and_the_job_goes_on(tmp_path):
-    body = """
-    from mpi4py import MPI
-    world = MPI.COMM_WORLD
-    sides = world.Split(world.rank % 2).Create_intercomm(0, world, 1 - world.rank % 2)
-    for wrong in (MPI.COMM_NULL, [0, 1], sides):
-        try:
-            rc.init(wrong)
-        except (TypeError, ValueError) as error:
-            assert str(error).startswith("ringcomm.init: comm is "), error
-        else:
-            raise AssertionError(f"{wrong} is taken for a communicator of ranks")
-    rc.init(sides.Merge())
-    assert rc.allreduce(X)[0] == 2
-    rc.shutdown()
-    print("done", flush=True)
-    """
-    job = run_script(2, script(body), cwd=tmp_path)
-    assert job.code == 0, job.output
-    assert job.output.count("done") == 2
