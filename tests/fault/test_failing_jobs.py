@@ -53,15 +53,15 @@ def test_an_error_alike_on_all_ranks_is_printed_once(tmp_path):
     raise ValueError("a batch of 7")
     """
     for _ in range(3):  # a rank that raises once the first one is gone prints it, too
-        job = run_script(4, script(body), cwd=tmp_path)
+        job = run_script(3, script(body), cwd=tmp_path)
         if job.output.count("Traceback") == 1:
             break
     assert job.code != 0
     assert job.output.count("Traceback") == 1, job.output
     report = report_of(job.output)
     assert "raised ValueError - exit 1" in report
-    others = re.search(r"likewise: ranks (\d),(\d),(\d)$", report, re.MULTILINE)
-    assert {*others.groups()} | {report.split()[2]} == set("0123"), report
+    others = re.search(r"likewise: ranks (\d),(\d)$", report, re.MULTILINE)
+    assert {*others.groups()} | {report.split()[2]} == set("012"), report
 
 
 @above_mpi
@@ -118,7 +118,7 @@ def test_system_exit_without_sys_exit_is_seen(tmp_path):
         raise SystemExit(3)
     rc.allreduce(X, name="w")
     """
-    job = run_script(3, script(body), cwd=tmp_path)
+    job = run_script(2, script(body), cwd=tmp_path)
     assert job.code != 0
     assert "x rank 1" in report_of(job.output)
 
@@ -139,7 +139,7 @@ def test_ranks_may_end_at_different_times_and_a_caught_sys_exit_is_no_failure(tm
         print("evaluated", flush=True)
     """
     limits = {"RINGCOMM_TIMEOUT_S": "2", "RINGCOMM_GRACE_S": "0.5"}
-    job = run_script(3, script(body), cwd=tmp_path, env=limits)
+    job = run_script(2, script(body), cwd=tmp_path, env=limits)
     assert (job.code, job.output) == (0, "evaluated\n")
 
 
@@ -202,7 +202,7 @@ def test_a_stopped_rank_does_not_outlive_a_fault_tolerant_job(tmp_path):
     rc.allreduce(X, name="w")
     """
     environment = {"RINGCOMM_TIMEOUT_S": "3", "RINGCOMM_GRACE_S": "1"}
-    job = run_script(3, script(body), cwd=tmp_path, env=environment, options=ULFM, timeout_s=HANG_S)
+    job = run_script(2, script(body), cwd=tmp_path, env=environment, options=ULFM, timeout_s=HANG_S)
     assert "for rank 1, which did not answer" in job.output
 
 
@@ -215,7 +215,7 @@ def test_the_same_exit_code_everywhere_is_the_job_s_however_long_ranks_take_to_e
     rc.barrier()
     sys.exit(7)
     """
-    job = run_script(4, script(body), cwd=tmp_path, env={"RINGCOMM_GRACE_S": "0.5"})
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_GRACE_S": "0.5"})
     # MPICH's launcher kills who has not exited yet when the first has, and tells of that.
     assert job.code == 7 or (IS_MPICH and job.code == 9)
     assert "called sys.exit" in report_of(job.output)
@@ -259,6 +259,7 @@ def test_a_caught_peer_failure_lets_the_survivor_save_its_work(tmp_path):
     assert job.code != 0
     if not IS_MPICH:
         assert [(tmp_path / f"saved.{r}").read_text() for r in (0, 2, 3)] == ["1"] * 3
+        assert len(re.findall(r"^x rank 1", job.output, re.MULTILINE)) == 1
 
 
 def test_a_rank_that_raises_ends_no_earlier_than_those_that_save_their_work(tmp_path):
@@ -280,51 +281,19 @@ def test_a_rank_that_raises_ends_no_earlier_than_those_that_save_their_work(tmp_
     assert "ValueError: diverged" in report_of(job.output)
 
 
-@needs_ulfm
-def test_under_ulfm_survivors_go_on_without_the_dead(tmp_path):
-    body = """
-    rc.init()
-    if rc.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        rc.allreduce(X, name="w")
-    except rc.PeerFailedError as error:
-        time.sleep(1)
-        print(f"rank {rc.rank()} went on without {error.rank}", flush=True)
-    """
-    job = run_script(3, script(body), cwd=tmp_path, options=ULFM)
-    assert "rank 0 went on without 1" in job.output
-    assert "rank 2 went on without 1" in job.output
-    assert len(re.findall(r"^x rank 1", job.output, re.MULTILINE)) == 1
-
-
-def test_timeout_names_the_missing_rank_and_ends_the_job(tmp_path):
-    body = """
-    rc.init()
-    if rc.rank() == 1:
-        time.sleep(60)
-    rc.allreduce(X, name="w")
-    """
-    job = run_script(3, script(body), cwd=tmp_path, env=LATE)
-    assert job.code != 0
-    assert job.seconds < PROMPTLY_S
-    assert re.search(
-        r"CommTimeoutError: allreduce\[w\]: rank \d has waited .*for rank 1", job.output
-    )
-    assert "raised CommTimeoutError" in report_of(job.output)
-
-
-def test_a_stopped_rank_is_a_timeout_and_does_not_outlive_the_job(tmp_path):
+def test_a_stopped_rank_is_a_timeout_that_names_it_and_it_does_not_outlive_the_job(tmp_path):
     body = """
     rc.init()
     if rc.rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     rc.allreduce(X, name="w")
     """
-    job = run_script(3, script(body), cwd=tmp_path, env=LATE)
+    job = run_script(2, script(body), cwd=tmp_path, env=LATE)
     assert job.code != 0
     assert job.seconds < PROMPTLY_S
-    assert "for rank 1, which did not answer" in job.output
+    late = r"CommTimeoutError: allreduce\[w\]: rank 0 has waited .*for rank 1, which did not answer"
+    assert re.search(late, job.output), job.output
+    assert "raised CommTimeoutError" in report_of(job.output)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -337,8 +306,8 @@ def test_ctrl_c_ends_a_job_promptly(number, tmp_path):
         rc.allreduce(X)
     """
     (tmp_path / "script.py").write_text(script(body))
-    process = start_job(3, tmp_path / "script.py", cwd=tmp_path)
-    wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 3)
+    process = start_job(2, tmp_path / "script.py", cwd=tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 2)
     process.send_signal(number)
     job = finish_job(process, timeout_s=HANG_S)
     assert job.seconds < PROMPTLY_S
@@ -387,7 +356,7 @@ def test_children_are_no_ranks_and_disturb_nobody_however_they_end(tmp_path):
 
     if __name__ == "__main__":
         rc.init()
-        for method in ("fork", "spawn"):
+        for method in ("fork", "spawn")[: 2 - rc.rank()]:  # a new Python takes a moment
             context = multiprocessing.get_context(method)
             queue = context.Queue()
             child = context.Process(target=try_everything, args=(queue,))
@@ -398,12 +367,13 @@ def test_children_are_no_ranks_and_disturb_nobody_however_they_end(tmp_path):
             assert "is a child of" in texts[0], (method, texts)
             assert "is a child of" in texts[1] or "call ringcomm.init()" in texts[1], texts
             assert "no error" not in texts[3], (method, texts)
-            rc.allreduce(X)
-        done = subprocess.run(
-            [sys.executable, "-c", "import ringcomm; print('ok'); ringcomm.init()"],
-            capture_output=True, text=True, timeout=60,
-        )
-        assert done.stdout == "ok\\n" and "is a child of the rank" in done.stderr, done
+        rc.allreduce(X)
+        if rc.rank() == 0:
+            done = subprocess.run(
+                [sys.executable, "-c", "import ringcomm; print('ok'); ringcomm.init()"],
+                capture_output=True, text=True, timeout=60,
+            )
+            assert done.stdout == "ok\\n" and "is a child of the rank" in done.stderr, done
         for deed in (lambda: 1 / 0, lambda: sys.exit(4), lambda: os._exit(0)):
             pid = os.fork()
             if pid == 0:
@@ -431,17 +401,18 @@ def test_what_a_lost_rank_has_started_does_not_keep_the_job(tmp_path):
         ctypes.CDLL(None)._exit(0)
     rc.allreduce(X, name="w")
     """
-    job = run_script(3, script(body), cwd=tmp_path, timeout_s=HANG_S)
+    job = run_script(2, script(body), cwd=tmp_path, timeout_s=HANG_S)
     assert job.code != 0, job.output
     assert "x rank 1" in report_of(job.output)
 
 
-def test_mpi_imported_first_is_still_safe(tmp_path):
+def test_neither_mpi_imported_first_nor_an_excepthook_of_ones_own_hides_an_error(tmp_path):
     body = """
     import logging
     logging.basicConfig()
     from mpi4py import MPI
     rc.init()
+    sys.excepthook = lambda kind, error, trace: print("my own hook:", error, file=sys.stderr)
     if rc.rank() == 1:
         raise ValueError("boom")
     rc.allreduce(X)
@@ -449,7 +420,8 @@ def test_mpi_imported_first_is_still_safe(tmp_path):
     job = run_script(2, script(body), cwd=tmp_path)
     assert job.code != 0
     assert job.seconds < PROMPTLY_S
-    assert "raised ValueError" in report_of(job.output)
+    assert "my own hook: boom" in job.output
+    assert re.search(r"x rank 1 .* raised ValueError - exit 1", report_of(job.output))
     assert "came too late" not in job.output  # nothing did, on one host
 
 
@@ -459,23 +431,8 @@ def test_mpi_imported_first_ends_in_order(tmp_path):
     rc.init()
     assert rc.allreduce(X)[0] == MPI.COMM_WORLD.size
     """
-    job = run_script(3, script(body), cwd=tmp_path)
+    job = run_script(2, script(body), cwd=tmp_path)
     assert job.code == 0, job.output
-
-
-@above_mpi
-def test_an_excepthook_that_replaces_ours_hides_nothing(tmp_path):
-    body = """
-    rc.init()
-    sys.excepthook = lambda kind, error, trace: print("my own hook:", error, file=sys.stderr)
-    if rc.rank() == 1:
-        raise ValueError("boom")
-    rc.allreduce(X, name="w")
-    """
-    job = run_script(3, script(body), cwd=tmp_path)
-    assert job.code != 0
-    assert "my own hook: boom" in job.output
-    assert re.search(r"x rank 1 .* raised ValueError - exit 1", report_of(job.output))
 
 
 @above_mpi
@@ -522,7 +479,7 @@ def test_shutdown_before_the_end_is_in_order_and_leaks_no_descriptor(tmp_path):
     rc.shutdown()
     rc.shutdown()
     """
-    job = run_script(3, script(body), cwd=tmp_path)
+    job = run_script(2, script(body), cwd=tmp_path)
     assert job.code == 0, job.output
     assert job.output == ""
 
