@@ -14,6 +14,7 @@ import urllib.request
 from dataclasses import replace
 
 import pytest
+from find_ranks_of_a_job import ranks_in
 from harness import (
     BIN,
     HANG_S,
@@ -62,34 +63,38 @@ def top(*arguments):
 
 def facts_of(folder):
     """Return what top says of the job that runs in this folder, by rank."""
-    found = {}
-    for each in json.loads(top("--json").stdout or "[]"):
-        with contextlib.suppress(OSError):  # it has ended
-            if os.readlink(f"/proc/{each['pid']}/cwd") == str(folder):
-                found[each["rank"]] = each
-    return found
+    return {rank: as_json(each) for rank, each in ranks_in(folder).items()}
 
 
-@pytest.fixture
-def hanging(tmp_path):
-    """A job of 3 ranks, of which 2 wait for rank 1."""
-    (tmp_path / "script.py").write_text(JOB)
-    job = start_job(3, tmp_path / "script.py", cwd=tmp_path)
-    wait_until((tmp_path / "slow").exists, "rank 1 is not there")
+@contextlib.contextmanager
+def job_that_hangs(folder):
+    """Let a job of 3 ranks, of which 2 wait for rank 1, run until there is a file `go on`."""
+    (folder / "script.py").write_text(JOB)
+    job = start_job(3, folder / "script.py", cwd=folder)
+    wait_until((folder / "slow").exists, "rank 1 is not there")
     wait_until(
         lambda: (
-            [facts_of(tmp_path).get(rank, {}).get("state") for rank in range(3)]
+            [facts_of(folder).get(rank, {}).get("state") for rank in range(3)]
             == ["waits", "computes", "waits"]
         ),
         lambda: top("--json").stdout,
     )
-    yield job
-    (tmp_path / "go on").touch()
+    yield
+    (folder / "go on").touch()
     assert finish_job(job).code == 0
 
 
-def test_a_job_that_hangs_is_shown_without_its_help(hanging, tmp_path):
-    facts = facts_of(tmp_path)
+@pytest.fixture
+def hanging(tmp_path):
+    """The folder of a job that hangs."""
+    with job_that_hangs(tmp_path):
+        yield tmp_path
+
+
+def test_a_job_that_hangs_is_shown_without_its_help_and_a_stopped_rank_as_such(hanging):
+    pids = {each["pid"] for each in facts_of(hanging).values()}
+    shown = [each for each in json.loads(top("--json").stdout) if each["pid"] in pids]
+    facts = {each["rank"]: each for each in shown}
     assert facts[0]["operation"] == "allreduce[layer3.weight]"
     assert facts[1]["operation"] is None
     assert facts[2]["operation_s"] > 0
@@ -108,6 +113,12 @@ def test_a_job_that_hangs_is_shown_without_its_help(hanging, tmp_path):
     assert "rank 2: epoch 2 begins" in text
     if target := os.environ.get("SCREENSHOTS"):  # docs/images
         shoot(job, target)
+    pid = facts[1]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: "stopped for" in facts_of(hanging)[1]["state"], "it does not seem stopped")
+    assert facts_of(hanging)[1]["is_bad"]
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: facts_of(hanging)[1]["state"] == "computes", "it does not go on")
 
 
 def shoot(job, target):
@@ -121,51 +132,68 @@ def shoot(job, target):
     console.save_svg(f"{target}/top.svg", title="ringcomm top")
 
 
-def test_a_stopped_rank_is_shown_as_such(hanging, tmp_path):
-    facts = facts_of(tmp_path)
-    os.kill(facts[1]["pid"], signal.SIGSTOP)
-    wait_until(lambda: "stopped for" in facts_of(tmp_path)[1]["state"], "it does not seem stopped")
-    assert facts_of(tmp_path)[1]["is_bad"]
-    os.kill(facts[1]["pid"], signal.SIGCONT)
-    wait_until(lambda: facts_of(tmp_path)[1]["state"] == "computes", "it does not go on")
+ROW = r"waits.*17.*allreduce\[layer3\.weight\]"
+TERMINALS = {
+    "with all that xterm has": ({}, ROW),
+    "that is dumb": ({"TERM": "dumb"}, ROW),  # a table after the other
+    "that Rich takes for none": ({"TTY_COMPATIBLE": "0"}, ROW),  # likewise
+    "that has no ellipsis": ({"PYTHONIOENCODING": "latin-1", "COLUMNS": "60"}, r"wa\S*.*17.*\?"),
+}
 
 
-@pytest.mark.parametrize(
-    ("terminal", "row"),
-    [
-        ({}, r"waits.*17.*allreduce\[layer3\.weight\]"),
-        ({"TERM": "dumb"}, r"waits.*17.*allreduce\[layer3\.weight\]"),  # a table after the other
-        ({"TTY_COMPATIBLE": "0"}, r"waits.*17.*allreduce\[layer3\.weight\]"),  # likewise
-        ({"PYTHONIOENCODING": "latin-1", "COLUMNS": "60"}, r"wa\S*.*17.*\?"),  # has no ellipsis
-    ],
-)
-def test_the_live_table_goes_on_until_the_job_is_over(terminal, row, hanging, tmp_path):
+class Viewer:
+    """A `ringcomm top` at a terminal."""
+
+    def __init__(self, job, terminal):
+        self.ours, theirs = os.openpty()
+        self.text = ""
+        self.process = subprocess.Popen(
+            [BIN / "ringcomm", "top", job, "--interval", "0.1"],
+            env=job_environment({"COLUMNS": "200", "LINES": "50", "TERM": "xterm"} | terminal),
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+        )
+        os.close(theirs)
+
+    def read_until(self, row):
+        """Read what it shows until this has come, or its end."""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while piece := os.read(self.ours, 1 << 16).decode(errors="replace"):
+                self.text += piece
+                if row is not None and re.search(row, self.text):
+                    return
+
+
+@pytest.fixture(scope="module")
+def live_tables(tmp_path_factory):
+    """What each terminal has shown of a job that hangs and then goes on, and top's exit code."""
     pytest.importorskip("rich", reason="the core is tested without rich, too")
-    job = facts_of(tmp_path)[0]["job"]
-    ours, theirs = os.openpty()
-    shown = subprocess.Popen(
-        [BIN / "ringcomm", "top", job, "--interval", "0.1"],
-        env=job_environment({"COLUMNS": "200", "LINES": "50", "TERM": "xterm"} | terminal),
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-    )
-    os.close(theirs)
-    text = ""
-    with contextlib.suppress(OSError):  # the end of a terminal
-        while piece := os.read(ours, 1 << 16).decode(errors="replace"):
-            text += piece
-            if re.search(row, text):
-                (tmp_path / "go on").touch()
-    os.close(ours)
-    assert shown.wait(HANG_S) == 0
-    assert re.search(row, text)
+    folder = tmp_path_factory.mktemp("live")
+    with job_that_hangs(folder):
+        job = facts_of(folder)[0]["job"]
+        viewers = {name: Viewer(job, terminal) for name, (terminal, _) in TERMINALS.items()}
+        for name, (_, row) in TERMINALS.items():
+            viewers[name].read_until(row)
+    shown = {}
+    for name, viewer in viewers.items():
+        viewer.read_until(None)
+        os.close(viewer.ours)
+        shown[name] = viewer.text, viewer.process.wait(HANG_S)
+    return shown
+
+
+@pytest.mark.parametrize("terminal", TERMINALS)
+def test_the_live_table_goes_on_until_the_job_is_over_at_a_terminal(terminal, live_tables):
+    text, code = live_tables[terminal]
+    assert code == 0
+    assert re.search(TERMINALS[terminal][1], text)
     assert "ringcomm top: all jobs are over" in text
 
 
 @pytest.mark.at_length  # the table shows the same numbers
-def test_prometheus_gets_the_same_numbers(hanging, tmp_path):
+def test_prometheus_gets_the_same_numbers(hanging):
     pytest.importorskip("prometheus_client", reason="the core is tested without it, too")
-    job = facts_of(tmp_path)[0]["job"]
+    job = facts_of(hanging)[0]["job"]
     served = subprocess.Popen(
         [BIN / "ringcomm", "top", job, "--prometheus-port", "0"],
         env=job_environment(),
@@ -184,7 +212,7 @@ def test_prometheus_gets_the_same_numbers(hanging, tmp_path):
 
     found = [each for family in text_string_to_metric_families(text) for each in family.samples]
     values = {(s.name, s.labels["rank"], s.labels.get("name", "")): s.value for s in found}
-    here = {"job": job, "host": facts_of(tmp_path)[0]["host"]}
+    here = {"job": job, "host": facts_of(hanging)[0]["host"]}
     assert all(here.items() <= each.labels.items() for each in found)
     shape = [values["ringcomm_in_operation", str(rank), ""] for rank in range(3)]
     assert shape == [1.0, 0.0, 1.0]
@@ -245,32 +273,35 @@ def test_metrics_are_in_the_folder_of_the_run(tmp_path):
 
 # --- the late rank --------------------------------------------------------------------------------
 STEPS = """
-import time, sys
+import os, sys, time
 import numpy as np
 import ringcomm as rc
 rc.init()
-late, seconds = int(sys.argv[1]), float(sys.argv[2])
+late, n_alike = int(sys.argv[1]), 0
 for step in range(10**9):
-    time.sleep(0.02 + (seconds if rc.rank() == late else 0))  # a batch is computed
+    are_alike = rc.broadcast_object(os.path.exists("alike"))
+    n_alike += are_alike
+    time.sleep(0.02 + 0.2 * (rc.rank() == late and not are_alike))  # a batch is computed
     for bucket in range(3):
         rc.allreduce(np.ones(10_000, np.float32), name=f"bucket {bucket}")
     if step == 5:
         open(f"{rc.rank()}.here", "w").close()
-    if rc.broadcast_object(__import__("os").path.exists("enough")):
+    if n_alike == 5:
+        open(f"{rc.rank()}.alike", "w").close()
+    if rc.broadcast_object(os.path.exists("enough")):
         break
 """
 
 
-@pytest.mark.parametrize("late", at_length([0, 1, 2, 3, None], [2, None]))
+@pytest.mark.parametrize("late", at_length([0, 1, 2, 3], [2]))
 def test_the_rank_for_which_the_others_wait_is_named_and_no_other(late, tmp_path):
     (tmp_path / "script.py").write_text(STEPS)
-    seconds = "0" if late is None else "0.2"
-    job = start_job(4, tmp_path / "script.py", str(late or 0), seconds, cwd=tmp_path)
+    job = start_job(4, tmp_path / "script.py", str(late), cwd=tmp_path)
     wait_until(lambda: len(list(tmp_path.glob("*.here"))) == 4, "not all ranks are there")
     name = facts_of(tmp_path)[0]["job"]
-    shown, right = [], [] if late is None else [f"the others wait for rank {late}"]
+    shown = []
 
-    def is_named():
+    def is_named(right):
         """Look at 3 s. Beside busy processes that late rank may wait, too, for a core."""
         lines = top("--once", "--interval", "3", name).stdout.splitlines()
         named = [line.partition(":")[0] for line in lines if "wait for" in line]
@@ -278,7 +309,10 @@ def test_the_rank_for_which_the_others_wait_is_named_and_no_other(late, tmp_path
         assert named in ([], right), lines
         return named == right
 
-    wait_until(is_named, lambda: shown)
+    wait_until(lambda: is_named([f"the others wait for rank {late}"]), lambda: shown)
+    (tmp_path / "alike").touch()
+    wait_until(lambda: len(list(tmp_path.glob("*.alike"))) == 4, "one is late for ever")
+    assert is_named([]), "nobody is late"
     (tmp_path / "enough").touch()
     assert finish_job(job).code == 0
 
