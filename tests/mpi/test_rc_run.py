@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import HANG_S, IS_MPICH, above_mpi, is_running, job_environment, wait_until
+from harness import HANG_S, above_mpi, at_length, is_running, job_environment, wait_until
 
 import ringcomm as rc
 
@@ -42,7 +42,7 @@ def without_cloudpickle(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
 
 
-@pytest.mark.parametrize("np", [3] if IS_MPICH else [1, 2, 3])
+@pytest.mark.parametrize("np", at_length([1, 2, 3], [3]))
 def test_results_come_back_in_rank_order(np):
     offset = 10
 
@@ -56,42 +56,31 @@ def test_results_come_back_in_rank_order(np):
 
 
 @above_mpi
-@pytest.mark.parametrize("has_cloudpickle", [True, False])
-def test_a_function_of_a_module_works_also_without_cloudpickle(
-    has_cloudpickle, module, monkeypatch
-):
+def test_a_function_of_a_module_works_also_without_cloudpickle(module, monkeypatch):
     import numpy
 
-    if not has_cloudpickle:
-        without_cloudpickle(monkeypatch)
+    without_cloudpickle(monkeypatch)
     assert rc.run(module.add, [numpy.full(1, 2.0)], np=2) == [(0, 4.0), (1, 4.0)]
 
 
 @above_mpi
-def test_a_function_that_never_communicates_needs_no_init():
-    pids = rc.run(os.getpid, np=2)
-    assert len({*pids, os.getpid()}) == 3
-
-
-@above_mpi
-def test_what_ranks_print_is_printed_at_the_end_unless_quiet(capfd):
-
-    def speak():
-        print("hello from a rank", flush=True)
-
-    for quiet in (False, True):
-        rc.run(speak, np=2, quiet=quiet)
-        assert capfd.readouterr().out.count("hello from a rank") == (0 if quiet else 2)
-
-
-@above_mpi
-def test_variables_are_added_to_the_environment(monkeypatch):
+@pytest.mark.parametrize("quiet", [False, True])
+def test_ranks_that_never_call_init_print_unless_quiet_and_have_the_variables(
+    quiet, monkeypatch, capfd
+):
     monkeypatch.setenv("OURS", "kept")
 
     def look():
-        return os.environ["OURS"], os.environ["THEIRS"]
+        print("hello from a rank", flush=True)
+        return os.getpid(), os.environ["OURS"], os.environ["THEIRS"]
 
-    assert rc.run(look, np=2, env={"THEIRS": "added"}) == [("kept", "added")] * 2
+    np = 1 if quiet else 2
+    pids, ours, theirs = zip(
+        *rc.run(look, np=np, env={"THEIRS": "added"}, quiet=quiet), strict=True
+    )
+    assert (set(ours), set(theirs)) == ({"kept"}, {"added"})
+    assert len({*pids, os.getpid()}) == np + 1
+    assert capfd.readouterr().out.count("hello from a rank") == (0 if quiet else 2)
 
 
 @above_mpi
@@ -126,7 +115,7 @@ def test_what_a_rank_raises_comes_back_with_its_traceback():
         raise KeyError("boom")
 
     with pytest.raises(rc.PeerFailedError) as caught:
-        rc.run(work, np=3, quiet=True)
+        rc.run(work, np=2, quiet=True)
     error = caught.value
     assert (error.rank, error.reason) == (1, "raised KeyError: 'boom'")
     assert isinstance(error.__cause__, KeyError)
