@@ -321,9 +321,10 @@ def train(state):
             step(state)
             sizes.append(rc.size())
     except rc.RingcommError:
-        if me == 2:  # as if it alone had made a step, which the others make again without it
+        if me == 2:  # as if it alone had made steps, which the others make again without it
             state.x[:] = -1
-            state.commit()
+            for _ in range(20):  # more than they make before it comes back
+                state.commit()
         raise
 
 sizes = []
