@@ -29,7 +29,17 @@ def use():
 
 """
 CASES = {
-    "ends MPI without shutdown()": "use(); end(); assert not rc.is_initialized()",
+    "ends MPI without shutdown(), and goes on": """
+use()
+end()
+assert not rc.is_initialized()
+for call in (lambda: rc.allreduce(np.ones(2)), rc.init):
+    try:
+        call()
+        raise AssertionError("it was not refused")
+    except (rc.NotInitializedError, rc.ConfigError) as error:
+        print(type(error).__name__, error)
+""",
     "ends MPI after shutdown()": "use(); rc.shutdown(); end()",
     "ends MPI at exit, before ringcomm does": "use(); atexit.register(end)",
     "ends MPI at exit, after ringcomm's handler": "atexit.register(end); use()",
@@ -50,16 +60,6 @@ CASES = {
     "starts MPI late, and ends it": (
         "mpi4py.rc.initialize = False; from mpi4py import MPI; MPI.Init(); use(); end()"
     ),
-    "goes on after the end": """
-use()
-end()
-for call in (lambda: rc.allreduce(np.ones(2)), rc.init):
-    try:
-        call()
-        raise AssertionError("it was not refused")
-    except (rc.NotInitializedError, rc.ConfigError) as error:
-        print(type(error).__name__, error)
-""",
     "starts after the end": """
 from mpi4py import MPI
 end()
