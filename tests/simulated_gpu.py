@@ -36,7 +36,8 @@ from ringcomm.gpu.kernels.pack import PackKernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel
 
-_IDLE_S = 1e-4
+_IDLE_S, _LONGEST_IDLE_S = 1e-4, 2e-3
+_LOOK_S = 0.05  # how often who waits for a stream looks whether the GPU has failed
 HOST = -1  # the stream of arrays that the host computes with: it waits, and nothing is later
 _serial = itertools.count(3)  # 1 and 2 are streams of CUDA's that mean something else
 _emulating = threading.Lock()
@@ -62,6 +63,14 @@ class _File:
             os.close(fd)
         self.nbytes = len(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+
+def poll(is_so):
+    """Return once is_so(): others bring it about, and do not tell. Looks less and less often."""
+    idle_s = _IDLE_S
+    while not is_so():
+        time.sleep(idle_s)
+        idle_s = min(2 * idle_s, _LONGEST_IDLE_S)
 
 
 class SimulatedGpu:
@@ -187,15 +196,17 @@ class SimulatedGpu:
         with self._call(is_unsafe=True):
             return self._is_reached(event)
 
-    def _is_reached(self, event):
+    def _require_no_failure(self):
         if self.failure is not None:
             raise RingcommError(f"the simulated GPU failed: {self.failure!r}") from self.failure
+
+    def _is_reached(self, event):
+        self._require_no_failure()
         return self._is_closed or self._reached[event] >= self._recorded[event]
 
     def require_sound(self, stream):
         with self._call(is_unsafe=True):
-            if self.failure is not None:
-                raise RingcommError(f"the simulated GPU failed: {self.failure!r}") from self.failure
+            self._require_no_failure()
             if self._is_closed:
                 raise RingcommError("the simulated GPU is closed")
 
@@ -226,8 +237,8 @@ class SimulatedGpu:
             if name in self._loaded:
                 return
             self.is_loading.set()
-            while any(self._streams.values()) and not self._is_closed:
-                time.sleep(_IDLE_S)  # the scheduler, and others, bring it about
+            # The scheduler, and others, bring it about.
+            poll(lambda: self._is_closed or not any(self._streams.values()))
             self._loaded.add(name)
 
     def launch(self, stream, kernel):
@@ -320,8 +331,8 @@ class SimulatedGpu:
         with self._call():
             if self._captures.get(stream) is not None:
                 self._captures[stream] = False  # it awaits, or writes, what is outside of the graph
-            while len(self._streams.get(stream, ())) >= self.depth and not self._is_closed:
-                time.sleep(_IDLE_S)  # the scheduler makes room
+            # The scheduler makes room.
+            poll(lambda: self._is_closed or len(self._streams.get(stream, ())) < self.depth)
             self.give(stream, action, is_ready)
 
     def begin_capture(self, stream):
@@ -334,8 +345,7 @@ class SimulatedGpu:
     def give(self, stream, action, is_ready=lambda: True):
         """Put something on a stream; on HOST it happens now."""
         if stream == HOST:
-            while not is_ready():
-                time.sleep(_IDLE_S)  # the scheduler brings it about
+            poll(is_ready)  # the scheduler brings it about
             action()
             return
         with self._lock:
@@ -357,14 +367,12 @@ class SimulatedGpu:
         """Wait until a stream is through."""
         if stream in self._captures:
             raise RingcommError(f"stream {stream} captures a graph")
-        event = next(_serial)
-        with self._lock:
-            self._recorded[event], self._reached[event] = 1, 0
-        self.give(stream, lambda: self._note(event, 1))
+        is_through = threading.Event()
+        self.give(stream, is_through.set)
         deadline = time.monotonic() + timeout_s
-        while not self._is_reached(event):
+        while not (is_through.wait(_LOOK_S) or self._is_closed or self.failure is not None):
             assert time.monotonic() < deadline, f"stream {stream} is stuck: {self.describe()}"
-            time.sleep(_IDLE_S)  # as a host waits for a GPU
+        self._require_no_failure()
 
     def freeze(self):
         """Carry nothing out any more, until thaw()."""
@@ -377,6 +385,7 @@ class SimulatedGpu:
         return {stream: len(queue) for stream, queue in self._streams.items() if queue}
 
     def _run(self):
+        idle_s = _IDLE_S
         while True:
             with self._lock:
                 if self._is_closed or self.failure is not None:
@@ -390,8 +399,10 @@ class SimulatedGpu:
                 may_go_on = not self._is_frozen and self._random.random() >= self._slow
                 entry = queue[0] if queue and may_go_on else None
             if entry is None:
-                time.sleep(_IDLE_S)  # another process may write a flag
+                time.sleep(idle_s)  # another process may write a flag
+                idle_s = _IDLE_S if queue else min(2 * idle_s, _LONGEST_IDLE_S)
                 continue
+            idle_s = _IDLE_S
             try:
                 entry[1]()
             except BaseException as error:

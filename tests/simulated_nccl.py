@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from simulated_gpu import SimulatedGpu, bytes_at
+from simulated_gpu import SimulatedGpu, bytes_at, poll
 
 from ringcomm import _core
 from ringcomm.arrays import DTYPES
 from ringcomm.gpu.transports import nccl as nccl_module
 
-_IDLE_S = 1e-4
 _serial = itertools.count(1)
 
 
@@ -53,11 +52,9 @@ class FakeCommunicator:
         self._group = None
         self.is_aborted = False
         self._connected = set()
+        self._seen = {}
         self._publish("join", {})
-        deadline = time.monotonic() + 30
-        while not self._all("join"):
-            assert time.monotonic() < deadline, "not all ranks connect"
-            time.sleep(_IDLE_S)  # files of other processes
+        self._meet("join", 30)
 
     def __call__(self, function, *arguments):
         name = re.sub(r"\B(?=[A-Z])", "_", function.removeprefix("nccl")).lower()
@@ -174,10 +171,17 @@ class FakeCommunicator:
         if threading.current_thread().name != "ringcomm-nccl":
             self.late_connections.append(kind)
         self._publish(f"connect {kind}", {})
-        deadline = time.monotonic() + 60
-        while not (self.is_aborted or self._all(f"connect {kind}")):
-            assert time.monotonic() < deadline, f"not all ranks call {kind}"
-            time.sleep(_IDLE_S)  # files of other processes
+        self._meet(f"connect {kind}", 60)
+
+    def _meet(self, what, timeout_s):
+        """Wait until all ranks have published it."""
+        deadline = time.monotonic() + timeout_s
+
+        def is_over():
+            assert time.monotonic() < deadline, f"not all ranks come to {what}"
+            return self.is_aborted or self._all(what)
+
+        poll(is_over)  # files of other processes
 
     def _reduced(self, calls, start, count, dtype, op):
         nbytes = count * _TYPES[dtype].itemsize
@@ -212,7 +216,11 @@ class FakeCommunicator:
         return json.loads(self._path(what, rank).read_text())
 
     def _all(self, what):
-        return all(self._path(what, rank).exists() for rank in range(self._size))
+        """Return True once all ranks have published it. Streams ask again and again."""
+        lacking = self._seen.setdefault(what, [self._path(what, r) for r in range(self._size)])
+        while lacking and os.path.exists(lacking[-1]):
+            lacking.pop()
+        return not lacking
 
 
 def _sends(call, dest):
