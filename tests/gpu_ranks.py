@@ -1,11 +1,8 @@
 """Ranks as threads, each with a simulated GPU."""
 
 import simulated_gpu as sim
-from harness import outcomes, run_ranks
-from loopback import LoopbackHub
 from simulated_nccl import FakeNccl
 
-from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor.engine_gpus import Gpus
 
@@ -17,6 +14,9 @@ def on_gpus(size, body, folder, *, transport="auto", seed=0, settings=None, node
 
     nodes: of each rank, as for a LoopbackHub; None: all ranks are on one.
     """
+
+    from harness import run_ranks  # here, for ranks of a job do not need pytest
+    from loopback import LoopbackHub
 
     def main(rank):
         gpu = begin(rank, folder, transport, seed, **options)
@@ -33,6 +33,10 @@ def on_gpus(size, body, folder, *, transport="auto", seed=0, settings=None, node
 
 def with_fault(size, body, folder, *, timeout_s=120, settings=None, **options):
     """Return each rank's result or exception; GPUs are closed when all are through."""
+    from harness import outcomes
+
+    from ringcomm.config import Settings
+
     gpus = {}
 
     def main(rank):

@@ -223,7 +223,7 @@ GPU = [
 """,
         "",
         "what somebody writes to 16-bit weights is undone by the next step",
-        ("gpu/test_shard_state_fused_update.py",),
+        ("gpu/test_torch_on_gpus.py",),
     ),
     Mutation(
         "gpu-a-replaced-gradient-is-not-read",
@@ -232,7 +232,7 @@ GPU = [
         "            place.copy_(gradient)",
         "            pass",
         "a gradient that the user has replaced does not count",
-        ("gpu/test_shard_state_fused_update.py",),
+        ("gpu/test_torch_on_gpus.py",),
     ),
     Mutation(
         "gpu-a-shared-gpu-gets-nccl",
@@ -387,6 +387,6 @@ former = self._uses[found]
         "            return Followed(result, after)",
         "            after(result._result)",
         "torch.distributed copies a result that is not there yet",
-        ("gpu/test_torch_distributed.py",),
+        ("gpu/test_torch_on_gpus.py",),
     ),
 ]
