@@ -61,6 +61,9 @@ def test_the_exact_sum_is_rounded_once(layout, tmp_path, monkeypatch):
     monkeypatch.setattr(slices, "STAGING_NBYTES", 1 << 15)  # several passes
     nodes = LAYOUTS[layout]
     cases = list(itertools.product(HALVES, (rc.SUM, rc.AVERAGE, rc.MAX), (1, 10_007)))
+    # The two layouts of the gate have each case once: few of one dtype where the other has many.
+    has_many = HALVES[layout == "uneven"]
+    cases = at_length(cases, [each for each in cases if (each[0] == has_many) == (each[2] > 1)])
 
     def body(rank):
         made = [(sim.array(values(rank, n, dtype)), op) for dtype, op, n in cases]
