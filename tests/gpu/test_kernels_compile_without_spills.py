@@ -39,8 +39,9 @@ def text_of(program, what):
     return buffer.raw
 
 
-def compiled(text, architecture, defines, kind="CUBIN"):
-    """Return the log and the cubin or PTX. Fails with the log if there is none."""
+@cache
+def compiled(text, architecture, defines):
+    """Return the log, the cubin and the PTX. Fails with the log if there are none."""
     library, program = nvrtc(), ctypes.c_void_p()
     options = [f"--gpu-architecture={architecture}", "--ptxas-options=-v", *OPTIONS, *defines]
     raw = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
@@ -50,7 +51,7 @@ def compiled(text, architecture, defines, kind="CUBIN"):
         failed = library.nvrtcCompileProgram(program, len(options), raw)
         log = text_of(program, "ProgramLog").rstrip(b"\0").decode()
         assert not failed, log
-        return log, text_of(program, kind)
+        return log, text_of(program, "CUBIN"), text_of(program, "PTX")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -80,7 +81,7 @@ IN_TURNS = [(k, ARCHITECTURES[i % 4]) for i, k in enumerate(representative_varia
     ("kernel", "architecture"), at_length(EVERYWHERE + OTHERS, IN_TURNS), ids=name_of
 )
 def test_kernels_need_registers_alone(kernel, architecture):
-    log, cubin = compiled(source(), architecture, kernel.defines)
+    log, cubin, _ = compiled(source(), architecture, kernel.defines)
     require_registers_alone(log)
     assert ENTRY.encode() in cubin
 
@@ -96,7 +97,7 @@ def test_a_kernel_that_needs_more_than_registers_is_seen():
     kernel = reduction(DTYPES["float32"], SUM, 2)
     begin = "  using T = RC_TYPE;\n"
     assert begin in source()
-    log, _ = compiled(source().replace(begin, begin + GREEDY), "sm_90", kernel.defines)
+    log, *_ = compiled(source().replace(begin, begin + GREEDY), "sm_90", kernel.defines)
     with pytest.raises(AssertionError, match="bytes stack frame"):
         require_registers_alone(log)
 
@@ -105,10 +106,10 @@ ARITHMETIC = re.compile(r"\b(?:add|sub|mul|mad|fma|div|sqrt|rcp)\.[a-z0-9.]*f(?:
 ROUNDED = re.compile(r"[a-z]+\.rn\.f(?:32|64)")
 
 
-@pytest.mark.parametrize("kernel", [*representative_variants()], ids=name_of)
-def test_arithmetic_is_that_of_ieee_754(kernel):
+@pytest.mark.parametrize(("kernel", "architecture"), IN_TURNS, ids=name_of)
+def test_arithmetic_is_that_of_ieee_754(kernel, architecture):
     """Nothing flushes or approximates, and products are fused in updates alone."""
-    _, ptx = compiled(source(), "compute_80", kernel.defines, "PTX")
+    *_, ptx = compiled(source(), architecture, kernel.defines)
     done = set(ARITHMETIC.findall(ptx.decode()))
     assert done == {name for name in done if ROUNDED.fullmatch(name)}
     assert any(name.startswith("fma") for name in done) is isinstance(kernel, UpdateKernel)
