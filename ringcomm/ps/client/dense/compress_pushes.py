@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from numpy.typing import NDArray
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 ReplyHandler = Callable[["Delivery"], None]
 Pack = Callable[[int, Array, ReplyHandler], tuple["Bytes", ReplyHandler]]
+
+
+@dataclass(eq=False, slots=True)
+class _Sent:
+    buffer: Bytes
+    rate: float
+    is_kept: bool = False  # for the next push: it has become no update
 
 
 class Packer:
@@ -44,7 +52,7 @@ class Packer:
         self._sender = sender
         self._residual = Residual(codec) if spec.compression["error_feedback"] else None
         self._has_rounds = spec.mode.has_rounds  # of which some become no update
-        self._last: dict[int, tuple[Bytes, float]] = {}  # of each block: what was pushed last
+        self._last: dict[int, _Sent] = {}  # of each block: what was pushed last
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
@@ -97,47 +105,53 @@ class Packer:
         number = next(self._numbers)
 
         def pack(part: int, piece: Array, on_reply: ReplyHandler) -> tuple[Bytes, ReplyHandler]:
-            body = self._encode(part, piece, number, rate, memory[part], absent=absent(part))
+            sent = self._encode(part, piece, number, rate, memory[part], absent=absent(part))
 
             def on_outcome(reply: Delivery) -> None:
                 if reply.header.status == Status.LATE:
-                    self.take_back(part, body, rate)
+                    self._take_back(part, sent)
                 on_reply(reply)
 
-            return body, on_outcome
+            return sent.buffer, on_outcome
 
         return pack
 
     def _encode(
         self, part: int, piece: Array, number: int, rate: float, out: Bytes,
         *, absent: Sequence[slice],
-    ) -> Bytes:  # fmt: skip
+    ) -> _Sent:  # fmt: skip
         draw = 0
         if isinstance(self.codec, Int8):
             draw = draw_number("push", self._name, self._sender, part, number)
         if self._residual is None:
-            return self.codec.encode(piece, out=out, draw=draw)
+            return _Sent(self.codec.encode(piece, out=out, draw=draw), rate)
         with self._lock:
             buffer = self._residual.encode(
                 str(part), piece, lr=rate, draw=draw, out=out, absent=absent
             )
+            sent = _Sent(buffer, rate)
             if self._has_rounds:
-                self._last[part] = (buffer, rate)
-        return buffer
+                self._last[part] = sent
+        return sent
 
-    def take_back(self, part: int, buffer: Bytes, rate: float) -> None:
-        """Keep a push of a block, as it was encoded at this rate, for the next one."""
+    def _take_back(self, part: int, sent: _Sent) -> None:
+        """Keep a push of a block for the next one: once, if it was late and its round skipped."""
         if self._residual is None:
             return
         with self._lock:
-            if part in self._last and self._last[part][0] is buffer:
-                del self._last[part]
-            self._residual.give_back(str(part), buffer, lr=rate)
+            if not sent.is_kept:
+                sent.is_kept = True
+                self._residual.give_back(str(part), sent.buffer, lr=sent.rate)
 
     def take_all_back(self) -> None:
-        """Keep the last push for the next one, unless take_back() has done so."""
-        for part, (buffer, rate) in tuple(self._last.items()):
-            self.take_back(part, buffer, rate)
+        """Keep the last push for the next one."""
+        for part, sent in tuple(self._last.items()):
+            self._take_back(part, sent)
+
+    def send_nothing(self) -> None:
+        """Note that the last push has no gradient: there is none to keep if it does not count."""
+        with self._lock:
+            self._last.clear()
 
     def forget(self) -> None:
         """Drop what is kept, for the values were replaced."""

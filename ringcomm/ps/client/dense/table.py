@@ -284,6 +284,8 @@ class Table(TableBase):
             is_checked = hold or isinstance(self.updater, Assign)  # the mean, before it counts
             values = self._packer.prepared(values, self._spec, may_have_nan=is_checked)
         push = Contribution(values, start, weight, flags, scale, absent)
+        if self._packer is not None and flags & ABSENT:
+            self._packer.send_nothing()
         future = self._pushes.push(push, self._updater)
         if assign:
             self.forget_residual()
