@@ -27,7 +27,8 @@ class Kind(IntEnum):
     ANSWER = 10  # recv(): the offer `key` is accepted if `flag`; else text says why not
     BROKE = 11  # ranks take part in no operation any more, as rank `about` failed; text says how
     JOINED = 12  # the sender has called join() for the `value`-th time, at `key` us of its clock,
-    # after `fingerprint` operations; `flag`: it knows that all others have joined
+    # after `fingerprint` operations; `flag`: it knows that all others have joined, and has made
+    # `key` steps
     INVITE = 13  # to a rank in join(): operation `value` of the series `fingerprint` has begun
     # in group `about`; text: part `round` of its call, the last part if `flag`
     DROPPED = 14  # message `round` of the barrier in which the ranks drop group `key`

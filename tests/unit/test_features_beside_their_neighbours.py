@@ -1,18 +1,102 @@
 """A feature beside its neighbour: rules that either of the two keeps while it is alone."""
 
+import itertools
+import os
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness import listen, run_ranks
 from ps_ranks_as_threads import run_workers
 
+import ringcomm as rc
 from ringcomm import ps
+from ringcomm._core import StatusPage
 from ringcomm.codec import TopK
+from ringcomm.data import ShardedSampler
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.control.live_parameters_and_callbacks import Program
+from ringcomm.engine.control.step_boundary import Control
 from ringcomm.ps.client.dense.compress_pushes import Packer
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.protocol.frames import Status
 from ringcomm.ps.table_spec import Spec
 from ringcomm.ps.update_modes import Mode
+
+
+# --- join() beside the steps that commands count, and beside groups -----------------------------
+class Commanded:
+    """A rank whose commands set a rate of its own: ranks that are threads share one Program."""
+
+    def __init__(self, rank):
+        self.n_steps, self.taken = 0, []
+        self.page = StatusPage.create(
+            job="test", host="here", rank=rank, size=2, local_rank=rank, nonce=7
+        )
+        program = Program()
+        program.add_rate(lambda: lambda rate: self.taken.append((rate, self.n_steps)))
+        this = engine()
+        this.page = self.page
+        this.control = Control(this, program)
+
+    def command(self, text):
+        assert self.page.take_mailbox(os.getpid())
+        self.page.put_command(text)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_command_lands_at_one_step_on_ranks_that_missed_others_in_join(before):
+    """Whether the rank had counted a step before it joined, or none."""
+
+    def body(rank):
+        mine = Commanded(rank)
+
+        def step():
+            mine.n_steps += 1
+            engine().control.come_to_boundary(mine, mine.n_steps)
+
+        for _ in range(before if rank else before + 3):
+            step()
+        rc.join()
+        mine.n_steps = before + 3  # as after broadcast_optimizer_state()
+        step()
+        if rank == 0:
+            mine.command("set lr=0.5")
+        for _ in range(4):
+            rc.barrier()  # so neither is a step ahead
+            step()
+        return mine.taken
+
+    one, two = run_ranks(2, body)
+    assert one == two
+    assert one in ([(0.5, before + 5)], [(0.5, before + 6)])  # as soon as both can
+
+
+@pytest.mark.parametrize("is_begun_before", [True, False])
+def test_who_joins_is_not_asked_into_a_group_that_it_is_not_in(is_begun_before):
+    has_begun, has_joined, is_known = (threading.Event() for _ in range(3))
+
+    def body(rank):
+        group = rc.Group([0, 2])
+        if rank == 1:
+            if is_begun_before:
+                assert has_begun.wait(120)
+            has_joined.set()
+            return rc.join(), []
+        if rank == 0 and is_begun_before:
+            handle = rc.allreduce_async(np.array([rank]), group=group)
+            has_begun.set()
+        else:
+            assert (is_known if is_begun_before else has_joined).wait(120)
+        listen(lambda: engine()._joined.has_guests)
+        is_known.set()
+        if rank == 2 or not is_begun_before:
+            handle = rc.allreduce_async(np.array([rank]), group=group)
+        return rc.join(), [handle.wait().item()]
+
+    (_, first), (_, none), (_, last) = run_ranks(3, body)
+    assert (first, none, last) == ([2], [], [2])
 
 
 # --- error feedback beside rounds that do without a push ----------------------------------------
@@ -69,3 +153,28 @@ def test_a_skipped_round_without_a_gradient_of_this_worker_keeps_no_earlier_one(
     (values, first), (_, second) = run_workers(2, body)
     counted = steps.sum(axis=(0, 1)) - steps[1, 1]
     np.testing.assert_array_equal(-2 * values + first + second, counted)
+
+
+# --- a sampler's states beside shares of unequal length -----------------------------------------
+@pytest.mark.parametrize(("n", "size"), [(5, 2), (7, 3), (8, 3), (11, 4)])
+def test_states_of_ranks_in_two_epochs_go_on_with_what_is_left_whoever_was_first(n, size):
+    """Each rank in turn is the one that is through with its share, and so in the next epoch."""
+    for first, others, size_after in itertools.product(range(size), (0, 1), (1, 2, 3)):
+        group = samplers(n, size)
+        seen = []
+        for sampler in group:
+            count = len(sampler) if sampler.rank == first else others
+            seen += itertools.islice(sampler, count)
+        states = [each.state_dict() for each in group]
+        assert states[first]["epoch"] == 1
+        after = samplers(n, size_after)
+        for sampler in after:
+            sampler.load_state_dict(states)
+            seen += sampler
+        assert sorted(seen) == list(range(n)), (first, others, size_after)
+
+
+def samplers(n, size):
+    return [
+        ShardedSampler(n, rank=rank, size=size, remainder="uneven", seed=3) for rank in range(size)
+    ]

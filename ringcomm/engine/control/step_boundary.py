@@ -22,6 +22,7 @@ from ringcomm.transport.control_header import Header, Kind
 from ringcomm.transport.ranks_as_text import ranks_text
 
 _WAIT: Final = "a command of `ringcomm ctl`"
+_ANY_NUMBER: Final = 1 << 62  # the owner's next step is one step, whatever its number
 
 
 class Control:
@@ -69,8 +70,8 @@ class Control:
 
         Args:
             owner: whose step it is.
-            completed: how many steps it has completed. More than one since the last call: this rank
-                was in join() meanwhile.
+            completed: how many steps it has completed. More than one since the last call: a worker
+                of parameter servers has left some out.
         """
         if not self._counts(owner):
             return
@@ -88,6 +89,16 @@ class Control:
             if self._is_waiting:
                 self._wait()
 
+    @property
+    def n_steps(self) -> int:
+        """The number of steps of this rank, which are as many on all ranks."""
+        return self._step
+
+    def catch_up(self, n_steps: int) -> None:
+        """Count the steps that this rank has missed in join(): some rank has made so many."""
+        self._step, self._last = n_steps, _ANY_NUMBER
+        self._program.n_steps = self._program.n_before + n_steps
+
     def end_job(self) -> None:
         """End the job as `ringcomm ctl JOB stop` does, at the next step boundary; of any rank."""
         self._must_end = True
@@ -104,7 +115,7 @@ class Control:
         if self._owner() is not None and owner not in self._rivals:
             self._rivals.add(owner)
             return False
-        self._owner, self._last = weakref.ref(owner), 1 << 62
+        self._owner, self._last = weakref.ref(owner), _ANY_NUMBER
         self._rivals.clear()
         if self._page is not None:
             self._page.note_takes_commands()

@@ -136,7 +136,9 @@ class Engine(EngineContext):
             )
 
         self.progress.work_in_background()
-        return self._joined.join(stand_in)
+        last, n_steps = self._joined.join(stand_in, self.control.n_steps)
+        self.control.catch_up(n_steps)
+        return last
 
     def nudge(self) -> None:
         """Poll the services, at once if no thread drives the loop. Any thread may call this."""

@@ -3,8 +3,8 @@
 A rank that joins announces that to all others. From then on each rank that begins an operation
 sends the call to the joined ranks, as an invitation. They begin the same operation with data that
 changes no result, so all ledgers get the same entries. A rank that knows that all have
-joined announces that, too. Messages between two ranks keep their order, so once a rank has this
-second message from all others, no invitation is under way.
+joined announces that, too, with the number of its steps. Messages between two ranks keep their
+order, so once a rank has this second message from all others, no invitation is under way.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class JoinedRanks:
         self._whereabouts, self._conversations = here, talks
         self._round = 1
         self._joined: dict[int, dict[int, tuple[int, int]]] = {}  # by round: rank -> _now()
-        self._sealed: dict[int, set[int]] = {}  # by round: ranks that know that all have joined
+        # By round: the ranks that know that all have joined -> how many steps each has made.
+        self._sealed: dict[int, dict[int, int]] = {}
         self._invitations: deque[_Invitation] = deque()
         self._parts: dict[tuple[int, int], list[str]] = {}
         self._tasks: list[Task | CompletedTask] = []
@@ -72,17 +73,22 @@ class JoinedRanks:
         """Number of times that all ranks have joined."""
         return self._round - 1
 
-    def join(self, stand_in: StandIn) -> int:
-        """Return the last rank that joined, once all have; stand_in() begins invited operations."""
+    def join(self, stand_in: StandIn, n_steps: int) -> tuple[int, int]:
+        """Return the last rank that joined, once all have, and the most steps that any has made.
+
+        Args:
+            stand_in: begins invited operations.
+            n_steps: how many steps this rank has made.
+        """
         members = tuple(range(self._size))
         ticket = Ticket(None, base_of(NO_GROUP, "join"), self._round)
 
         def talk(task: Task, _: int) -> TaskCoroutine:
             task.late_elsewhere = lambda: self._missing(task)
-            return self._stay(stand_in)
+            return self._stay(stand_in, n_steps)
 
-        last: int = self._conversations.hold("join()", members, talk, ticket)
-        return last
+        outcome: tuple[int, int] = self._conversations.hold("join()", members, talk, ticket)
+        return outcome
 
     def invite(self, work: PendingOperation) -> None:
         """Invite the joined ranks to an operation of this rank; the caller holds the lock."""
@@ -91,7 +97,7 @@ class JoinedRanks:
 
     def _hear_joined(self, source: int, header: Header, _: str) -> None:
         if header.flag:
-            self._sealed.setdefault(header.value, set()).add(source)
+            self._sealed.setdefault(header.value, {})[source] = header.key
             return
         with self._pending.lock:
             self._note(source, header.value, (header.fingerprint, header.key))
@@ -106,7 +112,7 @@ class JoinedRanks:
                 _Invitation(header.key, header.about, header.fingerprint, header.value, call)
             )
 
-    async def _stay(self, stand_in: StandIn) -> int:
+    async def _stay(self, stand_in: StandIn, n_steps: int) -> tuple[int, int]:
         watch, size, round_ = self._watch, self._size, self._round
         n_entered, now_us = when = self._now()
         with self._pending.lock:
@@ -114,16 +120,16 @@ class JoinedRanks:
         watch.tell_all(Kind.JOINED, value=round_, fingerprint=n_entered, key=now_us)
         joined = self._joined[round_]
         await self._serve_until(lambda: len(joined) == size, stand_in)
-        watch.tell_all(Kind.JOINED, value=round_, flag=True)
-        sealed = self._sealed.setdefault(round_, set())
-        sealed.add(self._me)
+        watch.tell_all(Kind.JOINED, value=round_, key=n_steps, flag=True)
+        sealed = self._sealed.setdefault(round_, {})
+        sealed[self._me] = n_steps
         await self._serve_until(lambda: len(sealed) == size and self._has_served(), stand_in)
         with self._pending.lock:
             self._round += 1
             self.seen = ()
             del self._joined[round_], self._sealed[round_]
             self._greet(self._guests(range(size)))
-        return max(joined, key=lambda rank: (joined[rank], rank))
+        return max(joined, key=lambda rank: (joined[rank], rank)), max(sealed.values())
 
     def _now(self) -> tuple[int, int]:
         """Return (number of operations begun in groups of all ranks, time in us).
