@@ -68,7 +68,7 @@ class AveragingOptimizer(Optimizer):
 
     _reducer: GradientReducer
     _is_skipping = False
-    _has_synchronized = False  # the user called synchronize() since the last step
+    _has_synchronized = False  # the user called synchronize() for this step's gradients
     _has_warned = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,6 +92,7 @@ class AveragingOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does, and recover from a backward() that failed."""
         self._reducer.restart()
+        self._has_synchronized = False
         self._follow()
         super().zero_grad(set_to_none)
         if not set_to_none:
@@ -125,11 +126,11 @@ class AveragingOptimizer(Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Return a context in which step() uses .grad as it is, and takes part in no reduction."""
-        self._is_skipping = True
+        before, self._is_skipping = self._is_skipping, True
         try:
             yield
         finally:
-            self._is_skipping = False
+            self._is_skipping = before
 
     def set_samples(self, n: float) -> None:
         """Weight this rank's gradient g of this step with n: .grad becomes sum(n * g) / sum(n).
