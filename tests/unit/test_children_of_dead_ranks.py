@@ -25,6 +25,7 @@ def fork():
 def run(*arguments, **options):
     return subprocess.Popen(arguments, **options).pid
 marked = os.environ | {{"RINGCOMM_RANK_PROCESS": f"{{os.getpid()}} of this launch"}}
+of_another = os.environ | {{"RINGCOMM_RANK_PROCESS": f"{{os.getpid()}}0 of this launch"}}
 print({child}, flush=True)
 sys.stdin.readline()
 {end}
@@ -91,6 +92,14 @@ def test_what_a_failed_rank_has_started_ends_with_it(child, leads_group, end, fa
     assert re.search(
         rf"rank 0 had started, and is ended with it: \S+ {one.child}\n", capfd.readouterr().err
     )
+
+
+def test_the_child_of_a_rank_whose_pid_begins_alike_is_left(family, capfd):
+    one = family('run("sleep", "60", env=of_another)', DIE, leads_group=False, grace_s=60)
+    one.rank.go()
+    one.guardian.wait()
+    assert not one.ends_within(0)
+    assert "had started" not in capfd.readouterr().err
 
 
 def test_what_ignores_sigterm_is_killed(family):

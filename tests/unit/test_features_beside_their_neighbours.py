@@ -73,6 +73,27 @@ def test_a_command_lands_at_one_step_on_ranks_that_missed_others_in_join(before)
     assert one in ([(0.5, before + 5)], [(0.5, before + 6)])  # as soon as both can
 
 
+class Owner:
+    """What steps."""
+
+
+def test_steps_count_alike_whenever_a_rank_notices_that_an_optimizer_is_gone():
+    def body(rank):
+        control, counts = engine().control, []
+        olds, new = [Owner()], Owner()
+        for number in (1, 2):
+            control.come_to_boundary(olds[0], number)
+        if rank == 1:
+            olds.clear()
+        for number in (1, 2, 3):
+            control.come_to_boundary(new, number)
+            counts.append(control.n_steps)
+        return counts
+
+    one, two = run_ranks(2, body)
+    assert one == two == [2, 3, 4]
+
+
 @pytest.mark.parametrize("is_begun_before", [True, False])
 def test_who_joins_is_not_asked_into_a_group_that_it_is_not_in(is_begun_before):
     has_begun, has_joined, is_known = (threading.Event() for _ in range(3))

@@ -46,6 +46,7 @@ class Control:
         self._lock = threading.Lock()
         self._rounds = Rounds(engine.job_rank)
         self._owner: Callable[[], object | None] = lambda: None
+        self._has_owner = False  # or had one
         self._rivals: weakref.WeakSet[object] = weakref.WeakSet()
         # Steps of rc.step(); of the owner; of this rank, which are as many on all ranks.
         self._n_own_steps = self._last = self._step = 0
@@ -107,15 +108,15 @@ class Control:
         """Return True if the steps of `owner` are those of the job.
 
         Of several optimizers it is the one that steps first, until another one steps twice in a row
-        without it.
+        without it: also if it is gone, which ranks notice at different times.
         """
         if self._owner() is owner:
             self._rivals.clear()
             return True
-        if self._owner() is not None and owner not in self._rivals:
+        if self._has_owner and owner not in self._rivals:
             self._rivals.add(owner)
             return False
-        self._owner, self._last = weakref.ref(owner), _ANY_NUMBER
+        self._owner, self._has_owner, self._last = weakref.ref(owner), True, _ANY_NUMBER
         self._rivals.clear()
         if self._page is not None:
             self._page.note_takes_commands()
