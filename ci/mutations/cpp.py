@@ -476,4 +476,15 @@ CPP = [
         "the segments of a long private array all arrive at its beginning",
         ("unit/test_shared_memory_is_kept_while_others_read.py",),
     ),
+    CppMutation(
+        "marks-of-pids-that-begin-alike",
+        "fault",
+        "status",
+        """"RINGCOMM_RANK_PROCESS=" + std::to_string(parent.pid) + " ";""",
+        """"RINGCOMM_RANK_PROCESS=" + std::to_string(parent.pid);""",
+        "with the rank of pid 12 the guardian ends what the rank of pid 123 has started",
+        (
+            "unit/test_children_of_dead_ranks.py::test_the_child_of_a_rank_whose_pid_begins_alike_is_left",
+        ),
+    ),
 ]

@@ -361,4 +361,22 @@ self.steps = int(state.meta["steps"])
         "a table begins with NaN, which no update changes into a number",
         ("unit/test_ps_dense_tables.py",),
     ),
+    Mutation(
+        "a-push-is-taken-back-twice",
+        "ps",
+        "ps/client/dense/compress_pushes.py",
+        "            if not sent.is_kept:\n",
+        "            if sent.buffer is not None:\n",
+        "error feedback sends a gradient twice that was late in a round that was skipped",
+        ("unit/test_features_beside_their_neighbours.py",),
+    ),
+    Mutation(
+        "an-earlier-push-is-taken-back",
+        "ps",
+        "ps/client/dense/table.py",
+        "if self._packer is not None and flags & ABSENT:",
+        "if self._packer is not None and flags & ASSIGN:",
+        "error feedback sends a gradient again after a skipped round to which its worker gave none",
+        ("unit/test_features_beside_their_neighbours.py",),
+    ),
 ]

@@ -116,6 +116,42 @@ OPTIMIZER = [
         "parameters that are added between steps begin with other values on each rank, unnoticed",
         ("with_torch/test_equal_first_weights.py",),
     ),
+    Mutation(
+        "sparse-sums-in-16-bits",
+        "optimizer",
+        "torch/optim/sparse.py",
+        "rows.unsqueeze(0), wide(values), self._shape",
+        "rows.unsqueeze(0), values, self._shape",
+        "the mean of sparse gradients of 40,000 in float16 is infinite",
+        ("with_torch/test_what_lasts_between_two_steps.py",),
+    ),
+    Mutation(
+        "skips-after-an-error",
+        "optimizer",
+        "torch/optim/averaging_optimizer.py",
+        "        try:\n            yield\n        finally:\n",
+        "        yield\n        if True:\n",
+        "after an error within skip_synchronize() no step() reduces gradients any more",
+        ("with_torch/test_what_lasts_between_two_steps.py",),
+    ),
+    Mutation(
+        "skip-within-skip",
+        "optimizer",
+        "torch/optim/averaging_optimizer.py",
+        "            self._is_skipping = before",
+        "            self._is_skipping = False",
+        "skip_synchronize() within another one ends both",
+        ("with_torch/test_what_lasts_between_two_steps.py",),
+    ),
+    Mutation(
+        "unscaled-for-ever",
+        "optimizer",
+        "torch/zero/sharded_optimizer.py",
+        "        self.is_unscaled = False\n        super().zero_grad",
+        "        super().zero_grad",
+        "after unscale_() of a batch that is dropped the next step has the scale in it",
+        ("with_torch/test_what_lasts_between_two_steps.py",),
+    ),
 ]
 
 _PROGRAMS = ("with_torch/test_random_gradient_programs.py",)
