@@ -94,6 +94,29 @@ def test_steps_count_alike_whenever_a_rank_notices_that_an_optimizer_is_gone():
     assert one == two == [2, 3, 4]
 
 
+def test_of_two_optimizers_that_step_in_turn_the_first_counts():
+    def body(rank):
+        control, first, second = engine().control, Owner(), Owner()
+        for number in range(1, 6):
+            control.come_to_boundary(first, number)
+            control.come_to_boundary(second, number)
+        return control.n_steps
+
+    assert run_ranks(1, body) == [5]
+
+
+def test_who_was_in_join_is_forgotten_when_all_have_left_it():
+    def body(rank):
+        this = engine()
+        if rank == 0:
+            rc.allreduce(np.ones(1))
+            this.seen_in_join = (1,)  # as a reduction of gradients says
+        rc.join()
+        return this.seen_in_join
+
+    assert run_ranks(2, body) == [(), ()]
+
+
 @pytest.mark.parametrize("is_begun_before", [True, False])
 def test_who_joins_is_not_asked_into_a_group_that_it_is_not_in(is_begun_before):
     has_begun, has_joined, is_known = (threading.Event() for _ in range(3))
@@ -193,6 +216,37 @@ def test_states_of_ranks_in_two_epochs_go_on_with_what_is_left_whoever_was_first
             sampler.load_state_dict(states)
             seen += sampler
         assert sorted(seen) == list(range(n)), (first, others, size_after)
+
+
+POINTS = ["not begun", "begun", "one batch", "one is left", "all taken", "over"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_whenever_a_position_is_taken_the_epoch_goes_on_with_what_is_left(point):
+    """In an elastic job, and by states; on fewer ranks or more, whose shares are unequal."""
+    for n, size, size_after in itertools.product((5, 9), (1, 2), (1, 2, 3)):
+        for by_states in (False, True):
+            group, seen = samplers(n, size), []
+            for sampler in group:
+                iterator = None if point == "not begun" else sampler.batches(2).begin()
+                if point not in ("not begun", "begun"):
+                    length = len(sampler.batches(2))
+                    count = {"one batch": 1, "one is left": length - 1}.get(point, length)
+                    seen += itertools.chain(*itertools.islice(iterator, count))
+                if point == "over":
+                    assert list(iterator) == []
+            after = samplers(n, size_after)
+            states = [each.state_dict() for each in group]
+            for sampler in after:
+                if by_states:
+                    sampler.load_state_dict(states)
+                else:
+                    sampler.set_elastic_position(group[0].elastic_position())
+            epochs = {each.epoch for each in after}
+            assert epochs == {int(len(seen) == n)}, (n, size, size_after, by_states)
+            if len(seen) < n:
+                seen += itertools.chain(*after)
+            assert sorted(seen) == list(range(n)), (n, size, size_after, by_states)
 
 
 def samplers(n, size):
