@@ -1,6 +1,7 @@
 """What the tests of the torch face share: small models, their data, and the one-process oracle."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from harness import at_length, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import ringcomm
 import ringcomm.torch as hvd
 from ringcomm.config import Settings
 
@@ -118,6 +120,33 @@ def fit(model, optimizer, batches):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
+
+
+def traced_of_ringcomm(run):
+    """Return the functions of ringcomm that torch.compile would trace while run() is called.
+
+    It asks by the same callback as torch.compile, which loads 5 s of modules for its answers.
+    """
+    frames, asked = torch._C._dynamo.eval_frame, []
+    as_it_is = frames._FrameAction.DEFAULT
+    answer = SimpleNamespace(
+        apply_to_code=False,
+        guarded_code=None,
+        frame_exec_strategy=frames._FrameExecStrategy(as_it_is, as_it_is),
+    )
+
+    def hear(frame, *_):
+        asked.append(frame.f_code)
+        return answer
+
+    before = frames.set_eval_frame(hear)
+    try:
+        run()
+    finally:
+        frames.set_eval_frame(before)
+    assert any(code.co_filename.startswith(torch.__path__[0]) for code in asked)
+    ours = ringcomm.__path__[0]
+    return [code.co_qualname for code in asked if code.co_filename.startswith(ours)]
 
 
 def weights(model):

@@ -12,6 +12,7 @@ import functools
 import gc
 import importlib
 import marshal
+import operator
 import os
 import sys
 from importlib import _bootstrap, _bootstrap_external
@@ -22,6 +23,7 @@ from types import ModuleType
 # without torch takes 0.23 s of a core, not 0.29.
 LARGE = ("torch", "numpy", "ringcomm.engine.api.init_rank_size")
 COMPILER = "torch._dynamo"
+SHAPES = "torch.fx.experimental.symbolic_shapes"  # it imports sympy, which takes 2 s
 META = "torch._meta_registrations"  # operators in Python for tensors without data
 PARTS = (
     "numpy._core._add_newdocs",
@@ -49,6 +51,7 @@ class Compiler(ModuleType):
     def begin(self):
         self.utils = OfDDP(f"{COMPILER}.utils")
         self.trace_rules = OfGroups(f"{COMPILER}.trace_rules")
+        self.config = OfCheckpoints(f"{COMPILER}.config")
 
     def graph_break(self, *_, **__):
         """Do what it does outside of torch.compile()."""
@@ -80,6 +83,31 @@ class OfGroups(ModuleType):
 
     def __getattr__(self, name):
         return getattr(loaded(COMPILER).trace_rules, name)
+
+
+class OfCheckpoints(ModuleType):
+    """Is torch._dynamo.config, likewise; checkpoints that are not reentrant ask for this."""
+
+    error_on_nested_fx_trace = True  # by default
+
+    def __getattr__(self, name):
+        return getattr(loaded(COMPILER).config, name)
+
+
+class Shapes(ModuleType):
+    """Is what backward() asks for once it is given gradients, until somebody asks for more."""
+
+    def begin(self):
+        self.sym_eq, self.expect_true = operator.eq, expect_true  # of tuples of integers
+
+    def __getattr__(self, name):
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(name)
+        return getattr(loaded(SHAPES), name)
+
+
+def expect_true(a, skip=0):
+    return a if isinstance(a, bool) else loaded(SHAPES).expect_true(a, skip)
 
 
 class Meta(ModuleType):
@@ -259,6 +287,7 @@ def without_collections(spec):
 LATE = {
     COMPILER: Compiler,
     META: Meta,
+    SHAPES: Shapes,
     "numpy.typing": Typing,
     "numpy._typing": Typing,
     **dict.fromkeys(PARTS, Part),

@@ -2,12 +2,21 @@
 
 import sys
 
-from harness import job_environment, run_command
+import pytest
+from harness import LATE_IMPORTS, job_environment, run_command
+
+ENVIRONMENT = job_environment({"PYTHONPATH": str(LATE_IMPORTS)})  # under ci/all_cases, too
 
 
-def test_parts_load_when_asked_for_whole_or_by_a_module_in_them(tmp_path):
+def test_parts_load_when_asked_for_and_neither_backward_nor_a_checkpoint_asks(tmp_path):
     code = (
-        "import sys, torch\n"
+        "import sys, torch, torch.utils.checkpoint as saved\n"
+        "x = torch.ones(2, requires_grad=True)\n"
+        "for is_reentrant in (True, False):\n"
+        "    y = saved.checkpoint(torch.sin, x, use_reentrant=is_reentrant)\n"
+        "    torch.autograd.backward([y], [torch.ones(2)])\n"
+        "assert torch.equal(x.grad, 2 * x.cos())\n"
+        "assert not {'sympy', 'torch._dynamo.eval_frame'} & set(sys.modules)\n"
         "part = torch.distributions\n"
         "assert type(part).__name__ == 'Part' and 'torch.distributions.normal' not in sys.modules\n"
         "import torch.distributions.constraints as constraints\n"
@@ -19,5 +28,21 @@ def test_parts_load_when_asked_for_whole_or_by_a_module_in_them(tmp_path):
         "assert 'quantized' in dir(torch.nn) and torch.masked.masked_tensor\n"
         "assert torch.nn.qat.Linear and torch.nn.quantizable.LSTM"
     )
-    done = run_command([sys.executable, "-c", code], cwd=tmp_path, env=job_environment())
+    done = run_command([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.at_length  # it loads what compiles
+def test_what_backward_and_steps_use_of_the_compiler_is_the_real_one_once_asked_for(tmp_path):
+    code = (
+        "import torch\n"
+        "x = torch.ones(2, requires_grad=True)\n"
+        "torch.autograd.backward([x.sin()], [torch.ones(2)])\n"
+        "from torch.fx.experimental.symbolic_shapes import ShapeEnv, sym_eq, expect_true\n"
+        "assert ShapeEnv().create_unbacked_symint\n"
+        "assert torch._dynamo.config.recompile_limit > 0 and torch._dynamo.eval_frame\n"
+        "assert sym_eq((2,), (2,)) is True and expect_true(True)\n"
+        "torch.compile(torch.sin, backend='eager')(x)"
+    )
+    done = run_command([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ import pytest
 import torch
 from ps_ranks_as_threads import run_workers
 from torch.utils.data import DataLoader
+from training_models import traced_of_ringcomm
 
 import ringcomm as rc
 from ringcomm import ps
@@ -311,6 +312,23 @@ def test_bad_names_and_inputs_of_a_collection_are_named():
     assert run_workers(1, body, 1) == [True]
 
 
+def test_torch_would_trace_nothing_that_asks_or_tells_servers():
+    """But Embedding.forward(), and the hook by which it pushes."""
+
+    def body(_):
+        emb = Embedding(ROWS, DIM, name="user", optimizer=ps.optim.SGD(0.1))
+        both, ids = EmbeddingCollection([emb]), torch.tensor([3, 1, 3])
+        alone = traced_of_ringcomm(lambda: loss_of([emb(ids)]).backward())
+        assert alone == ["Embedding.forward", "_Rows._pulled.<locals>.<lambda>"]
+        assert traced_of_ringcomm(lambda: loss_of(both([ids])).backward()) == alone[1:]
+        # Nor are these traced within who calls them.
+        assert emb._pulled._torchdynamo_disable
+        assert both.forward._torchdynamo_disable
+
+    run_workers(1, body)
+
+
+@pytest.mark.at_length  # torch takes 5 s of a core to load what compiles
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore:The .grad attribute"
 )  # torch's own, as it compiles

@@ -18,8 +18,10 @@ from training_models import (
     fit,
     models,
     network,
+    on_replicas,
     seeded,
     sgd,
+    traced_of_ringcomm,
     wrap,
 )
 
@@ -71,7 +73,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("size", at_length([2, 3], [2]))
+@SIZES
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, size):
     assert_equals_one_process(size, make=OPTIMIZERS[name], batches=data(20, size), tolerance=1e-10)
@@ -154,7 +156,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@SIZES
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(name, size):
     rates = []
@@ -174,7 +176,7 @@ def test_schedules(name, size):
     assert len({lr for lr, _ in rates[0]}) > 1
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", at_length([2, 3], [2]))
 def test_a_schedule_that_looks_at_the_loss_of_all(size):
     rates = []
 
@@ -213,7 +215,7 @@ def test_a_copy_with_its_schedule_goes_on(copied):
     assert_equals_one_process(2, train)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@SIZES
 def test_averaged_weights(size):
     def train(model, optimizer, batches):
         averaged = swa_utils.AveragedModel(model)
@@ -252,7 +254,7 @@ def test_autocast_to_bfloat16(size):
     )
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", at_length([2, 3], [2]))
 def test_autocast_to_float16_with_a_grad_scaler(size):
     batches = data(10, size, torch.float32)
     batches[4][0][0, 0] = 1e6  # too large for float16, in the first rank's share
@@ -317,7 +319,7 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", at_length([2, 3], [2]))
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("name", CLIPS)
 def test_clipping(name, passes, size):
@@ -387,7 +389,7 @@ def test_parametrized_and_normalized_weights(size):
     assert_equals_one_process(size, model=seeded(make), tolerance=1e-11)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", at_length([2, 3], [2]))
 def test_channels_last_in_bfloat16_with_frozen_layers_and_accumulation(size):
     def make():
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 2))
@@ -446,6 +448,17 @@ def test_a_model_that_is_wrapped_after_training_alone_goes_on_with_its_state():
 
 
 # --- torch.compile ------------------------------------------------------------------------------
+@pytest.mark.parametrize("shard_state", [0, 1])
+def test_torch_would_trace_no_code_of_ringcomm_in_a_step(shard_state):
+    def body(rank, model, optimizer, mine):
+        fit(model, optimizer, mine[:1])
+        assert traced_of_ringcomm(lambda: fit(model, optimizer, mine[1:])) == []
+        assert optimizer.step._torchdynamo_disable  # nor is it traced within who calls it
+
+    on_replicas(1, body, steps=3, shard_state=shard_state)
+
+
+@pytest.mark.at_length  # torch takes 5 s of a core to load what compiles
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it compiles
 @pytest.mark.parametrize("shard_state", [0, 1])
 def test_a_whole_compiled_step(shard_state):
