@@ -16,7 +16,8 @@ from ringcomm.config import Settings
 torch.set_num_threads(1)
 BATCH = 6
 STEPS = at_length(8, 6)  # buckets are made anew after the first, and most changes come in the third
-SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+# The engine is tested with every number of ranks; three show what two do not, such as odd shares.
+SIZES = pytest.mark.parametrize("size", at_length([1, 2, 3], [3]))
 SHARDED = pytest.mark.parametrize("shard_state", [0, 1])
 SMALL = Settings(timeout_s=120, fusion_mib=0.0005)  # 524 bytes: some buckets for each model here
 

@@ -34,7 +34,7 @@ from ringcomm.torch.backward.autograd_hooks import Hooks
 
 
 # --- which parameters are used ------------------------------------------------------------------
-@pytest.mark.parametrize("size", at_length([1, 2, 3, 4], [2, 3, 4]))
+@pytest.mark.parametrize("size", at_length([1, 2, 3, 4], [4]))
 def test_parameters_used_on_some_ranks_count_as_zeros_on_the_others(size):
     model = seeded(lambda: Experts().double())
     assert_equals_one_process(size, model=model, batches=batches_for_experts(size))

@@ -130,7 +130,7 @@ def sgd(parameters):
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.step")  # after synchronize(), on purpose
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("seed", at_length(range(25), range(8)))
 def test_a_random_script_equals_one_process(seed, size):
     script, passes = script_of(seed, size)

@@ -69,7 +69,7 @@ def test_adaptive_optimizers_equal_one_process(name, size):
 @pytest.mark.parametrize("size", at_length([1, 2, 3, 4], [3]))
 @pytest.mark.parametrize(("make", "tolerance"), [(nesterov, 1e-12), (adamw, 1e-10)])
 def test_many_steps_equal_one_process(make, tolerance, size):
-    batches = data(at_length(200, 50), size)
+    batches = data(at_length(200, 20), size)
     assert_sharded_equals_one_process(size, make=make, tolerance=tolerance, batches=batches)
 
 

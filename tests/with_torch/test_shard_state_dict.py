@@ -97,7 +97,7 @@ def test_a_part_elsewhere_is_empty(own):
 
 # --- as a plain optimizer's ---------------------------------------------------------------------
 @GATE
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", at_length([1, 2, 3], [3]))
 def test_the_state_is_that_of_a_plain_optimizer_on_every_rank(make, size):
     batches = data(5, size)
     (alone,) = models(1)
