@@ -7,10 +7,12 @@ import os
 import random
 import sys
 import threading
+import time
 from collections import defaultdict
 
 from harness import DEADLINE_S, outcomes
 
+import ringcomm as rc
 from ringcomm import ps
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.meet_and_leave import leave
@@ -111,6 +113,18 @@ def deadline(seconds):
         yield
     finally:
         client.deadline_s = before
+
+
+def require_names(*names):
+    """Require on all workers that each server has these tables; the leader drops one first."""
+    until = time.monotonic() + 20
+    while True:
+        found = [{*each["tables"], *each["hashtables"]} for each in ps.stats()]
+        if all(each == {*names} for each in found):
+            break
+        assert time.monotonic() < until, found
+        time.sleep(0.01)  # nobody tells what other servers hold
+    rc.barrier()
 
 
 def moving_beside(next_move):

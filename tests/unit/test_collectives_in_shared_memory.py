@@ -358,23 +358,6 @@ def test_an_array_larger_than_the_machine_is_a_memory_error_that_says_so(shape):
     run_ranks(2, body, hub=LoopbackHub(2, (0, 0)))
 
 
-@pytest.mark.long
-def test_autograd_hears_of_a_reduction_whether_or_not_a_rank_is_late():
-    torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-    def body(rank):
-        x = torch.ones(3)
-        rc.allreduce_(x)  # from now on the way is known
-        for is_late in (False, True):
-            before = x._version
-            if is_late and rank == 1:
-                time.sleep(0.05)  # longer than who waits in C++ does
-            rc.allreduce_(x)
-            assert x._version > before
-
-    run_ranks(2, body, hub=LoopbackHub(2, (0, 0)))
-
-
 def test_what_a_fork_writes_into_registered_memory_is_its_own():
     def body(rank):
         x = rc.zeros(3 * 4096, np.uint8)

@@ -1,32 +1,14 @@
 """Tables are closed: their memory is free, and their names may be opened anew."""
 
-import gc
-import time
-import weakref
-
 import numpy as np
 import pytest
-import torch
-from ps_optimizer_wrap import wrap
-from ps_ranks_as_threads import deadline, run_workers
+from ps_ranks_as_threads import deadline, require_names, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-
-
-def require_names(*names):
-    """Require on all workers that each server has these tables; the leader drops one first."""
-    until = time.monotonic() + 20
-    while True:
-        found = [{*each["tables"], *each["hashtables"]} for each in ps.stats()]
-        if all(each == {*names} for each in found):
-            break
-        assert time.monotonic() < until, found
-        time.sleep(0.01)  # nobody tells what other servers hold
-    rc.barrier()
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", ps.SSP(1), ps.FirstOf(1)])
@@ -151,38 +133,3 @@ def test_partitions_that_have_moved_are_closed_too():
         u.push(np.ones(5, np.float32)).wait()
 
     run_workers(2, body, 2)
-
-
-def test_the_tables_of_a_model_that_lives_stay():
-    def body(rank):
-        model = torch.nn.Linear(3, 2)
-        wrap(model)
-        gc.collect()
-        other = torch.nn.Linear(3, 1)
-        optimizer = wrap(other)
-        require_names("bias+1 (optimizer 1)", "bias+1 (optimizer 2)")
-        assert optimizer is not None
-
-    run_workers(2, body)
-
-
-def test_the_tables_of_an_optimizer_that_is_gone_are_closed_when_another_is_wrapped():
-    def body(rank):
-        for _ in range(3):
-            model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-            optimizer = wrap(model, mode="sync")
-            model(torch.randn(4, 3)).sum().backward()
-            optimizer.step()
-            gone = weakref.ref(optimizer)
-            del model, optimizer
-            gc.collect()
-            assert gone() is None
-            rc.barrier()
-        kinds = ("1.bias+3", "buffers in float32", "buffers in float64")
-        last = [f"{kind} (optimizer 3)" for kind in kinds]
-        require_names(*last)
-        ps.table("w", 3)
-        rc.barrier()
-        require_names(*last, "w")  # a checkpoint has them, though the function that trained is over
-
-    run_workers(2, body)

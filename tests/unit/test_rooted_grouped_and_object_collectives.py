@@ -238,31 +238,6 @@ def test_a_number_has_no_rows(kind):
     run_ranks(2, body)
 
 
-@pytest.mark.long
-def test_torch_tensors_come_back_as_torch_tensors():
-    torch = pytest.importorskip("torch", reason="the core works, and is tested, without torch")
-
-    def body(rank):
-        x = torch.full((4, 2), float(rank), dtype=torch.bfloat16)
-        total = rc.grouped_allreduce([x])[0]
-        rows = rc.scatter(x if rank == 1 else None, root=1)
-        gathered = rc.gather(x)
-        mixed = rc.alltoall(x)
-        view = rc.reduce_scatter_(x.clone())
-        kept = rc.reduce_(x.clone(), root=0)
-        return total, rows, gathered, mixed, view, kept
-
-    for rank, (total, rows, gathered, mixed, view, kept) in enumerate(run_ranks(2, body)):
-        assert (total == 1).all()
-        assert rows.shape == (2, 2)
-        assert (rows == 1).all()
-        assert gathered.shape == (8, 2) if rank == 0 else gathered is None
-        assert mixed[:, 0].tolist() == [0, 0, 1, 1]
-        assert (view == 1).all()
-        assert (kept == 1).all()
-        assert all(each.dtype == torch.bfloat16 for each in (total, rows, mixed, view, kept))
-
-
 def test_grouped_arrays_that_overlap_are_refused_on_every_rank():
     def body(rank):
         x = np.ones((4, 6))

@@ -1,10 +1,12 @@
 """broadcast_parameters, broadcast_optimizer_state, and torch tensors in the collectives."""
 
 import copy
+import time
 
 import pytest
 import torch
 from harness import run_ranks
+from loopback import LoopbackHub
 from torch import nn
 
 import ringcomm as rc
@@ -340,3 +342,39 @@ def test_broadcast_optimizer_state_says_which_ranks_are_in_join(shard_state):
         hvd.join()
 
     run_ranks(2, body)
+
+
+def test_autograd_hears_of_a_reduction_whether_or_not_a_rank_is_late():
+    def body(rank):
+        x = torch.ones(3)
+        rc.allreduce_(x)  # from now on the way is known
+        for is_late in (False, True):
+            before = x._version
+            if is_late and rank == 1:
+                time.sleep(0.05)  # longer than who waits in C++ does
+            rc.allreduce_(x)
+            assert x._version > before
+
+    run_ranks(2, body, hub=LoopbackHub(2, (0, 0)))
+
+
+def test_rooted_and_grouped_collectives_return_torch_tensors():
+    def body(rank):
+        x = torch.full((4, 2), float(rank), dtype=torch.bfloat16)
+        total = rc.grouped_allreduce([x])[0]
+        rows = rc.scatter(x if rank == 1 else None, root=1)
+        gathered = rc.gather(x)
+        mixed = rc.alltoall(x)
+        view = rc.reduce_scatter_(x.clone())
+        kept = rc.reduce_(x.clone(), root=0)
+        return total, rows, gathered, mixed, view, kept
+
+    for rank, (total, rows, gathered, mixed, view, kept) in enumerate(run_ranks(2, body)):
+        assert (total == 1).all()
+        assert rows.shape == (2, 2)
+        assert (rows == 1).all()
+        assert gathered.shape == (8, 2) if rank == 0 else gathered is None
+        assert mixed[:, 0].tolist() == [0, 0, 1, 1]
+        assert (view == 1).all()
+        assert (kept == 1).all()
+        assert all(each.dtype == torch.bfloat16 for each in (total, rows, mixed, view, kept))

@@ -8,6 +8,7 @@ from torch import nn
 from training_models import wrap
 
 import ringcomm.torch as hvd
+from ringcomm.integers import is_integer
 from ringcomm.torch.distributed.group.compare_new_group_lists import compare
 from ringcomm.torch.distributed.group.read_arguments import call_options
 
@@ -77,3 +78,8 @@ def test_a_new_group_takes_ranks_of_numpy_and_no_floats():
     assert compare(np.arange(2), [0, 1], 1).call.kind == "new_group"
     with pytest.raises(TypeError, match="new_group: a rank must be an int"):
         compare([0.5], [0, 1], 1)
+
+
+def test_a_tensor_is_an_integer_if_it_has_one_integer():
+    assert is_integer(torch.tensor(3))
+    assert not is_integer(torch.ones(3))

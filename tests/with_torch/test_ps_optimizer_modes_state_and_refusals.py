@@ -8,12 +8,13 @@ import weakref
 import pytest
 import torch
 from ps_optimizer_wrap import on_workers, wrap
-from ps_ranks_as_threads import deadline, run_workers
+from ps_ranks_as_threads import deadline, require_names, run_workers
 from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import assert_close, copies, data, fit, network, sgd, share, weights
 
 import ringcomm as rc
+from ringcomm import ps as core_ps
 from ringcomm.ps import evaluation
 from ringcomm.ps.job import session
 from ringcomm.torch import ps
@@ -589,3 +590,66 @@ def test_large_gradients_are_kept_until_the_next_and_small_ones_are_not():
 
     (kept,) = on_workers(1, body, model=model)
     assert kept == {1_600_000: True, 320_000: True, 8: False}
+
+
+def test_tensors_that_numpy_cannot_read_are_named_with_the_way():
+    bf16 = torch.ones(4, dtype=torch.bfloat16)
+
+    def body(rank):
+        w, rows = core_ps.table("w", 4), core_ps.hashtable("rows", 4)
+        for call, who in (
+            (lambda: w.push(bf16), r"push\[w\]: numpy cannot read x, a Tensor"),
+            (lambda: w.push(torch.ones(4, requires_grad=True)), r"push\[w\]: .*detach"),
+            (lambda: rows.push([1], bf16[None]), r"push\[rows\]: numpy cannot read rows"),
+            (lambda: core_ps.table("v", 4, init=bf16), r"table\[v\]: numpy cannot read init"),
+            (lambda: core_ps.table("v", 4, torch.bfloat16), r"\[v\]: dtype is torch.bfloat16"),
+        ):
+            with pytest.raises(TypeError, match=who):
+                call()
+
+    run_workers(1, body)
+
+
+def test_sparse_adam_is_refused_with_the_way():
+    def body(rank):
+        model = nn.Embedding(5, 2, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        with pytest.raises(ValueError, match=r"SparseAdam.*ps.Embedding"):
+            ps.DistributedOptimizer(optimizer, model.named_parameters())
+
+    run_workers(1, body)
+
+
+def test_the_tables_of_a_model_that_lives_stay():
+    def body(rank):
+        model = nn.Linear(3, 2)
+        wrap(model)
+        gc.collect()
+        other = nn.Linear(3, 1)
+        optimizer = wrap(other)
+        require_names("bias+1 (optimizer 1)", "bias+1 (optimizer 2)")
+        assert optimizer is not None
+
+    run_workers(2, body)
+
+
+def test_the_tables_of_an_optimizer_that_is_gone_are_closed_when_another_is_wrapped():
+    def body(rank):
+        for _ in range(3):
+            model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+            optimizer = wrap(model, mode="sync")
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+            gone = weakref.ref(optimizer)
+            del model, optimizer
+            gc.collect()
+            assert gone() is None
+            rc.barrier()
+        kinds = ("1.bias+3", "buffers in float32", "buffers in float64")
+        last = [f"{kind} (optimizer 3)" for kind in kinds]
+        require_names(*last)
+        core_ps.table("w", 3)
+        rc.barrier()
+        require_names(*last, "w")  # a checkpoint has them, though the function that trained is over
+
+    run_workers(2, body)
