@@ -46,7 +46,7 @@ def test_ctrl_c_ends_the_gate_and_not_one_part_of_it(tmp_path):
     assert not harness.is_running((tmp_path / "compiler").read_text().strip())
 
 
-# Every program says how it was called, and fails if BROKEN is in that.
+# Every program says how it was called, and fails if a line of BROKEN is in that.
 STUBS = f"""
 source {ROOT}/ci/setup.sh
 ROOT=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
@@ -62,7 +62,12 @@ install_ringcomm() {{ :; }}
 STUB = f"""#!/bin/sh
 case "$1" in *verdict.py) exec {sys.executable} "$@";; esac
 echo "called $0 $*"
-case "$0 $*" in *"$BROKEN"*) exit 3;; *"$SILENT"*) printf dots; exec sleep 600;; esac
+while read -r each; do
+  case "$0 $*" in *"$each"*) exit 3;; esac
+done <<END
+$BROKEN
+END
+case "$0 $*" in *"$SILENT"*) printf dots; exec sleep 600;; esac
 """
 
 
@@ -105,27 +110,32 @@ def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
 SANITIZED = "ci/sanitize thread 20 random_node_operations abandoned_steps"
 
 
-@pytest.mark.parametrize(
-    ("broken", "told"),
-    [
-        (".venv-mpich/bin/pytest", "pytest with MPICH"),
-        ("tests/unit", "pytest with Open MPI: unit"),
-        ("tests/with_torch", "pytest with Open MPI: torch"),
-        ("thread 20 random_node_operations", SANITIZED),
-        ("sanitize compile", "ci/sanitize compile"),
-    ],
-)
-def test_a_step_that_fails_is_named_and_fails_the_gate(broken, told, tmp_path):
-    done = run_gate(tmp_path, broken)
+STEPS_THAT_FAIL = {
+    ".venv-mpich/bin/pytest": "pytest with MPICH",
+    "tests/with_torch": "pytest with Open MPI: torch",
+    "thread 20 random_node_operations": SANITIZED,
+    "sanitize compile": "ci/sanitize compile",
+}
+
+
+@pytest.mark.long
+def test_each_step_that_fails_or_says_nothing_is_named_and_the_others_run_all_the_same(tmp_path):
+    done = run_gate(tmp_path, "\n".join(STEPS_THAT_FAIL), silent="tests/unit")
     assert done.returncode == 1, done
     lines = done.stdout.splitlines()
-    assert any(f"FAILED: {told} (exit 3)" in line for line in lines[:-10])  # where it happens
-    assert "torch | == hello_allreduce.py, 4 ranks" in lines  # the others run all the same
-    assert lines[-1] == f"FAILED: {told} (exit 3)"
-    assert lines[lines.index(f"FAILED {told} (exit 3)") + 1].startswith("    called")
     (path,) = tmp_path.glob("ringcomm-failures-*.txt")
-    assert broken in path.read_text()
-    assert ("== again:" in done.stdout) == (told == SANITIZED)
+    for broken, told in STEPS_THAT_FAIL.items():
+        assert any(f"FAILED: {told} (exit 3)" in line for line in lines[:-20])  # where it happens
+        assert lines[lines.index(f"FAILED {told} (exit 3)") + 1].startswith("    called")
+        assert broken in path.read_text()
+    assert "torch | == hello_allreduce.py, 4 ranks" in lines
+    step = "pytest with Open MPI: unit"
+    assert re.search(rf"unit  \| test: {re.escape(step)}, \d+ s: dots", done.stdout), done.stdout
+    assert f"unit  | test: {step} said nothing for 5 s and gets SIGTERM" in done.stdout
+    failed = {f"{told} (exit 3)" for told in STEPS_THAT_FAIL.values()} | {f"{step} (exit 143)"}
+    last = " ".join(done.stdout.rpartition("FAILED: ")[2].split())  # it may be of several lines
+    assert {*last.split(", ")} == failed
+    assert [line for line in lines if line.startswith("== again:")] == [f"== again: {SANITIZED}"]
 
 
 def test_fast_runs_each_unit_test_in_one_of_two_halves_and_no_job(tmp_path):
@@ -143,16 +153,6 @@ def test_fast_runs_each_unit_test_in_one_of_two_halves_and_no_job(tmp_path):
     called = [line for line in lines if "called" in line and not line.startswith("    ")]
     assert not any(name in line for line in called for name in ("mpirun", "mpich", "mypy"))
     assert [line.split()[-1] for line in called[-6:]].count("ci/house") == 1
-
-
-@pytest.mark.long
-def test_a_step_that_says_nothing_is_told_of_and_ended(tmp_path):
-    done = run_gate(tmp_path, "-none-", silent="tests/unit")
-    assert done.returncode == 1, done
-    step = "unit  | test: pytest with Open MPI: unit"
-    assert re.search(rf"{re.escape(step)}, \d+ s: dots", done.stdout), done.stdout
-    assert f"{step} said nothing for 5 s and gets SIGTERM" in done.stdout
-    assert "FAILED: pytest with Open MPI: unit (exit 143)" in done.stdout.splitlines()
 
 
 # pytest itself, with the plugins of tests/conftest.py, for one step.
@@ -208,21 +208,6 @@ def test_a_test_that_passes_alone_is_flaky_and_does_not_fail_the_gate(tmp_path):
     assert done.stdout.count("== alone: ") == 1
 
 
-@pytest.mark.long
-def test_a_test_that_fails_twice_fails_the_gate_and_its_text_stands_at_the_end(tmp_path):
-    done = run_gate_with_real_pytest(tmp_path, weather=FAILS_ONCE, fault=FAILS_ALWAYS)
-    assert done.returncode == 1, done
-    end = done.stdout.splitlines()[-60:]
-    name = "tests/unit/test_fault.py::test_of_a_fault (pytest with Open MPI: unit)"
-    assert end[-1] == f"FAILED: {name}"
-    said = end[end.index(f"FAILED {name}") + 1 :]
-    assert any(line.startswith("    E       AssertionError: the answer") for line in said[:16])
-    assert any(line.endswith("tests/unit/test_fault.py:5: AssertionError") for line in said[:16])
-    assert "FLAKY tests/unit/test_weather.py::test_weather" in end
-    (path,) = tmp_path.glob("ringcomm-failures-*.txt")
-    assert "line 39 of its output" in path.read_text()
-
-
 LEAVES = """
 import mmap, os, signal, socket, subprocess, threading
 kept = []
@@ -246,14 +231,24 @@ def test_later():
 
 
 @pytest.mark.long
-def test_a_file_that_leaves_something_behind_is_named_with_all_of_it(tmp_path):
-    done = run_gate_with_real_pytest(tmp_path, a_mess=LEAVES, weather=FAILS_ONCE)
+def test_what_fails_twice_or_is_left_behind_fails_the_gate_with_its_text_at_the_end(tmp_path):
+    done = run_gate_with_real_pytest(
+        tmp_path, a_mess=LEAVES, weather=FAILS_ONCE, fault=FAILS_ALWAYS
+    )
     for path in Path("/dev/shm").glob("ci-test-*"):
         path.unlink()
     assert done.returncode == 1, done
     end = done.stdout.splitlines()[-60:]
+    fault = "tests/unit/test_fault.py::test_of_a_fault (pytest with Open MPI: unit)"
+    mess = "tests/unit/test_a_mess.py (pytest with Open MPI: unit)"
+    assert end[-1] == f"FAILED: {mess}, {fault}"
+    said = end[end.index(f"FAILED {fault}") + 1 :]
+    assert any(line.startswith("    E       AssertionError: the answer") for line in said[:16])
+    assert any(line.endswith("tests/unit/test_fault.py:5: AssertionError") for line in said[:16])
+    assert "FLAKY tests/unit/test_weather.py::test_weather" in end
     (path,) = tmp_path.glob("ringcomm-failures-*.txt")
-    text = path.read_text().partition("== FLAKY")[0]
+    text = path.read_text()
+    assert "line 39 of its output" in text
     assert "tests/unit/test_a_mess.py left behind:" in text
     for each in (
         "processes: ",
@@ -267,7 +262,6 @@ def test_a_file_that_leaves_something_behind_is_named_with_all_of_it(tmp_path):
     ):
         assert each in text, each
     assert "test_passes" not in text
-    assert end[-1] == "FAILED: tests/unit/test_a_mess.py (pytest with Open MPI: unit)"
     assert done.stdout.count("== alone: tests/unit/test_a_mess.py") == 1
 
 
