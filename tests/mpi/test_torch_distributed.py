@@ -1,6 +1,7 @@
 """torch.distributed's backend in real jobs: the suites, the examples, and ways to start."""
 
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,6 @@ from harness import (
     suite_command,
 )
 
-pytest.importorskip("torch", reason="the core is tested without torch, too")
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ["ddp_backend", "fsdp_transformer", "zero1", "pipeline_tp"]
 # Of torch's own modules, in the version at hand: they are not ours to mend.
@@ -33,10 +32,14 @@ FOREIGN = [
 ]
 
 
-# What MPI is beneath changes nothing above the engine, whose own suites run with both.
-pytestmark = pytest.mark.skipif(
-    IS_MPICH and not is_at_length(), reason="the gate has no time for it: set AT_LENGTH=1"
-)
+pytestmark = [
+    # Not imported: the ranks do so, and it would take this process 1 s, too.
+    pytest.mark.skipif(find_spec("torch") is None, reason="the core is tested without torch, too"),
+    # What MPI is beneath changes nothing above the engine, whose own suites run with both.
+    pytest.mark.skipif(
+        IS_MPICH and not is_at_length(), reason="the gate has no time for it: set AT_LENGTH=1"
+    ),
+]
 ALL = [
     (suites, n)
     for suites in ("torch_distributed*_suite.py", "torch_parallelism_suite.py")
@@ -139,9 +142,8 @@ os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "{port}"
     assert job.output.count("summed") == 2
 
 
-@pytest.mark.parametrize(
-    ("method", "n"), at_length([("env://", 2), ("mpi://", 2)], [("mpi://", 1)])
-)
+@pytest.mark.at_length  # likewise, of the process below
+@pytest.mark.parametrize(("method", "n"), [("env://", 2), ("mpi://", 2)])
 def test_a_rank_that_is_not_mpis_is_an_error_with_both(method, n, tmp_path):
     script = 'import os\nos.environ["RANK"] = "1"\n' + SUM.format(
         arguments=f'"ringcomm", init_method="{method}"'
@@ -152,6 +154,7 @@ def test_a_rank_that_is_not_mpis_is_an_error_with_both(method, n, tmp_path):
     assert f"MPI says rank 0 of {n}" in job.output
 
 
+@pytest.mark.at_length  # what a rank of this job is told, the process below is told, too
 def test_one_number_for_all_ranks_is_refused_before_torch_opens_a_store(tmp_path):
     """As of a framework that goes by SLURM_PROCID; torch says EADDRINUSE, or lets a rank wait."""
     head = """
@@ -166,29 +169,32 @@ os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "1"
     assert "EADDRINUSE" not in job.output
 
 
-CHILD = """
-import sys, torch, torch.distributed as dist, ringcomm.torch
-dist.init_process_group("gloo", init_method="env://", rank=int(sys.argv[1]), world_size=2)
+# With one start of torch for both children; the other rank needs none.
+CHILDREN = """
+import os, torch, torch.distributed as dist, ringcomm.torch
+child = os.fork()
+dist.init_process_group("gloo", init_method="env://", rank=int(not child), world_size=2)
 x = torch.ones(1)
 dist.all_reduce(x)
 assert x == 2
 dist.destroy_process_group()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
 """
 OF_ITS_OWN = """
 import os, subprocess, sys
-import torch, torch.distributed as dist
-import ringcomm.torch as hvd
-hvd.init()
-if hvd.rank() == 1:
+import numpy as np, ringcomm as rc
+rc.init()
+if rc.rank() == 1:
+    import torch.distributed as dist
+    import ringcomm.torch
     store = dist.TCPStore("127.0.0.1", 0, None, True)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there
-    command = [sys.executable, "-c", CHILD]
-    children = [subprocess.Popen([*command, str(r)]) for r in range(2)]
-    assert [each.wait() for each in children] == [0, 0]
-hvd.allreduce(torch.ones(1))
+    assert subprocess.run([sys.executable, "-c", CHILDREN]).returncode == 0
+rc.allreduce(np.ones(1))
 print("all right", flush=True)
-""".replace("CHILD", repr(CHILD))
+""".replace("CHILDREN", repr(CHILDREN))
 
 
 def test_processes_that_a_rank_starts_number_themselves(tmp_path):
@@ -196,25 +202,68 @@ def test_processes_that_a_rank_starts_number_themselves(tmp_path):
     assert job.output.count("all right") == 2, job.output
 
 
-@pytest.mark.parametrize(
-    ("launcher", "variables"),
-    [
-        ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}),
-        *at_length([("Ray", {"RAY_JOB_ID": "01000000"}), ("no MPI launcher", {})], []),
-    ],
-)
-def test_another_launcher_is_an_error_that_says_what_to_do(launcher, variables, tmp_path):
+ALONE = """
+import os, sys
+import torch.distributed as dist
+import ringcomm.torch
+
+def refused(**arguments):
+    try:
+        dist.init_process_group("ringcomm", **arguments)
+    except Exception as error:
+        print(error, flush=True)
+    else:
+        sys.exit(f"{arguments} are taken")
+
+of_job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+os.environ.update(of_job)
+for variables in LAUNCHERS:
+    os.environ.update(variables)
+    refused(store=dist.HashStore(), rank=0, world_size=2)
+    for name in variables:
+        del os.environ[name]
+for name in of_job:
+    del os.environ[name]
+
+of_mpirun = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+os.environ.update(of_mpirun, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+refused(rank=0, world_size=2)  # a store would tell that the port is another's
+for name in of_mpirun:
+    del os.environ[name]
+
+os.environ["RANK"] = "1"
+refused(init_method="mpi://")
+"""
+OTHER_LAUNCHERS = {
+    "torchrun": {"TORCHELASTIC_RUN_ID": "none"},
+    "Ray": {"RAY_JOB_ID": "01000000"},
+    "no MPI launcher": {},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What a process that no mpirun has started is told, and its path."""
+    path = tmp_path_factory.mktemp("alone") / "script.py"
+    path.write_text(ALONE.replace("LAUNCHERS", repr([*OTHER_LAUNCHERS.values()])))
+    return path, run_command([BIN / "python", path], env=job_environment())
+
+
+@pytest.mark.parametrize("launcher", OTHER_LAUNCHERS)
+def test_another_launcher_is_an_error_that_says_what_to_do(launcher, alone):
     """Each process would be rank 0 of 1 to MPI, and sums would be of one rank."""
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    path = tmp_path / "script.py"
-    path.write_text(
-        "import torch.distributed as dist\nimport ringcomm.torch\n"
-        'dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=2)\n'
-    )
-    done = run_command([BIN / "python", path], env=job_environment(ranks | variables))
-    assert done.returncode != 0
-    assert f"{launcher} started this process" in done.stderr
-    assert f"Run instead: ringcomm run -np 2 {path} (or mpirun" in done.stderr
+    path, told = alone
+    [text] = [line for line in told.stdout.splitlines() if f"{launcher} started this" in line]
+    assert f"Run instead: ringcomm run -np 2 {path} (or mpirun" in text
+
+
+def test_a_rank_that_is_not_the_one_of_mpi_is_an_error_with_both(alone):
+    _, told = alone
+    assert told.returncode == 0, told
+    assert "torch.distributed says rank 1 of 1" in told.stdout, told
+    assert "MPI says rank 0 of 1" in told.stdout
+    assert "torch.distributed says rank 0 of 2" in told.stdout
+    assert "MPI says rank 1 of 2. Unset RANK" in told.stdout
 
 
 LATE = """

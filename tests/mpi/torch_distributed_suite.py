@@ -543,6 +543,31 @@ def test_a_destroyed_group_refuses_calls():
         group.allreduce([torch.zeros(1)])
 
 
+def test_the_operators_of_functional_collectives_give_new_tensors(rank, size, world):
+    operators, name = torch.ops._c10d_functional, world.group_name
+    shape, splits = (size * 2,), [2] * size
+    x = values(rank, shape)
+    kept = x.clone()
+    [one, two] = operators.all_reduce_coalesced([x, x * 2], "sum", name)
+    expected = {
+        operators.all_reduce(x, "sum", name): total(size, shape),
+        operators.all_gather_into_tensor(x, size, name): torch.cat(everyones(size, shape)),
+        operators.reduce_scatter_tensor(x, "sum", size, name): (
+            total(size, shape)[2 * rank : 2 * rank + 2]
+        ),
+        operators.all_to_all_single(x, splits, splits, name): torch.cat(
+            [values(r, shape)[2 * rank : 2 * rank + 2] for r in range(size)]
+        ),
+        operators.broadcast(x, 0, name): values(0, shape),
+        one: total(size, shape),
+        two: 2 * total(size, shape),
+    }
+    for out, right in expected.items():
+        assert torch.equal(operators.wait_tensor(out), right)
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.at_length  # torch takes 5 s of a core to import what it makes of these operators
 def test_functional_collectives_give_new_tensors(rank, size):
     from torch.distributed import _functional_collectives as funcol
 
