@@ -203,8 +203,8 @@ def test_a_job_that_takes_too_long_is_ended(tmp_path):
             signal.pause()
         return 1
 
-    with pytest.raises(rc.CommTimeoutError, match="timeout_s=4; ranks that had not") as caught:
-        rc.run(work, np=2, timeout_s=4, quiet=True)
+    with pytest.raises(rc.CommTimeoutError, match="timeout_s=6; ranks that had not") as caught:
+        rc.run(work, np=2, timeout_s=6, quiet=True)
     assert caught.value.missing == (1,)
     wait_until(lambda: not is_running((tmp_path / "pid").read_text()), "rank 1 is left")
 
