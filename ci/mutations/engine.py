@@ -200,6 +200,42 @@ ORDER = [
         "a sample comes twice if the rank with the larger share was through first",
         ("unit/test_features_beside_their_neighbours.py",),
     ),
+    Mutation(
+        "an-epoch-that-has-begun-is-over",
+        "order",
+        "data/sampler.py",
+        "if n >= run.n_batches and (n or run.is_over):",
+        "if n >= run.n_batches:",
+        "a loss between the begin of an epoch and its first batch skips that epoch",
+        ("unit/test_features_beside_their_neighbours.py",),
+    ),
+    Mutation(
+        "seen-in-join-for-ever",
+        "order",
+        "engine/peers/join.py",
+        "            self.seen = ()\n            del self._joined",
+        "            del self._joined",
+        "a sampler refuses to begin an epoch after join() has returned",
+        ("unit/test_features_beside_their_neighbours.py",),
+    ),
+    Mutation(
+        "two-steps-of-a-rival-in-all",
+        "order",
+        "engine/control/step_boundary.py",
+        "        if self._owner() is owner:\n            self._rivals.clear()\n",
+        "        if self._owner() is owner:\n",
+        "of two optimizers that step in turn, now the one counts and now the other",
+        ("unit/test_features_beside_their_neighbours.py",),
+    ),
+    Mutation(
+        "the-run-whose-folder-begins-alike",
+        "fault",
+        "launch/job/processes/ranks_of_this_host.py",
+        "mark.fullmatch(each)",
+        "mark.match(each)",
+        "the command for the run /runs/a takes the processes of /runs/ab for its own",
+        ("unit/test_features_beside_their_neighbours.py",),
+    ),
 ]
 
 CACHE = [

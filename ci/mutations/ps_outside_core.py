@@ -379,4 +379,13 @@ self.steps = int(state.meta["steps"])
         "error feedback sends a gradient again after a skipped round to which its worker gave none",
         ("unit/test_features_beside_their_neighbours.py",),
     ),
+    Mutation(
+        "missed-rounds-of-an-earlier-table",
+        "ps",
+        "ps/client/rounds_of_first_k_workers.py",
+        "            self.n_missed = 0\n            self._began",
+        "            self._began",
+        "tables that are opened again begin with the rounds that an earlier one has missed",
+        ("unit/test_features_beside_their_neighbours.py",),
+    ),
 ]

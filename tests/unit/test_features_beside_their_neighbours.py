@@ -18,7 +18,9 @@ from ringcomm.data import ShardedSampler
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.control.live_parameters_and_callbacks import Program
 from ringcomm.engine.control.step_boundary import Control
+from ringcomm.launch.job.processes import ranks_of_this_host
 from ringcomm.ps.client.dense.compress_pushes import Packer
+from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds, PendingPush
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.protocol.frames import Status
 from ringcomm.ps.table_spec import Spec
@@ -197,6 +199,29 @@ def test_a_skipped_round_without_a_gradient_of_this_worker_keeps_no_earlier_one(
     (values, first), (_, second) = run_workers(2, body)
     counted = steps.sum(axis=(0, 1)) - steps[1, 1]
     np.testing.assert_array_equal(-2 * values + first + second, counted)
+
+
+def test_rounds_of_tables_that_are_opened_again_are_as_new_ones():
+    used, fresh = FirstOfRounds(None), FirstOfRounds(None)
+    used.add(3)
+    used.round_for(PendingPush(None, 3, [0]))
+    used.note_pulled(3, 5)
+    assert used.n_missed == 4
+    used.restart()
+    kept = {name: value for name, value in vars(used).items() if name != "_lock"}
+    assert kept == {name: value for name, value in vars(fresh).items() if name != "_lock"}
+
+
+# --- the mark of a run beside that of another ---------------------------------------------------
+def test_the_mark_of_a_run_whose_folder_begins_alike_is_not_that_of_this_one(monkeypatch):
+    environ = "A=1\0RINGCOMM_RUN_FOLDER=12 /runs/ab\0B=2"
+    monkeypatch.setattr(ranks_of_this_host, "read_text", lambda _: environ)
+    marked = [
+        path
+        for path in ("/runs/a", "/runs/ab", "/runs/abc", "/runs/a.")
+        if ranks_of_this_host._is_marked(12, SimpleNamespace(path=path))
+    ]
+    assert marked == ["/runs/ab"]
 
 
 # --- a sampler's states beside shares of unequal length -----------------------------------------
