@@ -144,6 +144,15 @@ OPTIMIZER = [
         ("with_torch/test_what_lasts_between_two_steps.py",),
     ),
     Mutation(
+        "unscaled-in-the-next-step",
+        "optimizer",
+        "torch/zero/sharded_optimizer.py",
+        "        self.is_unscaled = False\n        return None if found_inf",
+        "        return None if found_inf",
+        "where the model clears the gradients the next step has the scale in it",
+        ("with_torch/test_what_lasts_between_two_steps.py",),
+    ),
+    Mutation(
         "unscaled-for-ever",
         "optimizer",
         "torch/zero/sharded_optimizer.py",

@@ -340,7 +340,13 @@ def clipped(run):
     run.update()
 
 
-FORMS = [by_backward, by_hand, by_closure, clipped]
+def cleared_by_the_model(run):
+    run.model.zero_grad()
+    run.backward()
+    run.update()
+
+
+FORMS = [by_backward, by_hand, by_closure, clipped, cleared_by_the_model]
 
 
 def program_of(kind, seed):
@@ -387,17 +393,18 @@ def test_whatever_comes_between_two_steps_they_equal_those_of_one_process(kind, 
     check(kind, program_of(kind, seed), 2 + seed % 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "event", "form"),
-    [
-        ("mean", skip_left_by_an_error, by_hand),
-        ("mean", synchronized_and_dropped, by_backward),
-        ("mean", joined, by_backward),
-        ("scaled", unscaled_and_dropped, by_backward),
-        ("sharded scaled", unscaled_and_dropped, by_backward),
-    ],
-)
-def test_these_go_together(name, event, form):
+TOGETHER = [  # each was wrong once, or is so with a fault of ci/mutations
+    ("mean", skip_left_by_an_error, by_hand),
+    ("mean", synchronized_and_dropped, by_backward),
+    ("mean", joined, by_backward),
+    ("sharded scaled", unscaled_and_dropped, by_backward),
+    ("sharded scaled", nothing, cleared_by_the_model),
+]
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: f"{case[0]}-{case[1].__name__}")
+def test_these_go_together(case):
+    name, event, form = case
     (kind,) = (kind for kind in KINDS if kind.name == name)
     check(kind, [(nothing, by_backward), (event, form)], 2)
 
