@@ -240,11 +240,11 @@ def test_broadcast_from_every_root(size):
 @pytest.mark.parametrize("form", [list, torch.tensor])
 def test_alltoall_tells_what_came_where_splits_are_given(size, form):
     def body(rank):
-        x = torch.full((sum(range(size)), 2), rank)
-        rows, received = hvd.alltoall(x, splits=form(list(range(size))))
+        counts = [rank + other for other in range(size)]  # as many as the other one sends
+        rows, received = hvd.alltoall(torch.full((sum(counts), 2), rank), splits=form(counts))
         assert received.dtype == torch.int32
-        assert received.tolist() == [rank] * size
-        assert torch.equal(rows[:, 0], torch.arange(size).repeat_interleave(rank))
+        assert received.tolist() == counts
+        assert torch.equal(rows[:, 0], torch.arange(size).repeat_interleave(received))
         mine = torch.arange(size) + 10 * rank
         even, received = hvd.synchronize(hvd.alltoall_async(mine))
         assert even.tolist() == [10 * r + rank for r in range(size)]
