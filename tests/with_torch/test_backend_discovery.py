@@ -2,12 +2,13 @@
 
 import json
 import logging
+import os
 import sys
 from importlib.metadata import entry_points
 
 import pytest
 import torch.distributed as dist
-from harness import job_environment, run_command
+from harness import LATE_IMPORTS, job_environment, run_command
 
 import ringcomm.torch  # noqa: F401 - torch.distributed knows the backend from here on
 from ringcomm import discovery
@@ -57,7 +58,8 @@ def test_importing_torch_makes_the_backend_known_and_loads_nothing_of_the_engine
 def test_importing_torch_outlives_what_is_broken_around_ringcomm(tmp_path):
     """A setting that is misspelt, an MPI that cannot be loaded, a rank that is none."""
     (tmp_path / "mpi4py.py").write_text("raise ImportError('libmpi.so is not there')\n")
-    env = {"PYTHONPATH": str(tmp_path), "RINGCOMM_CYCEL": "1", "RANK": "x"}
+    path = os.pathsep.join([str(tmp_path), str(LATE_IMPORTS)])
+    env = {"PYTHONPATH": path, "RINGCOMM_CYCEL": "1", "RANK": "x"}
     assert run("import torch; print(torch.ones(1).item())", tmp_path, env).strip() == "1.0"
 
 
