@@ -62,7 +62,7 @@ OPTIMIZER = [
         "if is_seen or self.is_in_bucket:",
         "if is_seen:",
         "gradients that are not zeroed between steps are overwritten instead of added to",
-        ("with_torch/test_any_use_of_grad.py",),
+        ("with_torch/test_random_gradient_programs.py",),
     ),
     Mutation(
         "number-of-optimizers",
