@@ -39,7 +39,13 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("part", at_length(ALL, GATE))
 def test_torch_on_gpus_is_as_in_host_memory(part, folder, tmp_path):
     job = at_length(None, GATE) and run_all_of_the_gate(folder)
-    if job is None or job.code != 0:  # alone, for a part that fails hides those behind it
+    if job is None or not is_through(job, part):  # alone, for one that fails hides those behind it
         job = run_job(N_RANKS, JOB, tmp_path, part, cwd=tmp_path)
-    assert job.code == 0, job.output
-    assert job.output.count(f"is through {part}\n") == N_RANKS, job.output
+        assert job.code == 0, job.output
+    if part == GATE[-1]:
+        assert job.code == 0, job.output
+    assert is_through(job, part), job.output
+
+
+def is_through(job, part):
+    return job.output.count(f"is through {part}\n") == N_RANKS
