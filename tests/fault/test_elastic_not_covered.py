@@ -77,6 +77,7 @@ print("went on", flush=True)"""
     assert "x rank" not in job.output
 
 
+@above_mpi
 def test_a_job_of_one_process_says_nothing(tmp_path):
     body = FAILS.replace("HOW", "pass")
     job = run_script(1, body, cwd=tmp_path, env={"RINGCOMM_ELASTIC": "1"})

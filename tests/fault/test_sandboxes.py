@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from harness import IS_MPICH, run_job, run_script
+from harness import IS_MPICH, above_mpi, run_job, run_script
 
 SCRIPT = """
 import os, signal, sys
@@ -91,11 +91,13 @@ def assert_death_is_told(script, folder):
         assert "so says MPI" not in heard
 
 
+@above_mpi
 def test_without_pidfds_a_death_is_told_all_the_same(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT.format(prelude=NO_PIDFDS))
     assert_death_is_told("script.py", tmp_path)
 
 
+@above_mpi
 def test_ranks_with_user_namespaces_of_their_own_share_memory(tmp_path):
     if subprocess.run(["unshare", "-Ur", "true"], check=False).returncode != 0:
         pytest.skip("unshare -Ur is not permitted here")

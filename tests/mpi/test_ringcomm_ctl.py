@@ -330,6 +330,7 @@ rc.barrier()
 """
 
 
+@above_mpi
 def test_stacks_are_printed_though_a_rank_hangs_in_c_and_holds_python_s_lock(tmp_path):
     (tmp_path / "train.py").write_text(HANGS)
     job = start_job(2, tmp_path / "train.py", cwd=tmp_path)
@@ -359,6 +360,7 @@ rc.barrier()
 """
 
 
+@above_mpi
 def test_a_stall_warning_has_the_line_at_which_the_missing_rank_is(tmp_path):
     (tmp_path / "train.py").write_text(STALLS)
     warned = {"RINGCOMM_STALL_WARNING_S": "0.3"}
