@@ -293,15 +293,19 @@ def test_who_cannot_prepare_a_call_hears_first_that_the_calls_differ(tmp_path, m
 
     monkeypatch.setattr(group_on_gpus, "prepare", prepare)
 
+    heard = []
+
     def body(rank, gpu):
         x = sim.array(np.ones(3, "f4"))
         rc.allreduce(x)
         with pytest.raises(rc.MismatchError):
             rc.allreduce(sim.array(np.ones(5 + rank, "f4")))
         assert rc.allreduce(x).get().tolist() == [2.0] * 3
+        heard.append(rank)
         rc.allreduce(sim.array(np.ones(5, "f4")))
 
     errors = with_fault(2, body, tmp_path, **choose("ipc"))
+    assert sorted(heard) == [0, 1], errors
     kinds = {type(each) for each in errors}  # one may hear first that the other has failed
     assert MemoryError in kinds <= {MemoryError, rc.PeerFailedError}, errors
 
