@@ -1,7 +1,10 @@
 """What one rank refuses is the same error on all ranks, whoever is how late."""
 
+import subprocess
+import sys
+
 import pytest
-from harness import errors_of_ranks, outcomes, run_ranks
+from harness import DEADLINE_S, errors_of_ranks, outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.engine.api import one_error_for_all
@@ -84,3 +87,40 @@ def test_a_rank_that_dies_meanwhile_does_not_hide_the_error():
 
     one, two, _ = outcomes(3, body)
     assert str(one) == str(two) == "refused"
+
+
+OF_A_RANK = """
+import sys
+from ringcomm.engine.api import one_error_for_all
+from ringcomm.errors import RingcommError
+from ringcomm.status import print_alike_errors_once
+
+one_error_for_all.collectives.barrier = lambda **_: None
+print_alike_errors_once._SKEW_S = float("inf")
+print_alike_errors_once.time.sleep = lambda seconds: sys.stdin.read() if seconds > 1 else None
+print_alike_errors_once.print_alike_errors_once(is_watched=lambda: True)
+print("ready", flush=True)
+sys.stdin.readline()
+one_error_for_all.raise_together(RingcommError("refused"))
+"""
+
+
+def test_who_prints_it_stays_until_late_ranks_have_found_it_printed(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("PMIX_NAMESPACE", "a-job")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", OF_A_RANK]
+    with (
+        subprocess.Popen(command, text=True, **pipes) as first,
+        subprocess.Popen(command, text=True, **pipes) as late,
+    ):
+        assert first.stdout.readline() == late.stdout.readline() == "ready\n"
+        first.stdin.write("go on\n")
+        first.stdin.flush()
+        while not (line := first.stderr.readline()).endswith("RingcommError: refused\n"):
+            assert line, "the first one has not printed it"
+        with pytest.raises(subprocess.TimeoutExpired):
+            first.wait(timeout=1)
+        assert late.communicate("go on\n", timeout=DEADLINE_S) == ("", "")
+        assert first.poll() is None
+        assert first.communicate(timeout=DEADLINE_S) == ("", "")
