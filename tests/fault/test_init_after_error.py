@@ -16,7 +16,7 @@ failure_news.DIRECT = int(os.environ.get("DIRECT", failure_news.DIRECT))
 X = np.ones(int(os.environ.get("COUNT", 1000)), np.float32)
 
 def gives_up(place):
-    # Rank 1 comes only when the others have waited in vain.
+    # Rank 1 comes only when the others have waited in vain; a file says so, for no message may.
     if rc.rank() == 1:
         while not os.path.exists(place):
             time.sleep(0.01)
