@@ -181,6 +181,17 @@ def test_a_push_that_is_late_in_a_round_that_is_skipped_is_kept_once(order):
     np.testing.assert_array_equal(block.kept, gradient)
 
 
+def test_a_push_that_is_late_after_the_values_were_replaced_is_dropped():
+    block = PushedBlock()
+    old, new = (np.arange(1, 9, dtype=np.float32) * k for k in (1, 100))
+    answer = block.push(old)
+    block.packer.forget()
+    answer_to_new = block.push(new)
+    answer(Status.LATE)
+    answer_to_new(Status.LATE)
+    np.testing.assert_array_equal(block.kept, new)
+
+
 @pytest.mark.parametrize("nothing", ["None", "weight 0"])
 def test_a_skipped_round_without_a_gradient_of_this_worker_keeps_no_earlier_one(nothing):
     steps = np.arange(48, dtype=np.float32).reshape(3, 2, 8) + 1

@@ -30,6 +30,7 @@ Pack = Callable[[int, Array, ReplyHandler], tuple["Bytes", ReplyHandler]]
 class _Sent:
     buffer: Bytes
     rate: float
+    values: int  # how often the values had been replaced before
     is_kept: bool = False  # for the next push: it has become no update
 
 
@@ -54,6 +55,7 @@ class Packer:
         self._has_rounds = spec.mode.has_rounds  # of which some become no update
         self._last: dict[int, _Sent] = {}  # of each block: what was pushed last
         self._numbers = itertools.count()
+        self._values = 0  # how often they have been replaced
         self._lock = threading.Lock()
 
     @classmethod
@@ -124,22 +126,25 @@ class Packer:
         if isinstance(self.codec, Int8):
             draw = draw_number("push", self._name, self._sender, part, number)
         if self._residual is None:
-            return _Sent(self.codec.encode(piece, out=out, draw=draw), rate)
+            return _Sent(self.codec.encode(piece, out=out, draw=draw), rate, self._values)
         with self._lock:
             buffer = self._residual.encode(
                 str(part), piece, lr=rate, draw=draw, out=out, absent=absent
             )
-            sent = _Sent(buffer, rate)
+            sent = _Sent(buffer, rate, self._values)
             if self._has_rounds:
                 self._last[part] = sent
         return sent
 
     def _take_back(self, part: int, sent: _Sent) -> None:
-        """Keep a push of a block for the next one: once, if it was late and its round skipped."""
+        """Keep a push of a block for the next one: once, if it was late and its round skipped.
+
+        A gradient of values that were replaced since then is dropped.
+        """
         if self._residual is None:
             return
         with self._lock:
-            if not sent.is_kept:
+            if not sent.is_kept and sent.values == self._values:
                 sent.is_kept = True
                 self._residual.give_back(str(part), sent.buffer, lr=sent.rate)
 
@@ -157,6 +162,7 @@ class Packer:
         """Drop what is kept, for the values were replaced."""
         if self._residual is not None:
             with self._lock:
+                self._values += 1
                 self._last.clear()
                 self._residual.load_state_dict({"dropped": {}, "lr": {}})
 
