@@ -1,5 +1,6 @@
 """The collectives under Horovod's names: signatures, defaults, semantics."""
 
+import importlib
 import inspect
 import itertools
 import math
@@ -10,6 +11,7 @@ import pytest
 import torch
 from harness import at_length, run_ranks
 from sample_values import whole_numbers
+from undocumented_names import undocumented
 
 import ringcomm as rc
 import ringcomm.torch as hvd
@@ -681,6 +683,11 @@ def test_parameters_are_not_broadcast_while_a_rank_is_in_join():
         return hvd.join()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("face", ["", ".elastic", ".ps"])
+def test_every_public_name_has_a_docstring(face):
+    assert undocumented(importlib.import_module(f"ringcomm.torch{face}")) == []
 
 
 def test_help_of_each_operation_names_all_its_arguments():

@@ -113,7 +113,7 @@ class Jobs:
         self._searched = float("-inf")
 
     @property
-    def problems(self) -> set[str]:  # noqa: D102 - see above
+    def problems(self) -> set[str]:  # see above
         return self._ranks.problems
 
     def look(self) -> list[RankSample]:

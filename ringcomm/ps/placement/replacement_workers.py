@@ -43,15 +43,15 @@ class Members(Protocol):
     """The ranks that take part, as of now."""
 
     @property
-    def workers(self) -> tuple[int, ...]: ...  # noqa: D102
+    def workers(self) -> tuple[int, ...]: ...
     @property
-    def evaluators(self) -> tuple[int, ...]: ...  # noqa: D102
+    def evaluators(self) -> tuple[int, ...]: ...
     @property
-    def server_numbers(self) -> tuple[int, ...]: ...  # noqa: D102
+    def server_numbers(self) -> tuple[int, ...]: ...
     @property
-    def leader(self) -> int: ...  # noqa: D102
+    def leader(self) -> int: ...
     @property
-    def waiting(self) -> tuple[int, ...]: ...  # noqa: D102 - stood by at first
+    def waiting(self) -> tuple[int, ...]: ...  # stood by at first
 
 
 @dataclass(frozen=True)

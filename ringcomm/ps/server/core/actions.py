@@ -13,30 +13,30 @@ class Header(Protocol):
     """The fixed part of a request, as far as decisions need it; see ringcomm.ps.protocol.frames."""
 
     @property
-    def kind(self) -> int: ...  # noqa: D102
+    def kind(self) -> int: ...
     @property
-    def view(self) -> int: ...  # noqa: D102
+    def view(self) -> int: ...
     @property
-    def origin(self) -> int: ...  # noqa: D102
+    def origin(self) -> int: ...
     @property
-    def sequence(self) -> int: ...  # noqa: D102
+    def sequence(self) -> int: ...
     @property
-    def table(self) -> int: ...  # noqa: D102
+    def table(self) -> int: ...
     @property
-    def partition(self) -> int: ...  # noqa: D102
+    def partition(self) -> int: ...
     @property
-    def clock(self) -> int: ...  # noqa: D102
+    def clock(self) -> int: ...
     @property
-    def option(self) -> int: ...  # noqa: D102
+    def option(self) -> int: ...
 
 
 class Request(Protocol):
     """A request of a client: to the core, a header and whatever else the server needs."""
 
     @property
-    def source(self) -> int: ...  # noqa: D102
+    def source(self) -> int: ...
     @property
-    def header(self) -> Header: ...  # noqa: D102
+    def header(self) -> Header: ...
 
 
 class Contribution(NamedTuple):

@@ -20,20 +20,20 @@ class Weighted(Protocol):
     """A gradient, and its weight in the mean."""
 
     @property
-    def weight(self) -> float: ...  # noqa: D102
+    def weight(self) -> float: ...
     @property
-    def values(self) -> Array | None: ...  # noqa: D102
+    def values(self) -> Array | None: ...
 
 
 class WeightedRows(Protocol):
     """A gradient of rows, and its weight in the mean."""
 
     @property
-    def weight(self) -> float: ...  # noqa: D102
+    def weight(self) -> float: ...
     @property
-    def keys(self) -> NDArray[np.uint64]: ...  # noqa: D102
+    def keys(self) -> NDArray[np.uint64]: ...
     @property
-    def rows(self) -> Array: ...  # noqa: D102
+    def rows(self) -> Array: ...
 
 
 class Shares(NamedTuple):

@@ -58,39 +58,39 @@ class PipedPushes:
         self._pushes = endpoint.begin_home(home)
 
     @property
-    def last(self) -> int:  # noqa: D102
+    def last(self) -> int:
         return self._pushes.last
 
     @property
-    def n_under_way(self) -> int:  # noqa: D102
+    def n_under_way(self) -> int:
         return self._pushes.n_under_way
 
     @property
-    def carried_out(self) -> tuple[int, int]:  # noqa: D102
+    def carried_out(self) -> tuple[int, int]:
         return self._pushes.n_requests, self._pushes.n_body
 
-    def next(self) -> int:  # noqa: D102
+    def next(self) -> int:
         return self._pushes.next()
 
-    def lead(self, follower: int | None) -> None:  # noqa: D102
+    def lead(self, follower: int | None) -> None:
         self._pushes.lead(follower)
 
-    def follow(self, primary: int) -> None:  # noqa: D102
+    def follow(self, primary: int) -> None:
         self._pushes.follow(primary)
 
-    def wait_for_python(self, *, is_kept: bool) -> None:  # noqa: D102
+    def wait_for_python(self, *, is_kept: bool) -> None:
         self._pushes.is_kept = is_kept
 
-    def open(self, partition: Partition, epoch: int, part: DensePartition) -> None:  # noqa: D102
+    def open(self, partition: Partition, epoch: int, part: DensePartition) -> None:
         self._endpoint.open(*partition, epoch, part.block_updater, self._pushes)
 
-    def complete(self, number: int) -> None:  # noqa: D102
+    def complete(self, number: int) -> None:
         self._endpoint.complete(self._pushes, number)
 
-    def repeat(self, meta: bytes, body: Bytes) -> None:  # noqa: D102
+    def repeat(self, meta: bytes, body: Bytes) -> None:
         self._endpoint.follow(self._pushes, meta, body)
 
-    def drop(self) -> None:  # noqa: D102
+    def drop(self) -> None:
         self._endpoint.drop_home(self._home)
 
 
