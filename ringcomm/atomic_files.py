@@ -13,7 +13,7 @@ _PIECE: Final = 1 << 20
 
 
 class BrokenFileError(Exception):
-    """A file cannot be used; the text says why."""
+    pass
 
 
 @contextlib.contextmanager
@@ -74,7 +74,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def checksum(path: Path) -> tuple[int, int]:
-    """Return the length and the CRC-32 of a file."""
     crc = length = 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -83,7 +82,6 @@ def checksum(path: Path) -> tuple[int, int]:
 
 
 def crc_of(*pieces: Any) -> int:
-    """Return the CRC-32 of several buffers, as if they were one."""
     crc = 0
     for piece in pieces:
         crc = zlib.crc32(piece, crc)

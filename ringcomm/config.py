@@ -145,7 +145,6 @@ class Settings:
 
     @property
     def kills_hanging_ranks(self) -> bool:
-        """True if the job is elastic, and a wait ends by killing the ranks that do not come."""
         return bool(self.elastic and self.elastic_hang_s)
 
     @property
@@ -156,18 +155,15 @@ class Settings:
 
     @property
     def timeout_name(self) -> str:
-        """The variable that says when a wait ends."""
         is_hang = self.kills_hanging_ranks and self.timeout_or_inf == self.elastic_hang_s
         return _PREFIX + ("ELASTIC_HANG_S" if is_hang else "TIMEOUT_S")
 
     @property
     def stall_warning_or_inf(self) -> float:
-        """stall_warning_s, or math.inf for 0."""
         return self.stall_warning_s or math.inf
 
 
 def environment() -> dict[str, str]:
-    """Return a copy of this process's environment, to be changed for a child process."""
     return dict(os.environ)
 
 

@@ -46,8 +46,6 @@ def register_quietly() -> None:
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that imports and calls a function of ringcomm.torch.distributed."""
-
     def call(*args: Any, **options: Any) -> Any:
         home = import_module(f"ringcomm.torch.distributed.{module}")
         return getattr(home, name)(*args, **options)

@@ -10,7 +10,6 @@ from typing import Any
 
 
 def is_integer(value: Any) -> bool:
-    """Return True if operator.index(value) is a number, and value is no bool."""
     if isinstance(value, bool):
         return False
     try:

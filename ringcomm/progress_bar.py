@@ -54,8 +54,7 @@ class ProgressBar:
         """Return a line to print (1: on stdout, 2: on stderr) so that no bar stays behind it."""
         return line
 
-    def close(self) -> None:
-        """Erase the bar."""
+    def close(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -116,7 +115,6 @@ class _Drawn(ProgressBar):
         self._is_drawn = False
 
     def advance(self, amount: float) -> None:
-        """See ProgressBar."""
         [task] = self._bars.task_ids
         self._bars.update(task, advance=amount)
         now = time.monotonic()
@@ -130,11 +128,9 @@ class _Drawn(ProgressBar):
         self._is_drawn = True
 
     def over(self, line: str, descriptor: int = 1) -> str:
-        """See ProgressBar."""
         return line + _ERASE_REST if descriptor in self._ours else line
 
     def close(self) -> None:
-        """See ProgressBar."""
         if self._is_drawn:
             self._write(_ERASE)
         os.close(self._descriptor)

@@ -17,16 +17,13 @@ def text_of(data: bytes) -> str:
 
 
 def bytes_of(text: str) -> bytes:
-    """Return the bytes of text_of()."""
     return text.encode(*_CODE)
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the content of a file. Raises OSError."""
     with open(path, "rb") as file:
         return text_of(file.read())
 
 
 def host_name() -> str:
-    """Return the name of this host."""
     return text_of(os.fsencode(os.uname().nodename))  # the locale of this process is undone

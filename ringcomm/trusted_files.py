@@ -54,7 +54,6 @@ def why_untrusted(path: str | os.PathLike[str]) -> str:
 
 
 def user_name(uid: int) -> str:
-    """Return a user for texts, such as "user 1001 (alice)"."""
     try:
         return f"user {uid} ({pwd.getpwuid(uid).pw_name})"
     except KeyError:
@@ -62,7 +61,6 @@ def user_name(uid: int) -> str:
 
 
 def is_own(uid: int) -> bool:
-    """Return True if what has this owner is this user's, or root's."""
     return uid in (os.geteuid(), 0)
 
 

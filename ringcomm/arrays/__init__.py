@@ -80,7 +80,6 @@ def device_adapter_for(x: Array) -> DeviceAdapter | None:
 
 
 def any_adapter_for(x: Array) -> AnyAdapter:
-    """Return the adapter of an array in host memory or on a GPU. Raises TypeError for others."""
     if type(x) is np.ndarray:
         return NUMPY
     return device_adapter_for(x) or adapter_for(x)
@@ -101,7 +100,6 @@ def adapter_of_kind(kind: str) -> ArrayAdapter:
 
 
 def is_device_kind(kind: str) -> bool:
-    """Return True if arrays of this kind are in a GPU's memory."""
     return kind in ("cupy", "torch cuda") or any(kind == each.kind for _, each in _added)
 
 
@@ -134,7 +132,6 @@ def current_gpu() -> int | None:
 
 
 def add_device_adapter(is_its_own: Callable[[Array], bool], adapter: DeviceAdapter) -> None:
-    """Add an adapter for all arrays x for which is_its_own(x) is True."""
     _added.append((is_its_own, adapter))
 
 

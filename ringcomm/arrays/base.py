@@ -31,7 +31,6 @@ class Flat:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return self.bytes.nbytes // self.dtype.itemsize
 
     def __getitem__(self, part: slice) -> Flat:
@@ -40,17 +39,14 @@ class Flat:
         return Flat(self.bytes[start * item : stop * item], self.dtype)
 
     def like(self, count: int) -> Flat:
-        """Return `count` uninitialised elements of this dtype."""
         return Flat(np.empty(count * self.dtype.itemsize, np.uint8), self.dtype)
 
 
 def overlap(x: Flat, y: Flat) -> bool:
-    """Return True if x and y share a byte of memory."""
     return bool(np.may_share_memory(x.bytes, y.bytes))  # exact for contiguous arrays
 
 
 def is_same(x: Flat, y: Flat) -> bool:
-    """Return True if x and y are the same bytes of memory."""
     return x.bytes.ctypes.data == y.bytes.ctypes.data and x.bytes.nbytes == y.bytes.nbytes
 
 
@@ -65,12 +61,10 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.count * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """The address after the last element."""
         return self.address + self.nbytes
 
     def __getitem__(self, part: slice) -> Span:
@@ -80,8 +74,6 @@ class Span:
 
 
 class AnyAdapter(Protocol):
-    """Base of the adapters of all array libraries."""
-
     kind: str  # "numpy", "torch", "cupy" or "torch cuda"
     place: str | None  # "cuda" for memory of a GPU, None for host memory
 
@@ -90,7 +82,6 @@ class AnyAdapter(Protocol):
         ...
 
     def shape(self, x: Array) -> tuple[int, ...]:
-        """Return the shape."""
         return tuple(x.shape)
 
     def is_contiguous(self, x: Array) -> bool:
@@ -141,9 +132,7 @@ class DeviceAdapter(AnyAdapter, Protocol):
 
     place: str | None = "cuda"
 
-    def span(self, x: Array) -> Span:
-        """Return the memory of a contiguous array."""
-        ...
+    def span(self, x: Array) -> Span: ...
 
     def device(self, x: Array) -> int:
         """Return the number of x's GPU, as CUDA numbers GPUs in this process."""
@@ -153,9 +142,7 @@ class DeviceAdapter(AnyAdapter, Protocol):
         """Return an array in `memory`, which the array keeps alive."""
         ...
 
-    def current_device(self) -> int:
-        """Return the number of the calling thread's current GPU."""
-        ...
+    def current_device(self) -> int: ...
 
     def stream(self, device: int) -> int:
         """Return the handle of the library's current stream on this GPU, in this thread."""
@@ -165,9 +152,7 @@ class DeviceAdapter(AnyAdapter, Protocol):
         """Return an object that keeps that stream alive."""
         ...
 
-    def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
-        """Return a context in which `stream` is the library's current stream."""
-        ...
+    def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]: ...
 
 
 def lengths_of(label: str, shape: int | Iterable[int]) -> tuple[int, ...]:

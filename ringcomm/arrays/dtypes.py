@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DType:
-    """An element type."""
-
     name: str  # in numpy and torch
     itemsize: int
     kernel: int  # its number in csrc/kernels/dtype_and_op_codes.hpp
@@ -20,17 +18,14 @@ class DType:
 
     @property
     def is_integer(self) -> bool:
-        """True for signed and unsigned integers."""
         return "int" in self.name
 
     @property
     def is_complex(self) -> bool:
-        """True for complex64 and complex128."""
         return self.name.startswith("complex")
 
     @property
     def is_float(self) -> bool:
-        """True for real floating-point types."""
         return "float" in self.name
 
     def __str__(self) -> str:

@@ -20,11 +20,9 @@ class Mirror:
 
     @classmethod
     def make(cls, dtype: DType, shape: tuple[int, ...], take: Callable[[int], Bytes]) -> Mirror:
-        """Return an uninitialised mirror."""
         return cls(Flat(take(math.prod(shape) * dtype.itemsize), dtype), shape, take)
 
     def line(self, part: slice) -> Mirror:
-        """Return some elements, in one dimension."""
         flat = self.flat[part]
         return Mirror(flat, (flat.count,), self.take)
 

@@ -25,7 +25,6 @@ def writing(x: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def advice_for(device_type: str) -> str:
-    """Return what to do with a tensor on a device from which ringcomm sends nothing."""
     if device_type != "meta":
         return "Use .cpu()"
     return (
@@ -111,7 +110,6 @@ class _Interface:
 
 
 def interface_of(address: int, nbytes: int) -> dict[str, Any]:
-    """Return the array interface (numpy's or CUDA's) of bytes in memory."""
     return {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 

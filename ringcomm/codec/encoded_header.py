@@ -150,7 +150,6 @@ def dtype_of(x: Floats, what: str) -> DType:
 
 
 def known_dtype(dtype: np.dtype[Any], what: str = "codec") -> DType:
-    """Return the DType of a numpy dtype. Raises TypeError if codecs do not accept it."""
     known = _BY_NUMPY.get(dtype)
     if known is None:
         raise TypeError(f"{what}: takes float16, float32 or float64, not {dtype}. Cast before")

@@ -44,7 +44,6 @@ class Table:
         }
 
     def dumps(self) -> str:
-        """Return the text form, JSON."""
         return json.dumps({"format": _FORMAT, **vars(self)}, indent=2) + "\n"
 
     @classmethod

@@ -52,7 +52,6 @@ def chunks(count: int, size: int, width: int = 1) -> Parts:
 
 
 def consecutive(counts: list[int]) -> list[slice]:
-    """Return the slices of consecutive parts of the given lengths."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
@@ -89,8 +88,6 @@ def segment_count(nbytes: int, nodes: Sequence[int]) -> int:
 
 
 class Hop(NamedTuple):
-    """One round on the circulant graph."""
-
     distance: int  # from a sender to its receiver, in ranks
     n_chunks: int  # number of chunks that each rank sends
 
@@ -115,7 +112,6 @@ def circulant_hops(size: int) -> list[Hop]:
 
 
 def cyclic_runs(first: int, n: int, size: int) -> list[range]:
-    """Return the `n` numbers from `first` on, modulo size, as at most two runs without a gap."""
     first %= size
     beyond = max(first + n - size, 0)
     return [range(first, first + n - beyond), *([range(beyond)] if beyond else [])]

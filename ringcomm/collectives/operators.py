@@ -77,28 +77,23 @@ class ReductionOptions(NamedTuple):
 
     @property
     def is_scaled(self) -> bool:
-        """True if a factor is not 1."""
         return self.prescale != 1.0 or self.postscale != 1.0
 
     @property
     def own_prescale(self) -> float:
-        """The factor of the values that this rank gives."""
         return self.prescale
 
     @property
     def factors(self) -> str:
-        """The factors as text."""
         return f"prescale={self.prescale!r}, postscale={self.postscale!r}"
 
     def scaled(self, prescale: float, postscale: float) -> ReductionOptions:
-        """Return these options with other factors. Raises TypeError if one is not a number."""
         for each in (prescale, postscale):
             if isinstance(each, bool) or not hasattr(each, "__float__"):
                 raise TypeError(f"prescale and postscale must be numbers, not {each!r}")
         return self._replace(prescale=float(prescale), postscale=float(postscale))
 
     def require(self, dtype: DType) -> None:
-        """Raise TypeError if the operator or a factor has no meaning for `dtype`."""
         self.op.require(dtype)
         if self.is_scaled and dtype.name == "bool":
             raise TypeError(
@@ -116,5 +111,4 @@ class StandInOptions(ReductionOptions):
 
     @property
     def own_prescale(self) -> float:
-        """Return 1."""
         return 1.0

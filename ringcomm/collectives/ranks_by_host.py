@@ -18,7 +18,6 @@ def hosts(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def host_of(rank: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks of this rank's host."""
     return next(host for host in hosts(nodes) if rank in host)
 
 

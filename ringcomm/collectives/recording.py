@@ -62,7 +62,6 @@ class Recording:
     result: Flat | None  # its bytes are a part of a Paper
 
     def result_within(self, buffers: list[Bytes]) -> Flat | None:
-        """Return the result as a part of the buffers of the arguments."""
         if self.result is None:
             return None
         at = cast(Paper, self.result.bytes)
@@ -84,14 +83,11 @@ class Paper:
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """Buffer, offset and bytes, the arguments of Schedule."""
         return self.buffer, self.offset, self.nbytes
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """The properties of a Flat that a recording depends on."""
-
     nbytes: int
     dtype: DType
 
@@ -149,8 +145,6 @@ class _RecordedMessage(Request):
 
 
 class _Recorder(Performer):
-    """Appends the actions of an algorithm to a schedule."""
-
     def __init__(self, schedule: Schedule, rank: int, nodes: tuple[int, ...]) -> None:
         self.rank = rank
         self.size = len(nodes)

@@ -36,7 +36,6 @@ def _scale(x: Flat, factor: float) -> None:
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return bfloat16 values, given as their bits, in float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

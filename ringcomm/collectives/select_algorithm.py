@@ -209,7 +209,6 @@ def _handshakes(nbytes: float) -> float:
 
 
 def _once_round(nodes: tuple[int, ...]) -> tuple[float, float]:
-    """Return `wire` and `memory` of the Effort of a ring over `nodes`."""
     share = (len(nodes) - 1) / len(nodes)
     return _busiest(nodes, [(rank, (rank + 1) % len(nodes), share) for rank in range(len(nodes))])
 

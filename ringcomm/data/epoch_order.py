@@ -66,14 +66,12 @@ def share_of(left: Indices, order: Indices, rank: int, size: int, remainder: Rem
 
 
 def share_length(n_left: int, rank: int, size: int, remainder: Remainder) -> int:
-    """Return len(share_of(...)) if n_left samples are left."""
     if remainder == "uneven":
         return dealt(n_left, rank, size)
     return n_left // size if remainder == "drop" else -(-n_left // size)
 
 
 def n_dealt(n_left: int, size: int, remainder: Remainder) -> int:
-    """Return how many samples all ranks together get if n_left are left."""
     return sum(share_length(n_left, rank, size, remainder) for rank in range(size))
 
 

@@ -10,8 +10,6 @@ from ringcomm.data.epoch_order import Indices
 
 @dataclass(eq=False)
 class EpochShare:
-    """One iteration over a rank's share of an epoch."""
-
     epoch: int
     share: Indices
     taken: int = 0  # samples that have been dealt out

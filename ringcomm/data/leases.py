@@ -60,12 +60,10 @@ class Leases:
 
     @property
     def is_over(self) -> bool:
-        """True if all parts of the epoch are done."""
         return self._next == self._n and not (self._back or self._of)
 
     @property
     def holders(self) -> list[int]:
-        """The ranks that have a lease."""
         return sorted(self._of)
 
     def take(self, rank: int, epoch: int) -> int:
@@ -92,7 +90,6 @@ class Leases:
         return True
 
     def leave(self, rank: int) -> None:
-        """Return the lease of a rank to those that are free."""
         if rank in self._of:
             heapq.heappush(self._back, self._of.pop(rank))
 

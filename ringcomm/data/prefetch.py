@@ -15,7 +15,7 @@ _END_S = 5.0  # seconds to wait for a load() that is under way when the generato
 
 
 class LateError(Exception):
-    """A result did not come in time."""
+    pass
 
 
 def prefetched(

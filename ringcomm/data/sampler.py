@@ -265,12 +265,10 @@ class ShardedSampler:
 
     @property
     def _arguments_of_order(self) -> dict[str, Any]:
-        """The arguments that determine the order of an epoch, besides its number."""
         return {"samples": self.n, "shuffle": self.shuffle, "seed": self.seed}
 
     @property
     def _shares_with_job(self) -> bool:
-        """True if all ranks of the job have shares."""
         if not is_initialized() or self.size == 1:
             return False
         return (self.rank, self.size) == (engine().rank, engine().size)
@@ -386,7 +384,6 @@ class Batches:
 
 
 def require_sampler(label: str, sampler: object) -> None:
-    """Raise TypeError if `sampler` is not a ShardedSampler."""
     if not isinstance(sampler, ShardedSampler):
         raise TypeError(f"{label}: sampler must be a ringcomm.data.ShardedSampler, not {sampler!r}")
 

@@ -114,7 +114,6 @@ class Queues:
         return self._answers.pop(name)[1]
 
     def _require_home(self, home: int, name: str) -> None:
-        """Raise PeerFailedError if the rank has died that keeps a queue."""
         how = self._engine.watch.peers.dead.get(home)
         if how is not None:
             transport = self._engine.transport

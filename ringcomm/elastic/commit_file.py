@@ -40,8 +40,6 @@ class Origin(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The content of a file."""
-
     n_commits: int
     copies: dict[str, dict[str, Any]]  # by attribute of the state
     origin: Origin
@@ -72,7 +70,6 @@ class KeptFile:
 
     @property
     def previous(self) -> Path:
-        """Where the commit is kept with which the job began, once it has been overwritten."""
         return _with_suffix(self.path, "previous")
 
     def keep(self, n_commits: int, copies: dict[str, Any]) -> None:
@@ -125,7 +122,6 @@ class KeptFile:
             file.write(_COUNT % self.origin.n_made)
 
     def _warn_if_untrusted(self) -> None:
-        """Say now what a job that is started again would refuse the file for."""
         if text := why_untrusted(self.path):
             _log.warning(
                 "elastic: a job that is started again will not begin with %s, which %s",
@@ -183,7 +179,6 @@ class KeptFile:
         return content, True
 
     def refusal(self, what: str) -> RingcommError:
-        """Return the error that says why the file is not used, and what can be done."""
         text = (
             f"elastic: {self.path} {what}. No rank has begun, and the file stays as it is. Put a "
             "good copy in its place, or move it away to begin anew"
@@ -205,7 +200,6 @@ class KeptFile:
         return min(int(text), _MOST) if text.isdigit() else 0
 
     def say_what_is_lost(self, n_commits: int) -> None:
-        """Log from which commit the job goes on."""
         n_lost = self.origin.n_made - n_commits
         _log.warning(
             "elastic: the job goes on from commit %d, which %s keeps; %d commit%s after it %s lost",

@@ -34,7 +34,6 @@ def on_new_view(listener: Callable[[], None]) -> None:
 
 
 def tell_listeners() -> None:
-    """Call all listeners."""
     for each in tuple(_listeners):
         listener = each()
         if listener is None:

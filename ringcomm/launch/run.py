@@ -155,7 +155,6 @@ class _Start:
         self._patient_until = math.inf
 
     def is_in_vain(self) -> bool:
-        """Return True once a rank has done so some seconds ago."""
         if self._patient_until == math.inf and self._mark.exists():
             self._patient_until = time.monotonic() + _PATIENCE_S
         return time.monotonic() > self._patient_until

@@ -23,14 +23,11 @@ _MPI_FILE = r" (/dev/shm/(?:mpich_shm_|sm_segment\.|vader_segment\.|Intel_MPI_)\
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a child process."""
-
     code: int | None  # -N: signal N; 127: it could not be started; None: the deadline passed
     output: str  # stdout and stderr together
     seconds: float
 
     def last_lines(self, count: int) -> list[str]:
-        """Return the last `count` lines of the output that are not empty."""
         lines = [line.rstrip() for line in self.output.splitlines()]
         return [line for line in lines if line][-count:]
 
@@ -122,13 +119,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def mpi_files_below(ancestors: Collection[int]) -> set[str]:
-    """Return the files of MPI's shared memory of these processes, and of those below them."""
     pids = _descendants(ancestors) if ancestors else []
     return {path for pid in pids for path in _mpi_files(pid)}
 
 
 def remove_files(paths: Iterable[str]) -> None:
-    """Remove those of the files that are still there."""
     for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)

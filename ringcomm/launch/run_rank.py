@@ -22,8 +22,6 @@ FAILED_BEFORE_MPI: Final = "failed-before-mpi"  # a rank did; others may wait fo
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a rank's call."""
-
     result: bytes = b""  # pickled; empty after an error
     error: str = ""  # the traceback
     reason: str = ""  # the error in one line
@@ -49,7 +47,6 @@ def main(folder: str) -> None:
 
 
 def report_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's report."""
     return folder / f"rank-{rank}"
 
 
@@ -63,7 +60,7 @@ def dumps() -> tuple[Callable[[Any], bytes], bool]:
 
 
 class _SendingError(TypeError):
-    """The call or the result cannot be sent between processes."""
+    pass
 
 
 def _loaded(call: bytes) -> Any:

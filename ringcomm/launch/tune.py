@@ -153,7 +153,6 @@ def _seconds(collective: str, name: str, x: Flat) -> float:
 
 
 def _printed(table: Table) -> str:
-    """Return the table as text, with a star at the fastest of each row."""
     lines = [f"{table.layout}, {table.implementation}, ringcomm {table.version}; us, float32"]
     for collective, rows in table.seconds.items():
         names = list(dict.fromkeys(name for row in rows.values() for name in sorted(row)))

@@ -58,7 +58,6 @@ def slurm_places(environ: Mapping[str, str], node: int | None = None) -> dict[st
 
 
 def say_place_as_srun_would(node: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set Slurm's variables for what reads them in this process; see slurm_places()."""
     environ.update(slurm_places(environ, node))
 
 
@@ -86,7 +85,6 @@ def _unescaped(argument: str) -> str:
 
 
 def main(folder: str, program: list[str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Replace this process by the program of its rank."""
     program = [_unescaped(each) for each in program]
     environ.update(places(environ))
     if "SLURM_JOB_ID" in environ:

@@ -35,7 +35,6 @@ def create_run_file(path: str | os.PathLike[str], flags: int = os.O_TRUNC) -> in
 
 
 def mark_children_of_this_rank(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Mark the processes that this rank starts from now on as its children, not ranks."""
     environ[RANK_PROCESS] = f"{os.getpid()} {_launch(environ)}"
 
 

@@ -16,7 +16,6 @@ from ringcomm.system_text import read_text
 
 
 def is_on(text: str) -> bool:
-    """Return True if the text of a variable means "on"."""
     return text.lower() in ("1", "true", "yes", "on")
 
 
@@ -108,7 +107,6 @@ def require_mpi_launcher(
 
 
 def command_for(size: int, *options: str, argv: Sequence[str] | None = None) -> str:
-    """Return the command that starts a program with this sys.argv on MPI's ranks."""
     words = sys.argv if argv is None else argv
     is_file = bool(words) and words[0] not in ("", "-c", "-m")
     program = words if is_file else ["train.py"]
@@ -126,7 +124,6 @@ def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
 def missing_of_torch(
     given: Container[str] = (), environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return the variables that torch's env:// needs, except those that are set or in `given`."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return [name for name in needed if not environ.get(name) and name.lower() not in given]
 

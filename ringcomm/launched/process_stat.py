@@ -56,7 +56,6 @@ class ProcessStat:
 
 
 def all_processes() -> Iterator[ProcessStat]:
-    """Yield the processes of this host, of all users."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             yield ProcessStat.of(int(pid))

@@ -31,7 +31,6 @@ class RankProcess:
 
     @classmethod
     def parse(cls, text: str) -> RankProcess | None:
-        """Return the process of a record; None if that is not whole."""
         match text.split():
             case [pid, host, start] if pid.isdigit() and start.isdigit():
                 return cls(int(pid), host, int(start))

@@ -181,7 +181,6 @@ def _release() -> str:
 
 
 def _is_absent(library: str, error: str) -> bool:
-    """Return True if dlopen's error says that the library is not there."""
     return error.startswith(f"{library}:") and "No such file or directory" in error
 
 
@@ -193,7 +192,6 @@ def _reason(error: BaseException) -> str:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return name -> version of those distributions that are installed."""
     found = {}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):

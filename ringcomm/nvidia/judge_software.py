@@ -24,8 +24,6 @@ OLDEST_CUDA: Final = 12000
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that this process may use."""
-
     name: str  # "NVIDIA H200"
     uuid: str  # the same in every process; if the GPU is divided (MIG), the instance's uuid
     nbytes: int
@@ -34,8 +32,6 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """NVIDIA's driver."""
-
     is_loaded: bool = False  # libcuda.so.1 is loaded
     error: str = ""  # why libcuda.so.1 cannot be loaded; "" if there is none
     release: str = ""  # release of the kernel module, "580.65.06"; "" if it is not known
@@ -77,18 +73,15 @@ class Stack:
 
     @property
     def is_absent(self) -> bool:
-        """True if there is no driver and no cupy, not even a broken one."""
         driver, cupy = self.driver, self.cupy
         has_cupy = cupy.version or cupy.error or _wheels(self, CUPY_WHEELS)
         return not (driver.is_loaded or driver.error or has_cupy)
 
     def pack(self) -> str:
-        """Return the form that is sent to another process."""
         return json.dumps(asdict(self))
 
     @classmethod
     def unpack(cls, packed: str) -> Stack:
-        """Return the stack that pack() packed."""
         facts = json.loads(packed)
         gpus = tuple(Gpu(**gpu) for gpu in facts["driver"]["gpus"])
         return cls(
@@ -101,8 +94,6 @@ class Stack:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is missing or wrong in the stack."""
-
     what: str
     remedy: str  # a command, or advice
 
@@ -310,7 +301,6 @@ def _install(stack: Stack) -> str:
 
 
 def _anew(wheels: Sequence[str], extra: str) -> str:
-    """Return the command that installs an extra instead of these wheels."""
     install = f"pip install 'ringcomm[{extra}]'"
     return f"pip uninstall -y {' '.join(wheels)} && {install}" if wheels else install
 
@@ -329,5 +319,4 @@ def _wheels(stack: Stack, names: Iterable[str]) -> list[str]:
 
 
 def version_numbers(version: str) -> list[int]:
-    """Return the first three numbers of a version, so that two versions can be compared."""
     return [int(digits) for digits in re.findall(r"\d+", version)[:3]]

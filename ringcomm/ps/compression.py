@@ -57,12 +57,10 @@ def spec_of(
 
 
 def push_codec(compression: Mapping[str, Any]) -> FramedCodec | None:
-    """Return the codec of pushes, by a table's spec."""
     return _from_json(compression.get("push"))
 
 
 def pull_codec(compression: Mapping[str, Any]) -> FramedCodec | None:
-    """Return the codec of pulls, by a table's spec."""
     return _from_json(compression.get("pull"))
 
 
@@ -87,5 +85,4 @@ def _from_json(data: Mapping[str, Any] | None) -> FramedCodec | None:
 
 
 def is_finite(x: Array) -> bool:
-    """Return True if x has no NaN or inf; in two fast passes."""
     return not x.size or bool(np.isfinite(x.min()) and np.isfinite(x.max()))

@@ -99,7 +99,6 @@ class EndOfTraining:
 
     @property
     def is_decided(self) -> bool:
-        """True unless it has begun to end, and the last call is not known yet."""
         return not self._is_asked or self._last is not None
 
     def begin(
@@ -165,7 +164,6 @@ class EndOfTraining:
             self._send(chief, Stop.AT if last else Stop.NOW, last)
 
     def on_frame(self, source: int, option: int, clock: int) -> None:
-        """Take a frame of Kind.STOP."""
         if option == Stop.COUNT:
             self._counts[source] = clock
             if self._heirs is not None and not self._workers:
@@ -184,7 +182,6 @@ class EndOfTraining:
             self._go_on_as_chief()
 
     def undecided(self, gone: Collection[int]) -> list[int]:
-        """Return the workers whose counts the chief awaits."""
         return [rank for rank in self._workers if rank not in self._counts and rank not in gone]
 
     def decide(self, gone: Collection[int]) -> None:

@@ -194,7 +194,6 @@ _evaluation: _Evaluation | None = None
 
 
 def is_marked() -> bool:
-    """Return True if a function is marked @ps.evaluator."""
     return _evaluation is not None
 
 

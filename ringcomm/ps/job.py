@@ -225,7 +225,6 @@ def _refuse_to_begin_again() -> None:
 
 
 def _role_text(layout: Layout, rank: int) -> str:
-    """Return the role for the status page: "server 0", "worker" or "evaluator"."""
     role = layout.role_of(rank)
     return f"server {layout.number_of(rank)}" if role == "server" else role
 
@@ -311,7 +310,6 @@ def _start(
 
 
 def _hear_of_values(current: Session, frame: Delivery) -> None:
-    """The chief has replaced the values of tables, or could not."""
     source, option = frame.source, frame.header.option
     hears = current.replaced if option in (NEWS, KNOWN) else current.refusals
     hears.on_frame(source, option)

@@ -110,7 +110,6 @@ def recut(spec: Spec, start: int, stop: int, pieces: Sequence[State]) -> State:
 
 
 def slots_by_element(updater: Updater) -> list[str]:
-    """Return the slots of a dense block that have a number per element, as State names them."""
     slots = updater.new_slots((2,))
     return [f"slot{k}" for k, slot in enumerate(slots) if slot.size == 2]
 

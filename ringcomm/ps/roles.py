@@ -119,7 +119,6 @@ class Layout:
 
     @property
     def standing_by(self) -> set[int]:
-        """The ranks that wait for a place, and live."""
         return {*self.waiting} - self.joined.keys() - self.dead
 
     @property
@@ -149,7 +148,6 @@ class Layout:
 
     @property
     def n_places(self) -> int:
-        """So many servers are to have partitions: all but the spares."""
         return len(self.servers) - self.spares
 
     @property
@@ -191,7 +189,6 @@ class Layout:
         return self.hosts.get(server, self.servers[server]) if self.hosts else self.servers[server]
 
     def ranks_of_servers(self) -> dict[int, int]:
-        """Return where each server that lives runs, by number: see rank_of()."""
         return {number: self.rank_of(number) for number in self.server_numbers}
 
     def address_of(self, server: int) -> int:
@@ -224,7 +221,6 @@ class Layout:
 
     @property
     def is_colocated(self) -> bool:
-        """True if servers live in the processes of workers."""
         return not set(self.servers).isdisjoint(self.workers)
 
 

@@ -62,7 +62,6 @@ class Segments:
         return bits[self.ids.start : self.ids.stop]
 
     def touched(self, within: slice) -> Mask:
-        """Return which have elements in a part of the block."""
         firsts, lasts = self._bounds[:-1], self._bounds[1:]
         touched: Mask = (firsts < within.stop) & (lasts > within.start)
         return touched
@@ -88,14 +87,12 @@ class Segments:
         return [each.reshape(1).copy() for each in self.scalars[run.segments.start]]
 
     def note(self, run: Run, scalars: list[Array]) -> None:
-        """A run has been updated."""
         self.steps[run.segments] += 1
         if scalars:
             self.scalars[run.segments] = np.concatenate(scalars)
 
     # --- as data --------------------------------------------------------------------------------
     def arrays(self) -> dict[str, Array]:
-        """Return them as arrays of a State."""
         ids = np.array(self.ids, np.int64)
         return {IDS: ids, STEPS: self.steps.copy(), SCALARS: self.scalars.copy()}
 

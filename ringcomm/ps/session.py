@@ -154,7 +154,6 @@ class Session:
         return me in self.layout.workers and bool(self.engine.watch.peers.survivable - {me})
 
     def memory(self, nbytes: int) -> Bytes:
-        """Return memory that this node maps, or ordinary memory where none is shared."""
         return memory_of(self.engine, nbytes)
 
     def memory_for(self, server: int, nbytes: int) -> Bytes:
@@ -189,7 +188,6 @@ class Session:
         return self.is_newcomer or self.is_evaluator
 
     def has_mode(self, *names: str) -> bool:
-        """Return True if this process has opened a table whose mode has one of these names."""
         return any(table.mode.name in names for table in [*self.tables.values()])
 
     def refuse_join(self) -> None:
@@ -373,7 +371,6 @@ def session() -> Session:
 
 
 def require_not_begun(what: str, why: str) -> None:
-    """Raise ConfigError if ps.init() has run already."""
     if (
         init_rank_size.is_initialized()
         and init_rank_size.engine().extensions.get(SESSION) is not None

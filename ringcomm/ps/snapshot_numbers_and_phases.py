@@ -21,5 +21,4 @@ def moment_number(rank: int, count: int = 0) -> int:
 
 
 def owner_of(number: int) -> int:
-    """Return the rank that owns a moment, or a pause."""
     return number >> 32

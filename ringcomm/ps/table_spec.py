@@ -74,12 +74,10 @@ class Spec:
         return math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the spec as of_json() reads it."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, data: dict[str, Any]) -> Spec:
-        """Return the spec that to_json() wrote."""
         mode = Mode(**data["mode"])
         tuples = {key: tuple(data.get(key, ())) for key in ("shape", "segments")}
         parts = tuple(
@@ -89,7 +87,6 @@ class Spec:
         return cls(**{**data, **tuples, "parts": parts, "mode": mode})
 
     def require_same(self, other: Spec, rank: int) -> None:
-        """Raise MismatchError if the spec of another rank differs."""
         mine, theirs = self.to_json(), other.to_json()
         for key, value in mine.items():
             if _text(value) == _text(theirs[key]):

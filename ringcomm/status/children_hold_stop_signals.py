@@ -35,7 +35,6 @@ _start_program: Any = util.spawnv_passfds
 
 
 def let_children_hold() -> None:
-    """Let the children of this rank hold stop signals, from now on."""
     let_forks_hold_stop_signals()
     _prepare_multiprocessing()
 

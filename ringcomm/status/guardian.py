@@ -26,8 +26,6 @@ _FOREVER_S = 1e9  # means "never" to the program
 
 @dataclass(frozen=True)
 class Ward:
-    """A rank to watch."""
-
     pid: int
     page_fd: int  # descriptor of its status page, in the rank's process
     nonce: int  # secret number in the page
@@ -36,7 +34,6 @@ class Ward:
 
     @property
     def argument(self) -> str:
-        """The argument of the program for this rank."""
         return ":".join(map(str, (self.pid, self.page_fd, self.nonce, *self.handed)))
 
 

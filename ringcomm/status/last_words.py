@@ -230,7 +230,6 @@ class _Exit(SystemExit):
 
     @property
     def code(self) -> Any:  # type: ignore[override]
-        """The argument of sys.exit()."""
         if _is_called_by_interpreter():
             code = self._status if isinstance(self._status, int) else 1
             self._on_real_exit(code, self._where)
@@ -257,7 +256,6 @@ def _ended_the_program(error: BaseException) -> bool:
 
 
 def _headline(error: BaseException) -> str:
-    """Return the error in one line, "ValueError: boom", even if its __str__ raises."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - the first error is more important

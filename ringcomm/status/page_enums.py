@@ -11,8 +11,6 @@ SPARE, RESERVE = "spare", "reserve"  # roles of processes without a place in an 
 
 
 class State(IntEnum):
-    """State of a rank."""
-
     STARTING = 0
     RUNNING = 1
     LEAVING = 2
@@ -20,16 +18,12 @@ class State(IntEnum):
 
 
 class OpState(IntEnum):
-    """State of the operation on the page."""
-
     IDLE = 0
     RUNNING = 1
     FAILED = 2
 
 
 class Ending(IntEnum):
-    """The way in which a rank ended."""
-
     NONE = 0
     EXCEPTION = 1
     SYS_EXIT = 2

@@ -85,7 +85,6 @@ def main_stack(text: str, main_thread: int) -> list[Frame]:
 
 
 def users_frame(frames: list[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's own files, else the innermost one."""
     paths = sysconfig.get_paths()
     foreign = tuple({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     package = str(Path(__file__).parents[1])

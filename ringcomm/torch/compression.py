@@ -25,9 +25,7 @@ class Compressor(Protocol):
         ...
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the received tensor in the original dtype."""
-        ...
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor: ...
 
 
 class _Cast:
@@ -44,7 +42,6 @@ class _Cast:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """Return the tensor in its original dtype."""
         return tensor if ctx is None else tensor.to(ctx)
 
 

@@ -22,7 +22,6 @@ def plan_elements(g: Group, name: str | None, x: Tensor) -> Plan[list[Tensor]]:
 
 
 def add_up(elements: Sequence[Tensor], shape: torch.Size, divisor: int) -> Tensor:
-    """Return the coalesced sum of the gathered elements, divided by `divisor`."""
     indices, values = elements
     total = torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=True).coalesce()
     return total if divisor == 1 else total / divisor

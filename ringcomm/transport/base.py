@@ -43,8 +43,6 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Died:
-    """The process of a rank has ended."""
-
     rank: int
     reason: str  # how it ended, in words
     blames: int  # the rank that failed first: `rank`, or another whose failure ended `rank`

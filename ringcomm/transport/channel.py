@@ -35,11 +35,7 @@ from ringcomm.transport.tags import DATA
 
 
 class PhaseRecorder(Protocol):
-    """Records the phases of an operation; see ringcomm.engine.progress.timeline."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that records its block as a phase."""
-        ...
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
 
     def span(self, name: str, begin_ns: int, end_ns: int) -> None:
         """Record a phase that is over; times are nanoseconds of the monotonic clock."""
@@ -65,8 +61,7 @@ class Until:
     def __init__(self, test: Callable[[], bool]) -> None:
         self.test = test
 
-    def cancel(self) -> None:
-        """Do nothing."""
+    def cancel(self) -> None: ...
 
 
 class Disagreement(Exception):
@@ -135,7 +130,6 @@ class Channel(Performer):
         return part
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that records its block on the timeline as `name`, such as "wait"."""
         return _UNSEEN if self._phases is None else self._phases.phase(name)
 
     def isend(self, data: Bytes, dest: int) -> Request:
@@ -262,7 +256,6 @@ class Channel(Performer):
             combine_at_once(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
 
     def tell(self, dest: int, kind: Kind, text: str = "", **fields: Any) -> None:
-        """Send a control message to a rank of the group."""
         self._watch.tell(self.members[dest], kind, text, **fields)
 
     async def hear(self, kind: Kind, key: int, source: int, round_: int = 0) -> Letter:

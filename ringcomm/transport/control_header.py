@@ -60,11 +60,9 @@ class Header(NamedTuple):
     round: int = 0  # number of a round of an agreement, or see Kind
 
     def pack(self, text: str = "") -> bytes:
-        """Return the bytes of the header, followed by the text."""
         return _FORMAT.pack(*self) + text.encode(errors="replace")
 
     @classmethod
     def unpack(cls, message: bytes) -> tuple[Header, str]:
-        """Return the header and the text that follows it."""
         kind, *others = _FORMAT.unpack_from(message)
         return cls(Kind(kind), *others), message[NBYTES:].decode(errors="replace")

@@ -95,11 +95,9 @@ class Watch:
         return self._left is not None
 
     def letter(self, kind: Kind, key: int, source: int, round_: int = 0) -> Letter:
-        """Return a Letter, which gets the next message of this kind about `key`."""
         return Letter(self._boxes, (kind, key, round_), source)
 
     def tell(self, dest: int, kind: Kind, text: str = "", **fields: Any) -> None:
-        """Send a control message to one rank."""
         self.transport.control(dest, self._pack(kind, text, **fields))
 
     def tell_all(self, kind: Kind, **fields: Any) -> None:
@@ -110,7 +108,6 @@ class Watch:
                 self.transport.control(rank, message)
 
     def announce_gave_up(self, gave_up: GaveUp) -> None:
-        """Announce that the deadline of this rank has passed."""
         self._announce(Fact(Kind.GAVE_UP, gave_up.text()))
         self.peers.note_gave_up(self.transport.rank, gave_up)
 

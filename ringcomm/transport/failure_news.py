@@ -93,7 +93,6 @@ class News:
         self._passed_on_at, self._pause_s = -math.inf, SOON_S
 
     def say(self, fact: Fact, now: float) -> None:
-        """Add a fact that comes from this rank."""
         is_goodbye = fact.kind is Kind.LEFT and self._rank not in self._left
         is_round = is_goodbye and not self._is_direct
         who = fact.about if fact.kind is Kind.FAILED else self._rank  # any rank may report FAILED
@@ -164,7 +163,6 @@ class News:
         return rank
 
     def due(self, now: float) -> list[Message]:
-        """Return the messages to send now."""
         if now < self.due_at:
             return []
         messages = [*self._goodbyes()]

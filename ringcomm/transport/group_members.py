@@ -39,7 +39,6 @@ class Members(Hashed):
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """The index of each member."""
         return {rank: place for place, rank in enumerate(self)}
 
     def __contains__(self, rank: object) -> bool:
@@ -47,7 +46,6 @@ class Members(Hashed):
 
     @functools.cached_property
     def others(self) -> tuple[int, ...]:
-        """All members but this rank."""
         return tuple(rank for rank in self if rank != self._rank)
 
     @functools.cached_property
@@ -55,7 +53,6 @@ class Members(Hashed):
         return {}
 
     def part(self, places: Sequence[int]) -> Members:
-        """Return the members at some indices."""
         key = places if isinstance(places, tuple) else tuple(places)
         if key not in self._parts:
             self._parts[key] = Members.of([self[p] for p in key], self._rank, self._nodes_of_job)

@@ -11,8 +11,6 @@ from ringcomm.transport.ranks_as_text import parts, ranges_of, ranks_in
 
 @dataclass(frozen=True)
 class Obstacle:
-    """The reason why an operation cannot complete."""
-
     rank: int  # the rank to blame
     reason: str  # how it failed or left
 
@@ -31,7 +29,6 @@ class GaveUp:
 
     @classmethod
     def of_text(cls, text: str) -> GaveUp:
-        """Read the wire form."""
         message, _, ranges = text.rpartition("\n")
         return cls(tuple(ranks_in(ranges)), message)
 
@@ -89,7 +86,6 @@ class PeerTable:
         self.has_lost = True
 
     def note_entered(self, rank: int, key: int) -> None:
-        """Note that `rank` has entered operation `key`."""
         self._entered.setdefault(key, set()).add(rank)
         self._elsewhere.get(key, {}).pop(rank, None)
 
@@ -109,7 +105,6 @@ class PeerTable:
         self.has_lost = True
 
     def forget(self, key: int) -> None:
-        """Forget operation `key`, which is over."""
         self._entered.pop(key, None)
         self._elsewhere.pop(key, None)
 
@@ -133,11 +128,9 @@ class PeerTable:
         return next((why for r, why in self.broken.items() if r in members), None)
 
     def quitter(self, members: Collection[int]) -> GaveUp | None:
-        """Return the error of the first of these ranks whose deadline passed."""
         return next((said for rank, said in self.gave_up.items() if rank in members), None)
 
     def missing(self, key: int, members: Collection[int]) -> list[int]:
-        """Return the `members` that have not announced that they entered operation `key`."""
         entered = self._entered.get(key, set())
         return [r for r in members if r != self.rank and r not in entered and r not in self.dead]
 
@@ -185,10 +178,8 @@ class PeerTable:
 
     @property
     def are_all_gone(self) -> bool:
-        """True once all other ranks have left or died."""
         return len(self._gone) == self.size - 1
 
     @property
     def still_here(self) -> list[int]:
-        """The other ranks that have neither left nor died."""
         return [r for r in range(self.size) if r != self.rank and r not in self._gone]

@@ -74,8 +74,7 @@ class Performer(ABC):
         """Return `count` uninitialised elements of like's dtype, alive while the algorithm runs."""
 
     @abstractmethod
-    def copy(self, out: Flat, x: Flat) -> None:
-        """Set out to x."""
+    def copy(self, out: Flat, x: Flat) -> None: ...
 
     @abstractmethod
     def combine(self, total: Flat, x: Flat, op: Reduction) -> None:
@@ -90,7 +89,6 @@ class Performer(ABC):
         """Set out to ((sources[0] op sources[1]) op ...) / divisor, rounded once."""
 
     async def exchange(self, data: Bytes, dest: int, out: Bytes, source: int) -> None:
-        """Send to one rank while receiving from another; return when both are done."""
         await self.wait(self.irecv(out, source), self.isend(data, dest))
 
     def finish(self, total: Flat, op: Reduction, size: int) -> None:

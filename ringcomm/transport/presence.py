@@ -244,7 +244,6 @@ class Presence:
         return self._neighbours.fileno()
 
     def wards(self) -> list[Ward]:
-        """Return the ranks of this node, for a guardian to watch."""
         me = self._offer
         others = [self._neighbours[number].ward() for number in self._neighbours.ranks]
         return [Ward(me.pid, me.page, me.nonce), *others]
@@ -254,7 +253,6 @@ class Presence:
         self._neighbours.close_handed()
 
     def label(self, number: int) -> str:
-        """Return the host and the pid of a process: "host a, pid 4711"."""
         place = self.places[number]
         return f"host {text_of(place['host'])}, pid {place['pid']}"
 
@@ -286,7 +284,6 @@ class Presence:
         return _failed_in(self.lines[0].control) if self.is_fault_tolerant else []
 
     def where_is(self, number: int) -> str:
-        """Return the file and line at which a rank of this node is; "" if that is not known."""
         if number not in self._neighbours:
             return ""
         return where_is(self._neighbours[number].page.snapshot())
@@ -297,7 +294,6 @@ class Presence:
         return frozenset(self._neighbours.ranks) - self._ended
 
     def is_at_end(self, number: int) -> bool:
-        """Return True if the program of another process of this node is over."""
         return self._neighbours[number].page.snapshot()["state"] in (State.LEAVING, State.LEFT)
 
     def _note_end(self, number: int) -> None:
@@ -319,7 +315,6 @@ class Presence:
         self.deaths.append(Died(number, how_it_ended(last_words), blames))
 
     def _kill(self, number: int) -> None:
-        """Kill a process of this host that hangs."""
         if number == self.number or number in self._ended or number not in self._neighbours:
             return
         pid = self._neighbours[number].offer.pid

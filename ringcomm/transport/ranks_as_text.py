@@ -33,13 +33,11 @@ def parts(ranges: str, nbytes: int) -> Iterator[str]:
 
 
 def ranks_in(ranges: str) -> list[int]:
-    """Return the ranks of a result of ranges_of()."""
     bounds = [each.partition("-") for each in ranges.split(",") if each]
     return [rank for a, _, b in bounds for rank in range(int(a), int(b or a) + 1)]
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """Return the ranks as text: "0, 1, 3", or "0-15, 17" if there are many ranks."""
     if len(ranks) <= _LISTED_MAX:
         return ", ".join(map(str, ranks))
     shown = list(map(_range_text, runs(ranks)))

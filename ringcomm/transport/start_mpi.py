@@ -41,8 +41,6 @@ _FUNCTIONS = (
 
 @dataclass(frozen=True)
 class Started:
-    """Result of start_mpi()."""
-
     mpi: Any  # the module mpi4py.MPI
     was_early: bool  # MPI was initialised before ringcomm could set it up
     settings: list[str]  # variables that were set, as NAME=VALUE; too late if was_early
@@ -78,7 +76,6 @@ def start_mpi() -> Started:
 
 
 def require_running(mpi: Any) -> None:
-    """Raise ConfigError if MPI was finalized: it cannot be started again."""
     if mpi.Is_finalized():
         raise ConfigError(
             "ringcomm.init: MPI_Finalize was called in this process, and MPI cannot start again. "

@@ -16,8 +16,6 @@ _N_RECEIVES: Final = 8  # posted at a time: MPI copies a message twice if it fin
 
 
 class ShortMessage(NamedTuple):
-    """A message that has arrived."""
-
     source: int
     data: bytes
 
@@ -109,11 +107,9 @@ class ShortMessages:
 
     @property
     def n_unsent(self) -> int:
-        """Number of messages that are still being sent."""
         return len(self._unsent)
 
     def close(self) -> None:
-        """Cancel the receives."""
         for request, _ in self._receives:
             request.Cancel()
             request.Wait()

@@ -45,6 +45,5 @@ allreduce_ = allreduce_of(reduce_scatter_, allgather_)
 
 
 def _stretches(x: Flat, parts: list[slice], first: int, n_chunks: int) -> list[Flat]:
-    """Return n_chunks chunks from `first` on, in two pieces if they pass the end of x."""
     runs = cyclic_runs(first, n_chunks, len(parts))
     return [x[parts[run[0]].start : parts[run[-1]].stop] for run in runs]

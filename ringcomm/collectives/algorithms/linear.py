@@ -20,7 +20,6 @@ async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: P
 
 
 async def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: Performer) -> None:
-    """Fill every rank's `out` with its part of root's x."""
     if t.rank != root:
         await t.wait(t.irecv(out.bytes, root))
         return
@@ -42,7 +41,6 @@ async def alltoall_(
 
 
 async def alltoall_counts(counts: list[int], t: Performer) -> list[int]:
-    """Send counts[r] to each rank r; return the numbers that the ranks sent to this one."""
     mine, theirs = (Flat(np.empty(8 * t.size, np.uint8), DTYPES["int64"]) for _ in range(2))
     mine.bytes.view(np.int64)[:] = counts
     one_each = consecutive([1] * t.size)

@@ -69,7 +69,6 @@ async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
 
 @live
 async def broadcast_(x: Flat, root: int, t: Channel) -> None:
-    """Replace x on every rank by root's x."""
     if t.rank == root:
         await t.copy_in_node(x.bytes, [])
     else:
@@ -88,7 +87,6 @@ async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: C
 
 @live
 async def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: Channel) -> None:
-    """Fill every rank's `out` with its part of root's x."""
     if t.rank != root:
         begin = parts[t.rank].start * out.dtype.itemsize
         await t.copy_in_node(_NOTHING, [(root, begin, out.bytes)])
@@ -102,7 +100,6 @@ async def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: 
 async def alltoall_(
     x: Flat, sent: list[slice], out: Flat, received: list[slice], t: Channel
 ) -> None:
-    """Send x[sent[r]] to each rank r, and receive out[received[r]] from it."""
     begins = await alltoall_counts([part.start * x.dtype.itemsize for part in sent], t)
     ranks = (t.rank, *_others(t))
     await t.copy_in_node(x.bytes, [(r, begins[r], out[received[r]].bytes) for r in ranks])
@@ -110,7 +107,6 @@ async def alltoall_(
 
 @live
 async def alltoall_counts(counts: list[int], t: Channel) -> list[int]:
-    """Send counts[r] to each rank r; return the numbers that the ranks sent to this one."""
     theirs = np.empty(t.size, np.int64)
     pulls = [(r, 8 * t.rank, theirs[r : r + 1].view(np.uint8)) for r in range(t.size)]
     await t.copy_in_node(np.array(counts, np.int64).view(np.uint8), pulls)
@@ -118,7 +114,6 @@ async def alltoall_counts(counts: list[int], t: Channel) -> list[int]:
 
 
 def _kernel(x: Flat, t: Channel, op: Op) -> tuple[int, int, int]:
-    """Return operator, dtype and divisor, the arguments of the kernels."""
     return op.kernel, x.dtype.kernel, op.divisor(t.size)
 
 

@@ -39,8 +39,6 @@ def allreduce_of(
     reduce_scatter_: Callable[..., Coroutine[Any, Any, Flat]],
     allgather_: Callable[..., Coroutine[Any, Any, None]],
 ) -> Callable[..., Coroutine[Any, Any, None]]:
-    """Return the allreduce that consists of these two phases."""
-
     async def allreduce_(x: Flat, t: Performer, op: Op = SUM) -> None:
         """Replace x by its reduction over all ranks; all ranks get the same bits.
 

@@ -70,12 +70,10 @@ async def _flow(moves: Iterable[Move], ahead: int, ring: Performer) -> None:
 
 
 def _ring(x: Flat, parts: list[slice], t: Performer) -> tuple[Performer, list[list[Flat]]]:
-    """Return the ranks as a ring, host by host, and the chunks' segments in ring order."""
     order = host_order(t.nodes)
     return t.among(order), cut(x, [parts[rank] for rank in order], t)
 
 
 def _segments(cuts: list[list[Flat]], steps: Iterable[Step]) -> Iterator[tuple[Flat, Flat]]:
-    """Yield, step by step, each segment to send and the segment to receive meanwhile."""
     for step in steps:
         yield from zip(cuts[step.send], cuts[step.receive], strict=True)

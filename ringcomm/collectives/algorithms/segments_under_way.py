@@ -16,7 +16,6 @@ AHEAD = (
 
 
 def cut(x: Flat, parts: list[slice], t: Performer) -> list[list[Flat]]:
-    """Return the segments of each chunk, the same number for all; see segment_count()."""
     longest = max(part.stop - part.start for part in parts) * x.dtype.itemsize
     n = segment_count(longest, t.nodes)
     return [[x[part][each] for each in chunks(x[part].count, n)] for part in parts]
@@ -31,15 +30,12 @@ class Pipeline:
         self._steps: deque[tuple[list[Request], Callable[[], None] | None]] = deque()
 
     async def make_room(self) -> None:
-        """Return when another step may be started."""
         await self._shorten(self._depth - 1)
 
     def put(self, requests: list[Request], when_complete: Callable[[], None] | None = None) -> None:
-        """Add a step that has been started, and a function to be called when it is complete."""
         self._steps.append((requests, when_complete))
 
     async def drain(self) -> None:
-        """Return when all steps are complete."""
         await self._shorten(0)
 
     async def _shorten(self, length: int) -> None:

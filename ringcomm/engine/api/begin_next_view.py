@@ -75,7 +75,6 @@ def heal(error: RingcommError) -> bool:
 
 
 def ranks_to_stay(n: int) -> int:
-    """Return how many of n ranks stay if the next view begins now, as far as this rank knows."""
     world = current()
     return n if world is None or world.membership is None else min(n, world.membership.state.size)
 
@@ -224,19 +223,16 @@ def await_streams() -> None:
 
 
 def announce_leave(world: World) -> None:
-    """Tell the membership that this rank begins no operation any more: others heal without it."""
     if world.membership is not None:
         world.membership.handle(Leave())
 
 
 def withdraw(world: World) -> None:
-    """Tell the other ranks that this one takes part no more, so that nobody waits for it."""
     if world.membership is not None:
         world.membership.handle(Withdraw())
 
 
 def elastic_world() -> tuple[World, MembershipService]:
-    """Return the world of this process, which is elastic."""
     world = current()
     assert world is not None
     assert world.membership is not None
@@ -270,7 +266,6 @@ def _refuse_if_others_end(membership: MembershipService) -> None:
 
 
 def clear_memory(world: World, membership: MembershipService) -> None:
-    """Do what the action Clear asks for."""
     membership.must_clear = False
     if world.transport.node is not None:
         world.transport.node.clear_all()
@@ -278,7 +273,6 @@ def clear_memory(world: World, membership: MembershipService) -> None:
 
 
 def in_next_view(world: World, membership: MembershipService) -> World:
-    """Return the world of this rank in the view that was agreed on."""
     from ringcomm.transport.mpi import MpiTransport
 
     view, presence = membership.state.view, world.presence

@@ -50,7 +50,6 @@ class Request(NamedTuple, Generic[R]):
         return engine().execute(kind + mark, name, lambda g: plan(g, name, *args, **form), group)
 
     def start(self, mark: str = "", **form: bool) -> Handle[R]:
-        """Begin the operation; see execute()."""
         kind, name, group, plan, args, _ = self
         return engine().start(kind + mark, name, lambda g: plan(g, name, *args, **form), group)
 
@@ -107,7 +106,6 @@ def started(form: Callable[P, R]) -> Callable[P, Handle[R]]:
 def require_arguments(
     form: Callable[..., Any], error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise a TypeError that names the form if `error` comes from arguments that do not fit."""
     if error.__traceback__ is None or error.__traceback__.tb_next is not None:
         return
     try:
@@ -157,7 +155,6 @@ def complete_doc(function: Callable[..., Any], common: Mapping[str, str]) -> str
 
 
 def _in_place_doc(doc: str | None, summary: str, returns: str) -> str | None:
-    """Return the docstring with another summary and result."""
     if doc is None:
         return None
     arguments, _, tail = doc[doc.index("Args:") :].partition("\n\nReturns:\n")

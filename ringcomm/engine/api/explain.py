@@ -140,7 +140,6 @@ def _explain_gpu(current: EngineContext, group: Group) -> GpuExplanation:
 
 
 def bytes_text(nbytes: int) -> str:
-    """Return a number of bytes as text, such as "64 KiB"."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"

@@ -214,8 +214,6 @@ class _Flushing:
 
 
 class _Scalars:
-    """Passes values to a function add(name, value, step)."""
-
     def __init__(self, add: Callable[[str, float, int], object]) -> None:
         self._add, self._next = add, 0
 
@@ -301,7 +299,6 @@ class _File:
 
 
 def _write_line(rank: int, step: int | None, values: Mapping[str, float]) -> None:
-    """Append a JSON object to the rank's file."""
     file = _file(os.getpid(), rank)
     if file is None:
         return

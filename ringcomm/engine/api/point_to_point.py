@@ -122,7 +122,6 @@ def sendrecv(
 
 
 def _require_apart(x: Array, out: Array) -> None:
-    """Raise ValueError if receiving into `out` would overwrite x."""
     if device_adapter_for(x) is not None or device_adapter_for(out) is not None:
         return
     sent, received = adapter_for(x), adapter_for(out)
@@ -172,8 +171,6 @@ def _start(conversation: _Conversation, timeout_s: float | None) -> Handle[Any]:
 
 @dataclass(frozen=True)
 class _Side:
-    """This rank's side of a message."""
-
     group: Group  # in which ranks are numbered
     mailbox: int  # 64 bits that identify the group and the tag
     adapter: AnyAdapter  # of the array that is sent or received
@@ -182,7 +179,6 @@ class _Side:
 
     @classmethod
     def of(cls, x: Array, tag: int, group: Group | None, *, by_count: bool) -> _Side:
-        """Check tag and group, and return the side of a message whose array is x."""
         current = engine()
         group = current.groups.or_default(group)
         ledger = group.ledger_for(current)
@@ -192,7 +188,6 @@ class _Side:
         return cls(group, mailbox, on_gpu or adapter_for(x), staging, by_count)
 
     def outline(self, x: Array) -> str:
-        """Return dtype and shape, such as "float32 (2, 3)"."""
         shape = self.adapter.shape(x)
         if self.by_count:
             shape = (math.prod(shape),)
@@ -203,7 +198,6 @@ class _Side:
         return call if self.group.ledger.context == 0 else f"{call} of {self.group!r}"
 
     def channel(self, task: Task, serial: int) -> Channel:
-        """Return a channel for the sender's serial-th conversation."""
         watch = self.group.engine.watch
         channel = Channel(
             watch,
@@ -220,7 +214,6 @@ class _Side:
 def _sender(
     x: Array, dest: int, tag: int, group: Group | None, *, by_count: bool = False
 ) -> _Conversation:
-    """Check the arguments of a send(), and return its conversation."""
     x = arrived(x)
     adapter = any_adapter_for(x)
     adapter.dtype(x)  # refuses an array without memory before it is copied
@@ -239,7 +232,6 @@ def _sender(
 def _receiver(
     out: Array, source: int, tag: int, group: Group | None, *, by_count: bool = False
 ) -> _Conversation:
-    """Check the arguments of a recv(), and return its conversation."""
     out = arrived(out)
     side = _Side.of(out, tag, group, by_count=by_count)
     try:

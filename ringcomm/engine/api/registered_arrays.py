@@ -94,7 +94,6 @@ def zeros(
 def on_gpu(
     current: EngineContext, dtype: DType, shape: tuple[int, ...], adapter: DeviceAdapter, index: int
 ) -> Array:
-    """Return a registered array of the adapter's library on GPU `index`; see empty()."""
     nbytes = math.prod(shape) * dtype.itemsize
     memory = device_executor().allocate(current, adapter, index, nbytes)
     span = Span(memory.address, math.prod(shape), dtype, memory.owner)

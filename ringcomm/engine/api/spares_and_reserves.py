@@ -127,7 +127,6 @@ def request_size(n: int) -> None:
 
 
 def _show_idle(world: World) -> None:
-    """Show that this process, which may have been a rank before, is in no operation."""
     page = world.transport.page
     page.set_role(SPARE)
     page.set_state(State.STARTING)
@@ -145,7 +144,6 @@ class _Orphans:
         self._since = math.inf
 
     def check(self, state: Membership) -> None:
-        """Raise RingcommError if all ranks are lost for a while, and have not left in order."""
         now = time.monotonic()
         self._since = min(self._since, now) if state.is_orphaned else math.inf
         if now > self._since + _LAST_WORDS_S:

@@ -95,7 +95,6 @@ def table_path(settings: Settings, layout: str, implementation: str) -> Path | N
 
 
 def _problem(table: Table, layout: str, implementation: str) -> str:
-    """Return why a table cannot be used here, "" if it can."""
     found = (table.layout, table.implementation, f"ringcomm {table.version}")
     here = (layout, implementation, f"ringcomm {__version__}")
     pairs = zip(found, here, strict=True)

@@ -41,7 +41,6 @@ class World:
 
     @property
     def presence(self) -> Presence:
-        """This process in its job."""
         return self.transport.presence
 
     @property
@@ -92,24 +91,20 @@ _world: World | None = None
 
 
 def current() -> World | None:
-    """Return the world of this process; None before init()."""
     return _world
 
 
 def is_outside() -> bool:
-    """Return True if this process has no place in the job."""
     return _world is not None and _world.is_outside
 
 
 def enter(world: World | None) -> None:
-    """Set the world of this process, and with it the engine; None: remove both."""
     global _world  # noqa: PLW0603 - one per process, as in MPI
     _world = world
     current_engine.serve_process(None if world is None else world.engine)
 
 
 def engine_for(transport: MpiTransport, settings: Settings) -> Engine:
-    """Return a new engine for the view of a transport."""
     topology = topology_of(transport.places, transport.rank)
     engine = Engine(transport, settings, topology, transport.page)
     presence, members = transport.presence, transport.view.members
@@ -149,7 +144,6 @@ def stay_outside(world: World) -> None:
 
 
 def topology_of(places: NDArray[Any], rank: int) -> Topology:
-    """Return the place of a rank among the ranks of its host, and of that host among the hosts."""
     me = places[rank]
     peers = sorted(set(places["machine"][places["local_rank"] == me["local_rank"]].tolist()))
     cross_rank = peers.index(me["machine"])

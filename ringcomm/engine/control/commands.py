@@ -40,7 +40,6 @@ class Command:
 
     @property
     def text(self) -> str:
-        """The words that parse() reads."""
         what = {
             "scale": str(self.n),
             "set": f"{self.name}={self.value}",

@@ -14,8 +14,6 @@ from ringcomm.transport.base import Transport
 
 
 class ControlledEngine(Driving, Protocol):
-    """An engine whose rank takes commands; see Engine."""
-
     job_rank: int
     page: StatusPage | None
     settings: Settings
@@ -24,5 +22,4 @@ class ControlledEngine(Driving, Protocol):
     groups: Groups
     extensions: Extensions
 
-    def note_step(self, step: int) -> None:
-        """See Engine."""
+    def note_step(self, step: int) -> None: ...

@@ -10,17 +10,13 @@ from typing import Any, Protocol
 
 
 class LiveParameters(Protocol):
-    """Parameters of the program; see rc.Params."""
-
     def read(self, name: str, text: str) -> Any:
         """Return the value that a text means. Raises ValueError; KeyError: not a live one."""
 
-    def take(self, name: str, value: Any) -> None:
-        """Change a parameter."""
+    def take(self, name: str, value: Any) -> None: ...
 
     @property
-    def live_names(self) -> list[str]:
-        """The names of those that may change."""
+    def live_names(self) -> list[str]: ...
 
 
 def _refuse_to_scale(n: int) -> None:

@@ -30,11 +30,9 @@ class Answer:
     tell: Callable[[str], None]
 
     def give(self, what: str) -> None:
-        """Tell that the command was taken."""
         self.tell(f"ok {what} after step {self.step}")
 
     def refuse(self, why: str) -> None:
-        """Tell that it could not be carried out."""
         self.tell(f"no {why} (after step {self.step})")
 
 

@@ -27,8 +27,6 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Note:
-    """A message to one rank about a round."""
-
     dest: int
     phase: Phase
     key: int
@@ -60,7 +58,6 @@ class Rounds:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not promised to this one."""
         mine = [e for k, e in self._rounds.items() if k >> 32 == self._me and e.target is None]
         return sorted({r for each in mine for r in each.members if r not in each.promises})
 
@@ -71,22 +68,18 @@ class Rounds:
 
     @property
     def has_due(self) -> bool:
-        """True if take_due() would return a command."""
         return not self.must_hold and any(
             each.target is not None and each.target <= self._completed
             for each in self._rounds.values()
         )
 
     def knows(self, text: str) -> bool:
-        """Return True if this command is under way."""
         return any(each.text == text for each in self._rounds.values())
 
     def enter(self, completed: int) -> None:
-        """Note that this rank has completed so many steps, and stands at the boundary."""
         self._completed, self._is_at_boundary = completed, True
 
     def leave(self) -> bool:
-        """Begin the next step and return True; False if a step is to be agreed on or one is due."""
         if self._rounds and (self.must_hold or self.has_due):
             return False
         self._is_at_boundary = False

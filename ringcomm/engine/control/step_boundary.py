@@ -58,7 +58,6 @@ class Control:
         engine.watch.listeners[Kind.CONTROL] = self._hear
 
     def complete_step_of(self, program: object) -> None:
-        """Count a step of rc.step(), and come to its boundary."""
         self._n_own_steps += 1
         if self._owner() in (None, program):
             self._engine.note_step(self._program.n_before + self._n_own_steps)
@@ -123,7 +122,6 @@ class Control:
         return True
 
     def _leave(self) -> bool:
-        """Begin the next step, unless there is something to do here."""
         if self.is_paused or self._has_mail:
             return False
         with self._lock:
@@ -210,7 +208,6 @@ class Control:
 
     @property
     def _gone(self) -> Collection[int]:
-        """The ranks that have left, and those that died and without which this view goes on."""
         peers = self._engine.watch.peers
         return {*peers.left, *(peers.dead.keys() & peers.survivable)}
 

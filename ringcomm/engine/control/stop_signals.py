@@ -47,17 +47,14 @@ class StopSignals:
             self._tell_others(members, Phase.READY)
 
     def release(self) -> None:
-        """Catch them no more."""
         if self._is_armed:
             release_stop_signals()
 
     @property
     def has_come(self) -> bool:
-        """True if this rank has to propose that the job stops."""
         return self._is_armed and not self._is_taken and (self._is_asked or stop_signal() != 0)
 
     def take(self) -> bool:
-        """Return True, once, if this rank has to propose that the job stops."""
         if not self.has_come:
             return False
         self._is_taken = True
@@ -65,7 +62,6 @@ class StopSignals:
         return True
 
     def tell_of_stop(self, members: Collection[int]) -> None:
-        """Tell the ranks that take no commands that those that do, the members, have stopped."""
         self._tell_others(members, Phase.STOPPED)
 
     def hear(self, source: int, phase: Phase) -> None:

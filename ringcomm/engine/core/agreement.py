@@ -76,7 +76,6 @@ async def mismatch(
 
 
 async def gather_counts(count: int, t: Channel) -> list[int]:
-    """Return every rank's count."""
     counts = np.zeros(t.size, np.int64)
     counts[t.rank] = count
     whole = Flat(counts.view(np.uint8), DTYPES["int64"])
@@ -85,7 +84,6 @@ async def gather_counts(count: int, t: Channel) -> list[int]:
 
 
 async def gather_bytes(mine: bytes, t: Channel) -> list[bytes]:
-    """Return every rank's bytes, in rank order."""
     return await _gathered(mine, consecutive(await gather_counts(len(mine), t)), t)
 
 
@@ -113,5 +111,4 @@ async def broadcast_bytes(packed: bytes, root: int, t: Channel) -> bytes:
 
 
 def node_or(otherwise: Any, t: Channel) -> Any:
-    """Return `node`, the algorithms in shared memory, if all ranks share it, else `otherwise`."""
     return otherwise if t.meeting is None else node

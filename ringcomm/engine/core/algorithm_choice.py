@@ -37,7 +37,6 @@ class Selection:
         self._announced: set[tuple[str, str, str]] = set()
 
     def choice(self, case: Case) -> Choice:
-        """Return the algorithm for `case`, and why."""
         return choose(case, self.forced.get(case.collective), self.table)
 
     def algorithm(

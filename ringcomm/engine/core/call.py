@@ -35,7 +35,6 @@ class Call:
 
     @functools.cached_property  # packing and hashing take 15 us
     def fingerprint(self) -> int:
-        """A 64-bit digest of the call."""
         return int.from_bytes(_digest(self.pack(), 8), "little")
 
     def pack(self, *, whole: bool = False) -> bytes:
@@ -52,7 +51,6 @@ class Call:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Call:
-        """Return the call that pack() has encoded."""
         fields = json.loads(packed)
         for key in ("shape", "settings"):
             if fields[key] is not None:
@@ -65,7 +63,6 @@ class Call:
         return cls(**fields)
 
     def label(self, sequence: int) -> str:
-        """Return "allreduce[layer3.weight]", or "allreduce #12" for an unnamed call."""
         return f"{self.kind} #{sequence}" if self.name is None else f"{self.kind}[{self.name}]"
 
 
@@ -121,7 +118,6 @@ def _digest(data: bytes, nbytes: int) -> bytes:
 
 
 def are_wrong_alike(calls: Sequence[Call]) -> bool:
-    """Return True if all ranks make one call, and each has an error of its own, of one type."""
     if any(call.error is None for call in calls):
         return False
     kinds = {(call.kind, call.name, (call.error or "").partition(":")[0]) for call in calls}
@@ -195,7 +191,6 @@ def _sides(calls: Sequence[Call], field: str, sequence: int, ranks: Sequence[int
 
 
 def _deeds(calls: Sequence[Call], values: Sequence[str]) -> list[str]:
-    """Return "sent VALUE" for each rank, or "would receive VALUE" if the root alone sends."""
     has_root = calls[0].kind.startswith(("broadcast", "scatter"))
     root = calls[0].root if has_root else None
     return [
@@ -280,5 +275,4 @@ def shape_text(shape: tuple[int | None, ...] | None) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0, 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"

@@ -44,7 +44,6 @@ class Completion:
         self._has_warned_of_names = False
 
     def result_of(self, task: Task | CompletedTask, timeout_s: float | None = None) -> Any:
-        """Return the result of a task; see Handle.wait()."""
         if timeout_s is not None and not (hasattr(timeout_s, "__float__") and timeout_s >= 0):
             raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds >= 0")
         if not task.is_over:

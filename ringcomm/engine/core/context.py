@@ -55,7 +55,6 @@ class EngineContext:
         self.extensions = Extensions(self.pending, self.progress)
 
     def shared_memory(self, nbytes: int) -> Bytes | None:
-        """Return memory that the ranks of this node map, None if they share none."""
         self.state.require_own_process()
         node = self.transport.node
         return None if node is None else node.empty(nbytes)
@@ -66,6 +65,5 @@ class EngineContext:
         return (0, 0, 0) if node is None else node.memory.usage()
 
     def note_step(self, step: int) -> None:
-        """Write the number of completed training steps to the status page."""
         if self.page is not None:
             self.page.set_step(step)

@@ -29,12 +29,10 @@ def engine() -> Any:
 
 
 def has_engine() -> bool:
-    """Return True if engine() would return an engine."""
     return _of_thread.engine is not None or _of_process is not None
 
 
 def serve_process(engine: Any) -> None:
-    """Set the engine of all threads; None: remove it."""
     global _of_process  # noqa: PLW0603 - one per process, as in MPI
     _of_process = engine
 

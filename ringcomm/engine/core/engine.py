@@ -62,12 +62,10 @@ class Engine(EngineContext):
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the default group."""
         return self.groups.default.index
 
     @property
     def size(self) -> int:
-        """Number of ranks in the default group."""
         return self.groups.default.size
 
     def execute(
@@ -250,7 +248,6 @@ class Engine(EngineContext):
         return task
 
     def _is_one_step(self, plan: Plan[Any], entered: _Submission) -> bool:
-        """Return True if the plan is a single step that can be taken now."""
         team, ticket = entered.group.team, entered.ticket
         if plan.step is None or team is None:
             return False

@@ -18,8 +18,6 @@ from ringcomm.transport.node.shared_memory import NodeTeam
 
 
 class ShortAllreduce(Protocol):
-    """Carries out the short calls of a group; see ringcomm.engine.executors.short_allreduce."""
-
     def allreduce_(self, x: Any, op: Op, timeout_s: float | None = None) -> bool:
         """Reduce x in place and return True; if that needs a plan, only return False."""
 

@@ -20,8 +20,6 @@ class Extension(Generic[T]):
 
 
 class Closer(Protocol):
-    """Frees something when the engine closes."""
-
     def __call__(self, *, is_clean: bool) -> None:
         """Free the thing. `is_clean`: all ranks close, and no operation is under way."""
 
@@ -46,20 +44,16 @@ class Extensions:
         self._view_checks: list[Callable[[str], None]] = []
 
     def get(self, key: Extension[T]) -> T | None:
-        """Return the object under this key, or None."""
         return self._kept.get(key)
 
     def keep(self, key: Extension[T], value: T) -> None:
-        """Keep an object as long as the engine lives; replace the one under this key."""
         self._kept[key] = value
 
     def get_or_keep(self, key: Extension[T], value: T) -> T:
-        """Return the object under this key; keep `value` there if there is none yet."""
         kept: T = self._kept.setdefault(key, value)
         return kept
 
     def drop(self, key: Extension[T]) -> None:
-        """Remove the object under this key."""
         self._kept.pop(key, None)
 
     def check_joins(self, check: Callable[[], None]) -> None:
@@ -67,7 +61,6 @@ class Extensions:
         self._join_checks.append(check)
 
     def require_join(self) -> None:
-        """Raise the error of a layer to whose operations join() does not extend."""
         for check in self._join_checks:
             check()
 
@@ -79,12 +72,10 @@ class Extensions:
         self._view_checks.append(check)
 
     def require_view(self, what: str) -> None:
-        """Raise the error of a layer that cannot leave this engine for that of another view."""
         for check in self._view_checks:
             check(what)
 
     def add_service(self, service: Service) -> None:
-        """Poll a service as long as the engine lives."""
         self._progress.attach(service)
 
     def follow_up(
@@ -120,7 +111,6 @@ class Extensions:
         self._entered.pop(base, None)
 
     def has_entered(self, base: int, number: int) -> bool:
-        """Return True if a function of add_entered() says that this rank entered the operation."""
         return base in self._entered and self._entered[base](number)
 
     def add_waits(self, waits_in: Callable[[], str]) -> None:
@@ -128,7 +118,6 @@ class Extensions:
         self._waits.append(waits_in)
 
     def waits_in(self) -> str:
-        """Return the label of a call of another layer in which this rank waits, or ""."""
         return next(filter(None, (waits_in() for waits_in in self._waits)), "")
 
     def before_leaving(self, goodbye: Callable[[], None]) -> None:
@@ -149,7 +138,6 @@ class Extensions:
         self._with_groups.append(free)
 
     def end_group(self, group_id: int) -> None:
-        """Call the functions of free_with_groups()."""
         for free in self._with_groups:
             free(group_id)
 
@@ -158,7 +146,6 @@ class Extensions:
         self._closers.append(closer)
 
     def close(self, *, is_clean: bool) -> None:
-        """Call the closers, the last one first."""
         while self._closers:
             self._closers.pop()(is_clean=is_clean)
         self._entered.clear()

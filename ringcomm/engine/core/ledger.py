@@ -30,7 +30,6 @@ class Ticket:
 
     @property
     def key(self) -> int:
-        """64 bits that identify the operation."""
         return (self.base + self.number * _ODD) % (1 << 64)
 
 
@@ -109,14 +108,12 @@ class Ledger:
         return Ticket(name, entry.base, entry.number)
 
     def next_ticket(self, name: str) -> Ticket:
-        """Return the ticket that enter() would return for a name that is not pending."""
         entry = self._entries.get(name)
         if entry is None:
             return Ticket(name, base_of(self.group_id, name), 0)
         return Ticket(name, entry.base, entry.number + 1)
 
     def require_free(self, name: str | None) -> None:
-        """Raise ValueError if an operation of this name is pending."""
         if name in self._pending:
             raise ValueError(
                 f"an operation named {name!r} is pending on this rank: wait for its handle first, "
@@ -124,25 +121,21 @@ class Ledger:
             )
 
     def take_place(self) -> int:
-        """Return the next place, for an unnamed operation that begins on this rank."""
         place = self.next_place
         self.next_place = place + 1
         self.tally.n_entered += 1
         return place
 
     def unnamed(self, place: int) -> Ticket:
-        """Return the ticket of the unnamed operation at this place."""
         return Ticket(None, self._unnamed, place)
 
     def is_next(self, name: str | None, number: int) -> bool:
-        """Return True if enter() would return a ticket of this number now."""
         if name is None:
             return number == self.next_place
         entry = self._entries.get(name)
         return name not in self._pending and number == (0 if entry is None else entry.number + 1)
 
     def finish(self, ticket: Ticket) -> None:
-        """Note that the operation is over on this rank."""
         if ticket.name is not None:
             self._pending.discard(ticket.name)
 
@@ -201,7 +194,6 @@ class Ledger:
         entry.fingerprint = fingerprint if is_lasting else None
 
     def has_entered(self, base: int, number: int) -> bool:
-        """Return True if, by this ledger, this rank has entered the operation; see Ticket."""
         if base == self._unnamed:
             return number < self.next_place
         entry = self._by_base.get(base)
@@ -221,7 +213,6 @@ class Ledger:
 
 
 def base_of(group_id: int, name: str | None) -> int:
-    """Return a 64-bit digest for a name in a group, or for the group's unnamed operations."""
     import hashlib  # loads OpenSSL, 5 ms: not a cost of `import ringcomm`
 
     text = f"{group_id}" if name is None else f"{group_id}:{name}"

@@ -35,7 +35,6 @@ def meet(engine: Engine, version: str, table: str = "") -> None:
 
 
 def settings_to_compare(settings: Settings, version: str) -> tuple[str, ...]:
-    """Return what must be the same on all ranks, as texts."""
     return (f"ringcomm {version}", *settings.shared)
 
 
@@ -149,7 +148,6 @@ def end_view(engine: Engine, error: RingcommError) -> None:
 
 
 def stop(engine: Engine) -> None:
-    """End the background thread and all operations, because this rank has failed."""
     state = engine.state
     state.fail(RingcommError("this rank has failed, so its operations were broken off"))
     engine.progress.stop(state.copy_of_error)

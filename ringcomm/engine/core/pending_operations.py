@@ -56,15 +56,12 @@ class Pending:
         return list(self._operations.values())
 
     def oldest(self) -> str:
-        """Return the label of the oldest pending operation, "" if there is none."""
         return next((work.task.label for work in self.operations()), "")
 
     def label_of(self, key: int) -> str:
-        """Return the label of a pending operation."""
         return self._operations[key].task.label
 
     def require_room(self, rank: int) -> None:
-        """Raise RingcommError if the limit of pending operations is reached."""
         if len(self._operations) >= self._limit:
             raise RingcommError(
                 f"{len(self._operations)} operations are pending on rank {rank}, which is the "
@@ -72,13 +69,11 @@ class Pending:
             )
 
     def record(self, timeline: Timeline | None) -> None:
-        """Record operations in `timeline` (None: nowhere) from now on; close the old timeline."""
         before, self.timeline = self.timeline, timeline
         if before is not None:
             before.close()
 
     def add(self, work: PendingOperation) -> None:
-        """Note that an operation begins."""
         self._n_entered += 1
         work.order = self._n_entered
         self._operations[work.ticket.key] = work
@@ -88,7 +83,6 @@ class Pending:
             self._show(work)
 
     def get(self, key: int) -> PendingOperation:
-        """Return the pending operation with this key."""
         return self._operations[key]
 
     def go_on(self, key: int, label: str, number: int) -> None:

@@ -24,13 +24,10 @@ class Deferred:
 
 
 class AllDeferred(Deferred):
-    """A list of results, some of them Deferred."""
-
     def __init__(self, results: Sequence[Any]) -> None:
         self._results = results
 
     def take(self) -> list[Any]:
-        """Take and return all results."""
         return [each.take() if isinstance(each, Deferred) else each for each in self._results]
 
 
@@ -43,7 +40,6 @@ class Followed(Deferred):
         self._lock = threading.Lock()
 
     def take(self) -> None:
-        """Take the result, and call the function in the first call."""
         taken = self._result.take()
         with self._lock:
             if self._after is not None:

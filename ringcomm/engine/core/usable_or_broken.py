@@ -41,15 +41,12 @@ class EngineState:
         _states.add(self)
 
     def close(self) -> None:
-        """Refuse all later operations: this rank is leaving."""
         self.is_closed, self.is_usable = True, False
 
     def fail(self, error: RingcommError) -> None:
-        """Refuse all later operations with an error; the first one counts."""
         self.error, self.is_usable = self.error or error, False
 
     def require_own_process(self) -> None:
-        """Raise NotInitializedError in a child of the rank."""
         if self.is_in_child:
             raise NotInitializedError(
                 f"this process (pid {os.getpid()}) is a child of rank {self._watch.transport.rank} "
@@ -58,7 +55,6 @@ class EngineState:
             )
 
     def require_usable(self) -> None:
-        """Raise an error in a child of the rank, or if the engine was shut down or is broken."""
         if self.is_usable:
             return
         self.require_own_process()
@@ -67,13 +63,11 @@ class EngineState:
         self.require_unbroken()
 
     def require_unbroken(self) -> None:
-        """Raise the error that broke the engine, if one did."""
         if self.error is not None:
             raise copy.copy(self.error) from self.error
 
     @property
     def is_broken(self) -> bool:
-        """True once an error has made the engine unusable."""
         return self.error is not None
 
     @property
@@ -102,7 +96,6 @@ class EngineState:
         return True
 
     def copy_of_error(self) -> RingcommError:
-        """Return a new copy of the error, for one of the operations that it ends."""
         return copy.copy(self.error or RingcommError("the engine is unusable"))
 
 

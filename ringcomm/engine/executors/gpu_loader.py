@@ -55,8 +55,7 @@ class TransportChoice(Protocol):
 class DeviceExecutor(Protocol):
     """Carries out operations on arrays of GPUs; raises ConfigError if it cannot use the GPU."""
 
-    def plan(self, operation: Operation) -> Plan[Any]:
-        """Return the plan of an operation."""
+    def plan(self, operation: Operation) -> Plan[Any]: ...
 
     def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> Staging:
         """Return a Staging for the values that x has at this moment."""
@@ -103,7 +102,6 @@ def device_executor() -> DeviceExecutor:
 
 
 def plan(operation: Operation) -> Plan[Any]:
-    """Return the plan of an operation on arrays in host memory or on a GPU."""
     if operation.call.place is None:
         return operation.on_host()
     return device_executor().plan(operation)

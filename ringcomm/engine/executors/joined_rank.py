@@ -80,7 +80,6 @@ def _reduction(plan: Callable[..., Plan[Any]]) -> _StandIn:
 
 
 def _no_rows(group: Group, call: Call) -> list[Any]:
-    """Return an array without rows for each array that `call` gathers."""
     return [_placed(group, call, _empty(of, (0, *shape[1:]))) for of, shape in _arrays_of(call)]
 
 
@@ -96,7 +95,6 @@ def _broadcast(group: Group, call: Call) -> Plan[Any]:
 
 
 def _other_root(group: Group, call: Call) -> int:
-    """Return the root. Raises ValueError if this rank is the root."""
     if call.root == group.rank:
         raise _nothing_to_give(call)
     return call.root or 0
@@ -107,7 +105,6 @@ def _nothing_to_give(call: Call) -> ValueError:
 
 
 def _arrays_of(call: Call) -> list[tuple[DType, _Shape]]:
-    """Return dtype and shape of each array of a call."""
     members = [(call.dtype or "", call.shape or ())] if call.members is None else call.members
     return [(DTYPES[dtype], shape) for dtype, shape in members]
 
@@ -120,12 +117,10 @@ def _empty(dtype: DType, shape: _Shape) -> Any:
 
 
 def _placed(group: Group, call: Call, x: Any) -> Any:
-    """Return x, or a copy on a GPU if the other ranks' arrays are on GPUs."""
     return x if call.place is None else device_executor().copied(group, x)
 
 
 def _identity(dtype: DType, op: Op) -> Any:
-    """Return the identity element of `op`."""
     if op in (Op.MIN, Op.MAX):
         if dtype.name == "bool":
             return op is Op.MIN

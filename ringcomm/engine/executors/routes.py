@@ -166,6 +166,5 @@ async def _take_turn(team: NodeTeam | None, ticket: Ticket) -> None:
 
 
 def end_turn(team: NodeTeam | None, ticket: Ticket) -> None:
-    """Pass the slot of an unnamed operation on to the next operation."""
     if team is not None and ticket.name is None:
         team.end_turn(ticket.number)

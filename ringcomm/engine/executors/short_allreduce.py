@@ -104,7 +104,6 @@ class ShortCalls:
 
 
 def short_calls_of(group: Group) -> ShortAllreduce | None:
-    """Return the short calls of a group, None if its ranks share no memory."""
     if group.short_calls is None and group.team is not None:
         group.short_calls = ShortCalls(engine(), group, group.team)
     return group.short_calls

@@ -65,8 +65,6 @@ def plan_adasum(
 
 
 class Adasum(GroupedOperation):
-    """The Adasum of several arrays."""
-
     __slots__ = ()
 
     def on_host(self) -> Plan[Any]:
@@ -98,7 +96,6 @@ class Adasum(GroupedOperation):
 
 
 async def _combine(mine: _Vector, parts: Sequence[slice], t: Channel) -> _Vector:
-    """Return the combination of all ranks' vectors."""
     n_paired = 1 << (t.size.bit_length() - 1)  # the largest power of two
     n_beyond = t.size - n_paired
     if t.rank >= n_paired:
@@ -127,7 +124,6 @@ async def _receive(like: _Vector, source: int, t: Channel) -> _Vector:
 
 
 def combine(a: _Vector, b: _Vector, parts: Sequence[slice]) -> _Vector:
-    """Return the combination of two vectors, part by part."""
     total = np.empty_like(a)
     with DefaultFpEnvironment():
         for part in parts:

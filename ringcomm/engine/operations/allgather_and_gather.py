@@ -19,12 +19,10 @@ from ringcomm.transport.channel import Channel
 
 
 def plan_allgather(group: Group, name: str | None, x: A) -> Plan[A]:
-    """Plan the concatenation of all ranks' rows."""
     return _gathering("allgather", group, name, x, None)
 
 
 def plan_gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
-    """Plan the concatenation of all ranks' rows on root."""
     return _gathering("gather", group, name, x, rank_of("root", root, group))
 
 

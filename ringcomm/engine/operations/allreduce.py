@@ -38,8 +38,6 @@ def plan_allreduce(
 
 
 class Allreduce(Reduction):
-    """An allreduce of one array."""
-
     __slots__ = ()
     to: ClassVar[To] = To.ALL
 

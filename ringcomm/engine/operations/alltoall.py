@@ -25,7 +25,6 @@ from ringcomm.transport.channel import Channel
 def plan_alltoall(
     group: Group, name: str | None, x: A, splits: Sequence[int] | None, return_splits: bool
 ) -> Plan[A | tuple[A, list[int]]]:
-    """Plan the exchange of rows between all pairs of ranks."""
     require_flag("return_splits", return_splits)
     x = arrived(x)
     adapter = any_adapter_for(x)
@@ -36,8 +35,6 @@ def plan_alltoall(
 
 @dataclass(slots=True, eq=False)
 class Alltoall(Operation):
-    """An exchange of rows between all pairs of ranks."""
-
     sent: list[int]  # number of rows for each rank
     return_splits: bool  # the result is (rows, number of rows from each rank)
     mirrored: ClassVar[dict[str, Any]] = {"return_splits": False}

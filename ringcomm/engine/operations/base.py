@@ -37,7 +37,6 @@ class Operation:
         raise NotImplementedError
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
-        """Return the plan for Mirrors, copies in host memory of arrays on a GPU."""
         return replace(self, adapter=MIRROR, x=mirrors[0], **self.mirrored).on_host()
 
 
@@ -49,13 +48,11 @@ class GroupedOperation(Operation):
     in_place: bool  # the arrays are overwritten by the results
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
-        """Return the plan that reduces the mirrors in place."""
         adapters = [MIRROR] * len(mirrors)
         return replace(self, adapter=adapters, x=mirrors, in_place=True).on_host()
 
 
 def rank_of(what: str, rank: int, group: Group) -> int:
-    """Return rank as an int. Raises TypeError or ValueError if it is no rank of the group."""
     index = int_of(what, rank, "a rank, an int")
     if not 0 <= index < group.size:
         raise ValueError(f"{what} is {index}; ranks are 0 to {group.size - 1}")
@@ -63,14 +60,12 @@ def rank_of(what: str, rank: int, group: Group) -> int:
 
 
 def int_of(what: str, number: int, due: str = "an int") -> int:
-    """Return a number as an int. Raises TypeError if it is not an integer."""
     if not is_integer(number):
         raise TypeError(f"{what} must be {due}, not {number!r}")
     return operator.index(number)
 
 
 def require_rows(shape: tuple[int, ...], kind: str) -> None:
-    """Raise ValueError for an array without dimensions."""
     if not shape:
         raise ValueError(f"{kind} needs at least one dimension; use x.reshape(1) for a number")
 
@@ -78,7 +73,6 @@ def require_rows(shape: tuple[int, ...], kind: str) -> None:
 def rows_call(
     kind: str, name: str | None, x: Array, adapter: AnyAdapter, root: int | None = None
 ) -> Call:
-    """Return the call of a collective whose ranks may have different numbers of rows."""
     shape = adapter.shape(x)
     require_rows(shape, kind)
     dtype = adapter.dtype(x).name
@@ -92,7 +86,6 @@ def rows_by_rank(shape: tuple[int, ...], group: Group) -> tuple[list[slice], sli
 
 
 def contiguous(x: A, adapter: AnyAdapter) -> A:
-    """Return x, or a contiguous copy."""
     copied: A = x if adapter.is_contiguous(x) else adapter.copy(x)
     return copied
 
@@ -108,7 +101,6 @@ def written(x: A, work: A, adapter: AnyAdapter, t: Channel | None = None) -> A:
 
 
 def listed(kind: str, xs: Sequence[A]) -> Sequence[A]:
-    """Return xs. Raises TypeError unless it is a list or tuple."""
     if not isinstance(xs, list | tuple):
         raise TypeError(f"{kind} takes a list or tuple of arrays, not {type(xs).__qualname__}")
     return xs
@@ -126,12 +118,10 @@ def require_one_kind(kind: str, adapters: Sequence[AnyAdapter]) -> None:
 
 
 def memory_of(x: Array, adapter: Any) -> Any:
-    """Return the memory of a contiguous array: a Flat, or a Span of a GPU's memory."""
     return adapter.flat(x) if adapter.place is None else adapter.span(x)
 
 
 def extent_of(x: Array, adapter: Any) -> tuple[int, int]:
-    """Return (address, nbytes) of a contiguous array."""
     memory = memory_of(x, adapter)
     if isinstance(memory, Flat):
         return memory.bytes.ctypes.data, memory.bytes.nbytes

@@ -26,7 +26,6 @@ _NO_BYTES: Bytes = np.empty(0, np.uint8)
 def plan_broadcast(
     group: Group, name: str | None, x: A, root: int, *, in_place: bool = False
 ) -> Plan[A]:
-    """Plan the copy of root's x to all."""
     x = arrived(x)
     adapter = any_adapter_for(x)
     root = rank_of("root", root, group)
@@ -39,8 +38,6 @@ def plan_broadcast(
 
 @dataclass(slots=True, eq=False)
 class Broadcast(Operation):
-    """The copy of root's array to all."""
-
     root: int
     in_place: bool  # x gets the result
     mirrored: ClassVar[dict[str, Any]] = {"in_place": True}

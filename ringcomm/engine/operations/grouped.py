@@ -62,12 +62,9 @@ def plan_grouped_allreduce(
 
 
 class GroupedAllreduce(GroupedOperation):
-    """An allreduce of several arrays."""
-
     __slots__ = ()
 
     def batches(self, items: Sequence[Item]) -> list[list[int]]:
-        """Return the indices of the arrays that are reduced as one, for each batch."""
         return plan_fusion(items, self.group.engine.settings.fusion_nbytes(self.call.place))
 
     def on_host(self) -> Plan[Any]:
@@ -106,7 +103,6 @@ class GroupedAllreduce(GroupedOperation):
 
 
 def plan_grouped_allgather(group: Group, name: str | None, xs: Sequence[A]) -> Plan[list[A]]:
-    """Plan several allgathers as one."""
     kind = "grouped_allgather"
     return plan_grouped(kind, name, [plan_allgather(group, None, x) for x in listed(kind, xs)])
 
@@ -114,14 +110,12 @@ def plan_grouped_allgather(group: Group, name: str | None, xs: Sequence[A]) -> P
 def plan_grouped_reduce_scatter(
     group: Group, name: str | None, xs: Sequence[A], options: ReductionOptions
 ) -> Plan[list[A]]:
-    """Plan several reduce_scatters as one."""
     kind = "grouped_reduce_scatter"
     each = [plan_reduce_scatter(group, None, x, options) for x in listed(kind, xs)]
     return plan_grouped(kind, name, each)
 
 
 def plan_grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
-    """Plan several collectives as one, with one agreement."""
     waits = any(each.agrees_first for each in plans)
 
     async def run(t: Channel) -> Any:
@@ -133,7 +127,6 @@ def plan_grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list
 
 
 def grouped_call(kind: str, name: str | None, calls: Sequence[Call]) -> Call:
-    """Return the call of several collectives."""
     members = tuple((call.dtype or "", call.shape or ()) for call in calls)
     places = {call.place for call in calls}
     if len(places) > 1:

@@ -59,8 +59,6 @@ def plan_allgather_into(
 
 @dataclass(slots=True, eq=False)
 class AllgatherInto(Operation):
-    """An allgather into memory of the caller."""
-
     out: Any
     target: Any  # memory of `out`, a Flat or a Span
     source: Any  # memory of x
@@ -88,7 +86,6 @@ class AllgatherInto(Operation):
         return Plan(self.call, target.bytes.nbytes, run, step, finish)
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
-        """Return the plan that fills the mirror of `out`."""
         out, x = mirrors
         flats = {"target": out.flat, "source": x.flat}
         return replace(self, adapter=MIRROR, out=out, x=x, **flats).on_host()
@@ -135,8 +132,6 @@ def plan_reduce_scatter_into(
 
 @dataclass(slots=True, eq=False)
 class ReduceScatterInto(Operation):
-    """A reduce_scatter into memory of the caller."""
-
     out: Any
     target: Any  # memory of `out`, a Flat or a Span
     source: Any  # memory of x
@@ -176,7 +171,6 @@ class ReduceScatterInto(Operation):
         return Plan(self.call, source.bytes.nbytes, run, step, finish)
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
-        """Return the plan that fills a new mirror of `out`."""
         (x,) = mirrors
         out = MIRROR.empty(x, (self.target.count,))
         flats = {"target": out.flat, "source": x.flat}
@@ -220,8 +214,6 @@ def plan_alltoall_into(
 
 @dataclass(slots=True, eq=False)
 class AlltoallInto(Operation):
-    """An alltoall into memory of the caller."""
-
     out: Any
     target: Any  # memory of `out`, a Flat or a Span
     source: Any  # memory of x
@@ -229,7 +221,6 @@ class AlltoallInto(Operation):
     received: list[int]  # elements from each rank
 
     def on_host(self) -> Plan[Any]:
-        """Return the plan."""
         adapter, out, target, source = self.adapter, self.out, self.target, self.source
         outgoing, incoming = consecutive(self.sent), consecutive(self.received)
 
@@ -243,7 +234,6 @@ class AlltoallInto(Operation):
         return Plan(self.call, source.bytes.nbytes, run)
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
-        """Return the plan that fills a new mirror of `out`."""
         (x,) = mirrors
         out = MIRROR.empty(x, (self.target.count,))
         flats = {"target": out.flat, "source": x.flat}

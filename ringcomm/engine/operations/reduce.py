@@ -40,8 +40,6 @@ def plan_reduce(
 
 
 class Reduce(Reduction):
-    """A reduction whose result one rank gets."""
-
     __slots__ = ()
     to: ClassVar[To] = To.ROOT
 

@@ -44,8 +44,6 @@ def plan_reduce_scatter(
 
 
 class ReduceScatter(Reduction):
-    """A reduction of which each rank gets its rows."""
-
     __slots__ = ()
     to: ClassVar[To] = To.OWNER
     mirrored: ClassVar[dict[str, Any]] = {"in_place": False, "is_borrowed": True}

@@ -18,8 +18,6 @@ from ringcomm.transport.node.steps import NodeReduction
 
 @dataclass(slots=True, eq=False)
 class Reduction(Operation):
-    """A reduction of one array."""
-
     options: ReductionOptions
     in_place: bool  # x gets the result
     is_borrowed: bool = False  # the caller keeps x unchanged until the end, so no copy is needed

@@ -54,8 +54,6 @@ def plan_scatter(
 
 @dataclass(slots=True, eq=False)
 class Scatter(Operation):
-    """The distribution of root's rows."""
-
     root: int
     kind: str  # on root: the kind of arrays that all ranks get
 

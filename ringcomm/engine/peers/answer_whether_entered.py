@@ -26,7 +26,6 @@ class Whereabouts:
         self._groups = groups
 
     def has_entered(self, key: int, base: int, number: int) -> bool:
-        """Return True if this rank has entered the operation; for the arguments see Ticket."""
         if key in self._pending or self._extensions.has_entered(base, number):
             return True
         return self._groups.has_entered(base, number)

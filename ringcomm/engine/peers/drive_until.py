@@ -26,8 +26,7 @@ class Driving(Protocol):
         *,
         is_done: Callable[[], bool] | None = None,
         timeout_s: float = ...,
-    ) -> None:
-        """See Engine."""
+    ) -> None: ...
 
 
 @dataclass
@@ -60,7 +59,6 @@ class WaitInJob:
 
     @property
     def now(self) -> Wait:
-        """The wait, as refuse_hopeless() takes it."""
         survivable = self._engine.watch.peers.survivable
         if survivable is not self._survivable:
             needed = tuple(r for r in range(self._engine.job_size) if r not in survivable)

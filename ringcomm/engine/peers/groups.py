@@ -36,8 +36,6 @@ _PAUSE_S = 0.1  # between two attempts
 
 @dataclass
 class _Member:
-    """This rank's part in one group."""
-
     ledger: Ledger
     steps: tuple[tuple[int, int], ...]  # (dest, source) in each round of DROPPED messages
     is_dropped: bool = False  # this rank has no reference to the group, and no operation in it
@@ -66,7 +64,6 @@ class Groups:
 
     @property
     def ledgers(self) -> list[Ledger]:
-        """The ledgers of all groups of this rank."""
         return [self._of_all.ledger, *(each.ledger for each in list(self._members.values()))]
 
     @property
@@ -75,7 +72,6 @@ class Groups:
         return self._of_all.ledger.tally.n_entered
 
     def or_default(self, group: Group | None) -> Group:
-        """Return the group, or the default one for None. Raises TypeError for another object."""
         if group is None:
             return self.default
         if not isinstance(group, Group):
@@ -136,11 +132,9 @@ class Groups:
         return group
 
     def has_entered(self, base: int, number: int) -> bool:
-        """Return True if a ledger says that this rank has entered the operation; see Ticket."""
         return any(ledger.has_entered(base, number) for ledger in self.ledgers)
 
     def _poll(self) -> None:
-        """Announce the groups that this rank has dropped to their other members."""
         while self._dropped and not self._watch.has_left:
             group_id = self._dropped.popleft()
             member = self._members[group_id]

@@ -25,7 +25,6 @@ class RunningTime:
         self._stopped_s = 0.0
 
     def at(self, now: float) -> float:
-        """Return time.monotonic(), which is `now`, less the pauses since the start."""
         pause = now - self._last
         self._last = now
         if pause > _LONGEST_PAUSE_S:

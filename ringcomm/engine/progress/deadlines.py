@@ -156,7 +156,6 @@ def describe_wait(task: Task, watch: Watch, waited_s: float) -> str:
 
 
 def _whereabouts(task: Task, watch: Watch, missing: Sequence[int]) -> list[str]:
-    """Return what missing ranks do, as far as known: in which operation, and at which line."""
     elsewhere = watch.peers.whereabouts(task.key)
     texts = {rank: f"is in {label or 'no operation'}" for rank, label in elsewhere.items()}
     for rank in missing[:_LINES]:

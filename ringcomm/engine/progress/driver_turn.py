@@ -36,7 +36,6 @@ class Turn:
 
     @property
     def is_own(self) -> bool:
-        """True if this thread has the turn, as in a callback."""
         return self.driver is not None and self.driver.thread == threading.get_ident()
 
     def refuse_own(self, what: str) -> None:
@@ -128,6 +127,5 @@ class Turn:
                 self._loop.wake()
 
     def wake_driver(self) -> None:
-        """End the nap of the thread that drives."""
         self._transport.wake()
         self._loop.wake()

@@ -117,7 +117,6 @@ class Progress:
         self._take_part(waiter, self._tasks.advance)
 
     def work_in_background(self) -> None:
-        """Start the background thread unless it runs, or the wire allows one thread only."""
         if self._thread is None and self._transport.is_threaded and not self._is_stopping:
             self._thread = threading.Thread(target=self._run, name="ringcomm", daemon=True)
             self._thread.start()
@@ -174,7 +173,6 @@ class Progress:
 
     @property
     def is_own_turn(self) -> bool:
-        """True if this thread drives, as in a callback, and so must not wait."""
         return self._turn.is_own
 
     def fail_all(self, make: Callable[[], RingcommError]) -> None:
@@ -312,7 +310,6 @@ class Progress:
 
     @property
     def _is_in_cpp(self) -> bool:
-        """True while C++ advances an operation."""
         return self._loop.has_programs
 
     def _park(self, nap_s: float, *, is_background: bool) -> None:
@@ -325,7 +322,6 @@ class Progress:
 
 
 def _is_inside_mpi(code: CodeType) -> bool:
-    """Return True if this code, of a thread's innermost Python frame, calls MPI."""
     return code.co_filename.startswith(_TRANSPORT) or code is Progress._park.__code__
 
 
@@ -353,7 +349,6 @@ def _or_late(is_enough: Callable[[], bool], deadline: float) -> Callable[[], boo
 
 
 def _longer(nap_s: float, waited_s: float, *, is_in_cpp: bool) -> float:
-    """Return how long to sleep after a nap during which nothing moved."""
     share, longest = _NAP_SHARE, _LONGEST_NAP_S
     if is_in_cpp:
         share, longest = _CPP_NAP_SHARE, _LONGEST_CPP_NAP_S

@@ -59,7 +59,6 @@ class Admission(Generic[T]):
         return None
 
     def admit_all(self) -> list[T]:
-        """Admit all waiting tasks, and return them."""
         begun = []
         for group in self._groups.values():
             group.n_under_way += len(group.waiting)

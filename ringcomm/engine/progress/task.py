@@ -95,7 +95,6 @@ class Task:
 
     @property
     def waits_in_cpp(self) -> bool:
-        """True if the task has begun, and waits only for requests that C++ advances."""
         pending = [request for _, requests in self._coroutines for request in requests]
         return bool(pending) and all(hasattr(request, "is_in_cpp") for request in pending)
 
@@ -123,7 +122,6 @@ class Task:
 
     @property
     def has_work(self) -> bool:
-        """False once all of its coroutines have returned."""
         return bool(self._coroutines)
 
     def _resume(self, entry: tuple[TaskCoroutine, list[Request]]) -> None:
@@ -152,9 +150,7 @@ class CompletedTask:
 
     @property
     def label(self) -> str:
-        """The label that a Task would have."""
         return self._label()
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """Call `callback` now."""
         callback()

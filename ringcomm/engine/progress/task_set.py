@@ -63,14 +63,12 @@ class TaskSet:
 
     @property
     def has_work(self) -> bool:
-        """True while a task or a service must be polled."""
         if self._tasks or self.inbox:
             return True
         return any(service.is_busy for service in self.services)
 
     @property
     def is_patient(self) -> bool:
-        """True if there are tasks, all of them are patient, and no service is busy."""
         tasks = (*self._tasks, *self.inbox)
         if not tasks or not all(task.is_patient for task in tasks):
             return False
@@ -78,7 +76,6 @@ class TaskSet:
 
     @property
     def is_streaming(self) -> bool:
-        """True while a service sends or receives a long message."""
         return any(service.is_streaming for service in self.services)
 
     def waits_in_cpp(self) -> bool:
@@ -185,7 +182,6 @@ class TaskSet:
                 self._turn.lock.notify_all()
 
     def _may_warn(self, now: float) -> bool:
-        """Return True if this rank has not warned for a while; then note that it warns now."""
         if now < self._next_warning:
             return False
         self._next_warning = now + self._settings.stall_warning_or_inf

@@ -42,7 +42,6 @@ class Lane:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the block as one of PHASES within the operation."""
         begin_ns = time.monotonic_ns()
         try:
             yield
@@ -93,7 +92,6 @@ class Timeline:
         return Lane(self, number)
 
     def free(self, number: int) -> None:
-        """Free a lane for the next operation."""
         with self._lock:
             heapq.heappush(self._free, number)
 

@@ -54,8 +54,7 @@ class Device(Allocator, Protocol):
     def require_sound(self, stream: int) -> None:
         """Raise RingcommError if the GPU has failed; asks for the state of a stream."""
 
-    def is_capturing(self, stream: int) -> bool:
-        """Return True if the stream captures a CUDA graph."""
+    def is_capturing(self, stream: int) -> bool: ...
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Copy between addresses of GPU memory or of registered host memory."""
@@ -73,8 +72,7 @@ class Device(Allocator, Protocol):
     def shown_as(self, label: str) -> AbstractContextManager[object]:
         """Return a context whose calls NVIDIA's profilers show as one range, with their kernels."""
 
-    def launch(self, stream: int, kernel: Kernel) -> None:
-        """Launch a kernel."""
+    def launch(self, stream: int, kernel: Kernel) -> None: ...
 
     def register(self, memory: Bytes) -> int:
         """Give the GPU access to host memory, and return the address that the GPU uses."""

@@ -66,7 +66,6 @@ class CudaDriver:
         self._is_capturing.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 
     def write_value(self, stream: int, address: int, value: int) -> None:
-        """See Device."""
         code = self._write(stream, address, value, _WRITE_WITH_BARRIER)
         self.require("cuStreamWriteValue32", code)
 
@@ -78,7 +77,6 @@ class CudaDriver:
     def write_and_await(
         self, stream: int, own: int, others: tuple[int, ...], value: int, *, flushes: bool
     ) -> None:
-        """See Device; for flushes see await_value()."""
         for table, at, count in _batches(own, others, flushes=flushes):
             table["value"] = value
             code: int = self._batch(stream, count, at, 0)
@@ -115,7 +113,6 @@ class CudaDriver:
         self.require("cuLaunchKernel", code)
 
     def is_capturing(self, stream: int) -> bool:
-        """See Device."""
         status = ctypes.c_int()
         code: int = self._is_capturing(stream, ctypes.byref(status))
         if code == _ERROR_IMPLICIT_CAPTURE:
@@ -124,7 +121,6 @@ class CudaDriver:
         return status.value != 0
 
     def relax_captures(self) -> None:
-        """See Device.leave_captures_alone()."""
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         code = self._exchange_mode(ctypes.byref(mode))
         self.require("cuThreadExchangeStreamCaptureMode", code)
@@ -137,14 +133,12 @@ class CudaDriver:
         return Context(self, context)
 
     def device_pointer(self, address: int) -> int:
-        """Return the address of registered host memory on the current GPU."""
         found = ctypes.c_uint64()
         code = self._device_pointer(ctypes.byref(found), ctypes.c_void_p(address), 0)
         self.require("cuMemHostGetDevicePointer", code)
         return found.value
 
     def uuid(self, index: int) -> str:
-        """Return the uuid of a GPU."""
         raw = ctypes.create_string_buffer(16)
         self.require("cuDeviceGetUuid", self._uuid(raw, self._device(index)))
         return str(uuid.UUID(bytes=raw.raw))

@@ -47,8 +47,6 @@ def open_cuda(index: int) -> Device:
 
 
 class _CudaDevice:
-    """The Device of CUDA."""
-
     def __init__(self, index: int) -> None:
         stack = probe()
         require(stack)

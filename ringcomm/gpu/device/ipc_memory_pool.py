@@ -163,8 +163,6 @@ class Regions:
 
 
 class _Owner:
-    """Gives an allocation back when the last reference to this object goes."""
-
     def __init__(self, regions: Regions, serial: int) -> None:
         self._regions = regions
         self._serial = serial
@@ -181,14 +179,12 @@ class PeerMemory:
         self._mapped: dict[int, int] = {}
 
     def find(self, address: Address) -> int:
-        """Return the address in this process."""
         start = self._mapped.get(address.region)
         if start is None:
             start = self._mapped[address.region] = self._device.map(address.exported)
         return start + address.offset
 
     def close(self) -> None:
-        """Unmap everything."""
         for start in self._mapped.values():
             self._device.unmap(start)
         self._mapped.clear()

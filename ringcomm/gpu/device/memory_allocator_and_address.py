@@ -20,12 +20,10 @@ class Address:
     NBYTES = _FORMAT.size
 
     def pack(self) -> bytes:
-        """Return the NBYTES bytes that are sent to other ranks."""
         return self._FORMAT.pack(self.region, self.offset, len(self.exported), self.exported)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Address:
-        """Return the address that pack() packed."""
         region, offset, length, exported = cls._FORMAT.unpack(packed)
         return cls(region, offset, exported[:length])
 
@@ -53,11 +51,9 @@ class Allocator(Protocol):
     def export(self, memory: Memory) -> bytes:
         """Return the bytes with which other processes of this host map `memory`."""
 
-    def map(self, exported: bytes) -> int:
-        """Map memory that another process exported, and return its address."""
+    def map(self, exported: bytes) -> int: ...
 
-    def unmap(self, address: int) -> None:
-        """Undo map()."""
+    def unmap(self, address: int) -> None: ...
 
     def finish(self, stream: int) -> None:
         """Wait until the stream's work so far is done; leaves captures of other streams alone.

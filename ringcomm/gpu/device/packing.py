@@ -19,12 +19,10 @@ def pack(device: Device, stream: int, arrays: Sequence[Span], buffer: Span) -> N
 
 
 def unpack(device: Device, stream: int, arrays: Sequence[Span], buffer: Span) -> None:
-    """Copy arrays from the buffer to which pack() copied them."""
     _copy(device, stream, arrays, buffer, unpacks=True)
 
 
 def kernels(itemsize: int) -> list[PackKernel]:
-    """Return the kernels that pack and unpack elements of a size, to load them."""
     both = (False, True) if itemsize in PACKED_ITEMSIZES else ()
     return [PackKernel((), 0, itemsize, unpacks, 0, 0) for unpacks in both]
 

@@ -20,14 +20,11 @@ _SMALLEST = 1 << 20  # bytes; registering memory of any size takes a millisecond
 
 @dataclass(frozen=True)
 class Block:
-    """Memory of a pool."""
-
     whole: Bytes
     nbytes: int  # the argument of take()
 
     @property
     def bytes(self) -> Bytes:
-        """The first `nbytes` of the block."""
         return self.whole[: self.nbytes]
 
 

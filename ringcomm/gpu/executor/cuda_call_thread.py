@@ -45,16 +45,13 @@ class Calling(Generic[R]):
         self._end()
 
     def refuse(self) -> None:
-        """End without a call: the thread has ended."""
         self._error = RingcommError("the GPU is not used any more: the engine was closed")
         self._end()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return True if the call is over within timeout_s."""
         return self.is_over or self._running.acquire(timeout=timeout_s)
 
     def result(self) -> R:
-        """Return the result of a call that is over, or raise its error."""
         if self._error is not None:
             raise self._error
         return self._result
@@ -88,7 +85,6 @@ class Launcher:
         return calling.result()
 
     def submit(self, call: Callable[[], R]) -> Calling[R]:
-        """Begin a call, and return at once."""
         calling = Calling(call)
         with self._lock:
             if self._is_stopped:
@@ -103,7 +99,6 @@ class Launcher:
         return calling
 
     def require_sound(self) -> None:
-        """Raise the error of the GPU if it has failed, as far as known; look soon if not."""
         if self._work.failure is not None:
             raise copy.copy(self._work.failure)
         if not self._work.is_watched:

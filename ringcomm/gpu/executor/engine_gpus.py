@@ -79,7 +79,6 @@ class Gpus:
 
     @classmethod
     def of(cls, engine: EngineContext) -> Gpus:
-        """Return the GPUs of an engine."""
         found = engine.extensions.get(_GPUS)
         if found is None:
             made = cls(engine, cuda_drivers())
@@ -137,7 +136,6 @@ class Gpus:
         return self._memories[index]
 
     def team(self, group: Group) -> GpuTeam:
-        """Return the team of a group."""
         group_id = group.ledger_for(self._engine).group_id
         with self._lock:
             found = self._teams.get(group_id)

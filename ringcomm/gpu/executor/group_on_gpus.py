@@ -241,7 +241,6 @@ class GpuTeam:
             await Wait((Reached(mark),))
 
     def _is_idle(self) -> bool:
-        """Return True if nothing on the stream waits for other ranks, or is about to."""
         if self._is_enqueueing or self._under_way.earliest() is not None:
             return False
         return all(is_over() for is_over in self._given_up)
@@ -287,7 +286,6 @@ class GpuTeam:
         return self.launched(issue, self._own_marks, stream, result)
 
     def launched(self, issue: Issue, marks: Marks, stream: int, result: R) -> Launched[R]:
-        """Return the deferred result of what is on a stream now; see Launcher.call()."""
         done = Event(issue.memory, stream)
         mark = marks.make()
         return Launched(result, issue, done, mark, self._engine.state.require_unbroken)
@@ -311,13 +309,11 @@ class GpuTeam:
         return tuple(self._members[rank] for rank in self._own_transport.late)
 
     def announce(self, why: str) -> None:
-        """Warn, on the first rank and once per reason, that an operation uses host memory."""
         if self._rank == 0 and why not in self._announced:
             self._announced.add(why)
             _log.warning("an operation on a GPU goes through host memory: %s", why)
 
     def close(self, *, is_clean: bool) -> None:
-        """Free everything; see GpuTransport."""
         self._engine.extensions.drop_entered(self._base)
         if self._memory is not None:
             self._memory.idle_calls.remove_stream(self._is_idle)

@@ -71,7 +71,6 @@ class IdleCalls:
         self._are_idle.append(is_idle)
 
     def remove_stream(self, is_idle: Callable[[], bool]) -> None:
-        """Undo add_stream()."""
         self._are_idle.remove(is_idle)
 
     def _is_idle(self) -> bool:

@@ -60,14 +60,11 @@ class LaunchOrder:
         return place, [whole[rank * n : (rank + 1) * n] for rank in range(t.size)]
 
     def _next(self, t: Channel) -> int:
-        """Return the next place on the first rank, 0 on the others."""
         return 0 if t.rank else self._places.take()
 
     async def take_turn(self, place: int) -> None:
-        """Wait until the operations before this place have ended their turns."""
         if self._turn != place:
             await Wait((Until(lambda: self._turn == place),))
 
     def end_turn(self) -> None:
-        """Let the next operation have its turn."""
         self._turn += 1

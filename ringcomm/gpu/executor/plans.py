@@ -51,7 +51,6 @@ _NO_ADASUM = "transports of GPUs do not compute Adasum"
 
 @singledispatch
 def plan(operation: Operation) -> Plan[Any]:
-    """Plan an operation on arrays of a GPU."""
     raise TypeError(f"{operation.call.kind} takes only arrays in host memory")
 
 
@@ -83,7 +82,6 @@ class _Course:
     is_elementwise: bool = False
 
     async def run(self, t: Channel, jobs: Jobs) -> Any:
-        """Carry out the operation; for `jobs` see GpuTeam.carry_out()."""
         team = Gpus.of(self.group.engine).team(self.group)
         prepared = await team.take_turn(t, self.issue, None if self.host_only else jobs)
         try:
@@ -109,7 +107,6 @@ class _Course:
         )
 
     def plan(self, call: Call, nbytes: int, *jobs: Job) -> Plan[Any]:
-        """Return the plan of an operation whose jobs are known before it starts."""
         return _plan(call, nbytes, lambda t: self.run(t, jobs))
 
 
@@ -364,14 +361,12 @@ def _fused(
 
 
 def _scratch(transport: GpuTransport, sources: Sequence[Span]) -> Span:
-    """Return memory for copies of arrays of one dtype."""
     memory = transport.scratch(sum(source.nbytes for source in sources))
     count = sum(source.count for source in sources)
     return Span(memory.address, count, sources[0].dtype, memory.owner)
 
 
 def _why_on_host(options: ReductionOptions, spans: Sequence[Span]) -> str:
-    """Return why a reduction goes through host memory; "": it need not."""
     is_scaled = options.is_scaled and not all(can_scale(span.dtype) for span in spans)
     return _NO_FACTORS if is_scaled else ""
 

@@ -83,7 +83,6 @@ class GpuMemory:
         self._spare_lines.append((line, address))
 
     def close(self, *, is_clean: bool) -> None:
-        """End the thread, and free the memory if `is_clean`: no stream uses it."""
         self.launcher.stop()
         self.host.close(is_clean=is_clean)
 
@@ -161,7 +160,6 @@ class Reached:
         self._launcher = mark.marks.launcher
 
     def test(self) -> bool:
-        """Return True if the mark is reached. Raises RingcommError if the GPU has failed."""
         if self._mark.is_reached:
             return True
         self._launcher.require_sound()
@@ -248,7 +246,6 @@ class Launched(Deferred, Generic[R]):
 
 
 def refuse_capture(device: Device, stream: int) -> None:
-    """Raise RingcommError if a stream captures a CUDA graph."""
     if device.is_capturing(stream):
         raise RingcommError(
             f"stream {stream:#x} of GPU {device.index} captures a CUDA graph, which cannot contain "

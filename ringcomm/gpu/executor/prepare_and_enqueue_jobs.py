@@ -56,8 +56,6 @@ async def prepare(transport: GpuTransport, jobs: Jobs, launcher: Launcher) -> Pr
 
 
 class LoadedKernels:
-    """What is known to be loaded of the kernels of one team."""
-
     def __init__(self) -> None:
         self._kinds: set[object] = set()  # kinds of jobs of which all kernels are loaded
         self._by_all: set[tuple[str, ...]] = set()  # kernels, if there are no outlines
@@ -130,7 +128,6 @@ def enqueue(
 
 
 def _scaling(x: Span | None, factor: float) -> list[ScaleKernel]:
-    """Return the kernel that multiplies an array by a factor; none if nothing would change."""
     if x is None or factor == 1.0 or not x.count:
         return []
     return [_scale_kernel(x.address, x.count, x.dtype, factor)]

@@ -35,8 +35,6 @@ R = TypeVar("R")
 
 
 class _Attempt(NamedTuple, Generic[R]):
-    """The result of a call, or why it failed."""
-
     result: R | None
     problem: str = ""
 
@@ -93,7 +91,6 @@ class _Setup:
         self.reducers: tuple[int, ...] = ()  # see IpcTransport
 
     def facts(self) -> Facts:
-        """Return the facts about this rank, from which all ranks choose."""
         t, device = self._t, self._device
         shares_memory = self._node is not None or t.size == 1
         node = t.nodes[t.rank] if shares_memory else -1 - t.rank
@@ -207,7 +204,6 @@ class _Connecting:
 
     @property
     def transport(self) -> NcclTransport:
-        """The transport that a run() has made."""
         assert self._transport is not None
         return self._transport
 
@@ -229,7 +225,6 @@ class _Connecting:
         return attempts[0]
 
     def give_up(self) -> None:
-        """Abort the communicator: now, or as soon as there is one."""
         with self._lock:
             self._is_given_up = True
         if self._transport is not None:

@@ -37,13 +37,11 @@ class _Lease:
         self._blocks: list[Block] = []
 
     def take(self, nbytes: int) -> Bytes:
-        """Return host memory that the GPU can access."""
         block = self._pool.take(nbytes)
         self._blocks.append(block)
         return block.bytes
 
     def address(self, part: Bytes) -> int:
-        """Return the address on the GPU of a part of the memory from take()."""
         at = part.ctypes.data
         for block in self._blocks:
             offset = at - block.whole.ctypes.data
@@ -117,7 +115,6 @@ class Staging:
     issue: Issue
 
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
-        """See Issue.empty()."""
         return self.issue.empty(like, shape)
 
     async def fetch(self, x: Array) -> tuple[Mirror, object]:
@@ -190,7 +187,6 @@ class _Piece:
     targets: list[Span | None]  # on the GPU; None: this rank does not get that result
 
     def cut(self) -> list[_Piece]:
-        """Cut the only source and the only target into pieces."""
         (mirror,), (source,), (target,) = self.mirrors, self.sources, self.targets
         assert target is not None
         step = PIECE_NBYTES // source.dtype.itemsize
@@ -198,7 +194,6 @@ class _Piece:
         return [_Piece([mirror.line(p)], [source[p]], [target[p]]) for p in parts]
 
     def fetch(self, memory: GpuMemory, lease: _Lease) -> Mark:
-        """Copy the sources to the mirrors; return a mark that is reached after the copies."""
         for mirror, source in zip(self.mirrors, self.sources, strict=True):
             if source.nbytes:
                 at = lease.address(mirror.flat.bytes)
@@ -206,7 +201,6 @@ class _Piece:
         return memory.copies.make()
 
     def bring(self, made: Any, memory: GpuMemory, lease: _Lease) -> None:
-        """Copy the results `made` to the targets."""
         results = made if isinstance(made, list) else [made]
         for target, result in zip(self.targets, results, strict=True):
             if target is not None and target.nbytes:

@@ -34,11 +34,9 @@ class _Never:
     source = -1
 
     def test(self) -> bool:
-        """Return False."""
         return False
 
-    def cancel(self) -> None:
-        """Do nothing."""
+    def cancel(self) -> None: ...
 
 
 class WatchedStream:

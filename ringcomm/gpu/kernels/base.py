@@ -39,7 +39,6 @@ _BLOCKS_PER_PROCESSOR = 4  # 1024 threads, each with 64 to 128 bytes in flight
 
 
 def source() -> str:
-    """Return the text of kernels.cu."""
     return (files("ringcomm.gpu.kernels") / "kernels.cu").read_text(encoding="utf-8")
 
 
@@ -78,16 +77,13 @@ class Kernel(ABC):
 
     @functools.cached_property
     def defines(self) -> tuple[str, ...]:
-        """Compiler options that select the compiled function."""
         return tuple(f"-DRC_{name}={value}" for name, value in self._macros().items())
 
     @functools.cached_property
     def parameters(self) -> Parameters:
-        """The parameters of the compiled function."""
         return Parameters(self._arguments())
 
     def grid(self, n_processors: int) -> int:
-        """Return how many blocks to launch on a GPU with `n_processors`."""
         return max(1, min(self._most_blocks, n_processors * _BLOCKS_PER_PROCESSOR))
 
     @functools.cached_property
@@ -103,22 +99,18 @@ class Kernel(ABC):
         """Return the parameters, each as an array of one element."""
 
     @abstractmethod
-    def _n_blocks(self) -> int:
-        """Return how many blocks have work, given the number of elements."""
+    def _n_blocks(self) -> int: ...
 
 
 def number(dtype: str, value: float) -> Argument:
-    """Return one number as an Argument."""
     return np.array([value], dtype)
 
 
 def address_table(addresses: Sequence[int]) -> Argument:
-    """Return addresses as one Argument, a struct."""
     return np.array([(tuple(addresses),)], np.dtype([("at", "u8", (len(addresses),))]))
 
 
 def require_counts(sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Raise ValueError unless the addresses fit in the parameters of a kernel."""
     n_sources, n_targets = len(sources), len(targets)
     nbytes = 8 * (n_sources + n_targets) + 128  # for the other parameters
     if min(n_sources, n_targets) < 1 or nbytes > _MOST_PARAMETER_NBYTES:

@@ -20,11 +20,9 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _N_PROCESSORS = 75, 76, 16  # as cuda.h nu
 class Launching(Protocol):
     """The functions of the driver that launch kernels; see CudaDriver."""
 
-    def load_function(self, code: bytes, name: str) -> int:
-        """Return a function of machine code or PTX."""
+    def load_function(self, code: bytes, name: str) -> int: ...
 
-    def launch(self, function: int, grid: int, block: int, extra: int, stream: int) -> None:
-        """Enqueue a function."""
+    def launch(self, function: int, grid: int, block: int, extra: int, stream: int) -> None: ...
 
 
 class Kernels:
@@ -55,12 +53,10 @@ class Kernels:
         self._driver.launch(function, grid, BLOCK, extra, stream)
 
     def load(self, kernel: Kernel) -> None:
-        """See Device."""
         if not self.has_loaded(kernel):
             self._compile(kernel.defines)
 
     def has_loaded(self, kernel: Kernel) -> bool:
-        """See Device."""
         return kernel.defines in self._functions
 
     def _compile(self, defines: tuple[str, ...]) -> int:

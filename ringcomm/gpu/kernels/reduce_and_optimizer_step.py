@@ -126,7 +126,6 @@ def adam_numbers(
 
 
 def _numbers(*, flags: int, **floats: float) -> Argument:
-    """Return the numbers of a rule as one struct."""
     fields = [(name, "f4") for name in floats]
     return np.array([(*floats.values(), flags)], np.dtype([*fields, ("flags", "u4")]))
 

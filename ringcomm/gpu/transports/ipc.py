@@ -46,7 +46,6 @@ _FAR = 1 << 30  # ahead of any value for which a stream waits
 
 
 def flags_nbytes(size: int) -> int:
-    """Return the size of the flags of `size` ranks, in whole pages."""
     return -(-size * LINE // PAGE_NBYTES) * PAGE_NBYTES
 
 
@@ -140,7 +139,6 @@ class IpcTransport:
             time.sleep(_LOOK_EVERY_S)  # a word that the GPU writes
 
     def meet(self) -> None:
-        """See GpuTransport."""
         self._phase = (self._phase + 1) % (1 << 32)
         own, others = self._flag_addresses[self._rank], self._flags_of_others
         self._device.write_and_await(self.stream, own, others, self._phase)
@@ -155,7 +153,6 @@ class IpcTransport:
 
     @property
     def is_released(self) -> bool:
-        """See GpuTransport."""
         return bool(self._released[0])
 
     @property
@@ -169,17 +166,14 @@ class IpcTransport:
         return tuple(int(rank) for rank in behind)
 
     def scratch(self, nbytes: int) -> Span:
-        """Return memory that other ranks can map; see GpuTransport."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = self._regions.take(nbytes, self.stream)
         return self._scratch[:nbytes]
 
     def kernels(self, work: Work) -> Sequence[Kernel]:
-        """See GpuTransport."""
         return plan_ipc_stream_commands.kernels(work, len(self._peers))
 
     def outline(self, work: Work) -> bytes:
-        """Return an Outline, packed."""
         source = self._find(work.source)
         if isinstance(work, Update):
             return Outline(source, self._find(work.target)).pack()
@@ -201,7 +195,6 @@ class IpcTransport:
         return self._outlines.get(key) if key else None
 
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
-        """See GpuTransport."""
         return self._enqueue(self._commands(work, outlines))
 
     def _commands(self, work: Work, outlines: Sequence[bytes]) -> Sequence[Sequence[Command]]:
@@ -260,7 +253,6 @@ class IpcTransport:
 
 
 def _keep(kept: dict[_Key, T], key: _Key | None, value: T) -> None:
-    """Keep a value, in place of the oldest one if there are many."""
     if key is None:
         return
     if len(kept) >= _MOST_KEPT:

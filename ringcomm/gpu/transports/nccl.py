@@ -117,12 +117,10 @@ class NcclTransport:
         return [ReduceKernel((0,), (0,), 0, work.dtype, SUM, self._size)]
 
     def outline(self, work: Work) -> bytes:
-        """Return no bytes: NCCL needs no outlines."""
         del work
         return b""
 
     def known_outline(self, work: Work) -> bytes:
-        """See GpuTransport."""
         del work
         return b""
 
@@ -130,7 +128,6 @@ class NcclTransport:
         """Do nothing: NCCL's kernels wait for each other."""
 
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
-        """Enqueue this rank's part of a work, which has a single phase; see GpuTransport."""
         del outlines
         if isinstance(work, Update):
             raise RingcommError("NCCL cannot take a step of an optimizer: only ipc can")
@@ -164,11 +161,9 @@ class NcclTransport:
         ).start()
 
     def scratch(self, nbytes: int) -> Span:
-        """See GpuTransport."""
         return self._take("fused", nbytes)
 
     def close(self, *, is_clean: bool) -> None:
-        """Destroy the communicator, or abort it if not `is_clean`."""
         if not is_clean:
             self.release()
         elif not self._is_aborted:
@@ -237,7 +232,6 @@ class NcclTransport:
         return Span(self._take("result", max(1, nbytes)).address, nbytes, _BYTE)
 
     def _spread(self, work: Reduce, slices: Sequence[slice], result: Span) -> None:
-        """Send the results of the owners to all ranks, or to the root."""
         ranks = range(self._size) if work.to is To.ALL else (work.root,)
         receives: list[tuple[Span, int]] = []
         if self._rank in ranks:
@@ -288,7 +282,6 @@ class NcclTransport:
             self._comm("ncclBroadcast", at, at, span.nbytes, 1, root, self.stream)
 
     def _take(self, what: str, nbytes: int) -> Span:
-        """Return memory for one purpose, which is kept for later calls and grows if necessary."""
         memory = self._memory.get(what)
         if memory is None or memory.nbytes < nbytes:
             grown = 0 if memory is None else 2 * memory.nbytes
@@ -316,7 +309,6 @@ def is_native(work: Reduce, *, adds_16bit: bool = False) -> bool:
 
 @functools.lru_cache(maxsize=512)  # a kernel that is launched again has its parameters packed
 def _division(address: int, count: int, dtype: DType, size: int) -> ReduceKernel:
-    """Return the kernel that divides a sum of as many ranks, in place."""
     return ReduceKernel((address,), (address,), count, dtype, SUM, size)
 
 
@@ -325,7 +317,6 @@ def _is_even(work: Reduce) -> bool:
 
 
 def _as_nccl(x: Span) -> tuple[int, int]:
-    """Return the dtype and the count of an array, as NCCL's functions take them."""
     if x.dtype.is_complex:
         return DATA_TYPES["float32" if x.dtype.itemsize == 8 else "float64"], 2 * x.count
     return DATA_TYPES[x.dtype.name], x.count

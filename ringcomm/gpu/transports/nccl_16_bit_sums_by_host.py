@@ -196,7 +196,6 @@ class SumsByHost:
         self._exchange(sends, receives)
 
     def _of_owners(self, x: Span, parts: Sequence[slice]) -> list[tuple[Span, int]]:
-        """Return the parts of x, each with its owner on this host, but for this rank's."""
         owners = zip(self._here, parts, strict=False)  # the first ranks of the host
         return [(x[part], rank) for rank, part in owners if rank != self._rank]
 
@@ -226,7 +225,6 @@ class SumsByHost:
         )
 
     def _cut(self, x: Span, work: Reduce) -> dict[int, slice]:
-        """Return even pieces of x for the ranks of this rank's column."""
         pieces = even_parts(x.count, max(1, len(self._column)), work.dtype.itemsize)
         return dict(zip(self._column, pieces, strict=False))
 

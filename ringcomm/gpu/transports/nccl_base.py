@@ -6,8 +6,6 @@ from typing import Protocol
 
 
 class Communicator(Protocol):
-    """One rank's end of a communicator."""
-
     def __call__(self, function: str, *arguments: int) -> None:
         """Call a function of NCCL such as "ncclAllReduce".
 

@@ -33,7 +33,6 @@ class CupyNccl:
         self.shares_gpus = is_wanted and self.version >= _SHARES_FROM
 
     def unique_id(self) -> bytes:
-        """See NcclBinding."""
         return bytes(_checked("ncclGetUniqueId", nccl.get_unique_id))
 
     def connect(self, unique_id: bytes, rank: int, size: int) -> Communicator:

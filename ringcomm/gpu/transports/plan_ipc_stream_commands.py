@@ -54,13 +54,11 @@ class Outline:
     NBYTES: ClassVar = 8 + 3 * Address.NBYTES
 
     def pack(self) -> bytes:
-        """Return the NBYTES bytes that are sent to other ranks."""
         parts = (self.source.pack(), self.target.pack(), self.staging.pack())
         return self.shown.to_bytes(8, "little") + b"".join(parts)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Outline:
-        """Return the outline that pack() packed."""
         n = Address.NBYTES
         source, target, staging = (Address.unpack(packed[8 + k * n :][:n]) for k in range(3))
         return cls(source, target, staging, int.from_bytes(packed[:8], "little"))
@@ -88,12 +86,10 @@ class View:
 
     @property
     def mine(self) -> Outline:
-        """This rank's outline."""
         return self.outlines[self.rank]
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.outlines)
 
 
@@ -121,7 +117,6 @@ def phases(work: Work, view: View) -> Iterator[list[Command]]:
 
 
 def kernels(work: Work, size: int) -> list[Kernel]:
-    """Return the kernels of a work among `size` ranks, to load them."""
     if isinstance(work, Reduce):
         return [_reduce_kernel(size, size if work.to is To.ALL else 1, work.dtype, work.op)]
     if isinstance(work, Move):
@@ -187,7 +182,6 @@ def _combine(work: Reduce, view: View, rank: int, piece: Slice) -> Command:
 
 
 def _first_of_target(work: Reduce, rank: int) -> int:
-    """Return the number of the element at which a rank's target begins."""
     return work.parts[rank].start if work.to is To.OWNER else 0
 
 

@@ -22,7 +22,6 @@ class Slice:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
 
@@ -32,7 +31,6 @@ def whole_grains(nbytes: int) -> int:
 
 
 def staging_nbytes(size: int) -> int:
-    """Return the bytes of the staging memory of each of `size` ranks; see passes()."""
     return max(_GRAIN, STAGING_NBYTES // size // _GRAIN * _GRAIN) * size
 
 

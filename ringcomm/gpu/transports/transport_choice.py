@@ -36,20 +36,16 @@ class Facts:
     shares_gpus: bool = False
 
     def pack(self) -> bytes:
-        """Return the form that is sent to other ranks."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def unpack(cls, packed: bytes) -> Facts:
-        """Return the facts that pack() packed."""
         fields = json.loads(packed)
         return cls(**fields | {"reaches": tuple(fields["reaches"])})
 
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """The transport of a group."""
-
     transport: str
     unfit: dict[str, str] = field(default_factory=dict)  # other transport -> why it cannot be used
     is_forced: bool = False  # RINGCOMM_GPU_TRANSPORT names it
@@ -119,7 +115,6 @@ def _no_ipc(facts: Sequence[Facts]) -> str:
 
 
 def _shared_gpu(facts: Sequence[Facts]) -> tuple[int, int] | None:
-    """Return the first two ranks that share a GPU."""
     first: dict[str, int] = {}
     for rank, each in enumerate(facts):
         if each.uuid in first:

@@ -28,7 +28,6 @@ class Reduce:
 
     @property
     def dtype(self) -> DType:
-        """The dtype of source and target."""
         return self.source.dtype
 
 

@@ -14,8 +14,6 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Collective:
-    """Properties of a collective."""
-
     is_reduction: bool = False
     has_in_place: bool = False  # ringcomm has a form that overwrites its argument
     has_parts: bool = False  # the buffer consists of one part per rank, of equal sizes
@@ -40,8 +38,6 @@ COLLECTIVES: Final = {
 
 @dataclass(frozen=True)
 class Case:
-    """One collective with one size of buffer."""
-
     collective: str  # a key of COLLECTIVES; the root is rank 0
     op: str  # value of an rc.Op; "" if nothing is reduced
     dtype: np.dtype[Any]
@@ -50,17 +46,14 @@ class Case:
 
     @property
     def how(self) -> Collective:
-        """The properties of the collective."""
         return COLLECTIVES[self.collective]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole buffer."""
         return self.count * self.dtype.itemsize
 
     @property
     def part(self) -> int:
-        """Elements of a rank's part."""
         return self.count // self.size
 
 

@@ -153,7 +153,6 @@ def _link_gbps(leaders: list[int]) -> float | None:
 
 
 def _preamble(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines on ranks, hosts and settings, and warnings about the machine."""
     size, hosts, cores, load = (report[name] for name in ("size", "hosts", "cores", "load"))
     yield (
         f"# ringcomm bench {report['version']}: {size} ranks on {hosts} host{'s' * (hosts > 1)}, "
@@ -205,7 +204,6 @@ def _measure(
 
 
 def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[Case]]:
-    """Yield the cases of each collective, dtype and operator, by size."""
     fitting = _fitting(args.sizes)
     for name, dtype in itertools.product(args.collective, dtypes):
         if name == "barrier" and dtype != dtypes[0]:
@@ -244,7 +242,6 @@ def _registered(nbytes: int) -> Array:
 
 
 def _note_algorithm(case: Case, rows: list[table.Row]) -> list[str]:
-    """Note the algorithm of an allreduce in ringcomm's rows, and return a line that names it."""
     ours = [row for row in rows if (row.engine, row.collective) == ("ringcomm", "allreduce")]
     if not ours:
         return []
@@ -261,7 +258,6 @@ def _say(*lines: str) -> None:
 
 # --- the command line ---------------------------------------------------------------------------
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     options = argparse.ArgumentParser(
         prog="ringcomm bench",
         usage="mpirun -np N ringcomm bench [options]",
@@ -305,8 +301,6 @@ def names_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
 
 
 def above_zero(kind: type[float]) -> Callable[[str], float]:
-    """Return an argparse type for an int or a float above 0."""
-
     def parse(text: str) -> float:
         value = kind(text)
         if not 0 < value < float("inf"):

@@ -35,8 +35,6 @@ _FEWEST_BATCHES, _MOST_BATCHES = 5, 200
 
 
 class Bind(Protocol):
-    """Binds the collectives of one engine to arguments."""
-
     def __call__(self, case: Case, send: Array, recv: Array) -> Call | None:
         """Return the call to time, which returns its result; None if the engine lacks the case.
 
@@ -49,8 +47,6 @@ class Bind(Protocol):
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine and its memory."""
-
     engine: str  # its name in the table
     buffers: str  # "registered" or "private"
     bind: Bind
@@ -81,7 +77,6 @@ def ringcomm_in(mode: str) -> Bind:
 
 
 def memcpy(case: Case, send: Array, recv: Array) -> Call | None:
-    """Return a call that copies `send` to `recv`; all ranks make it at the same time."""
     return None if recv is send or not case.count else lambda: np.copyto(recv, send)
 
 
@@ -147,7 +142,6 @@ def _lane(case: Case, contender: Contender, in_place: bool) -> _Lane | None:
 
 # --- correctness --------------------------------------------------------------------------------
 def _check(case: Case, lanes: Sequence[_Lane]) -> None:
-    """Make one call in each lane, and count the wrong elements of all ranks."""
     for lane in lanes:
         if not lane.is_memcpy:
             check = _wrong_ranks if case.collective == "barrier" else _wrong_elements
@@ -215,7 +209,6 @@ def _pilot_s(call: Callable[[], object]) -> float:
 
 
 def _batch(call: Callable[[], object], calls: int) -> list[float]:
-    """Return the times at which the first timed call begins and each timed call ends."""
     clock = time.perf_counter
     call()
     stamps = [clock()]

@@ -30,12 +30,10 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The name of the engine in the table."""
         return f"{self.engine} reg" if self.buffers == "registered" else self.engine
 
 
 def heading(*, has_wire: bool) -> list[str]:
-    """Return the heading of lines()."""
     form = f" {'time':>7} {'algbw':>6} {'busbw':>6} {'#wrong':>6}"
     unit = f" {'(us)':>7} {'(GB/s)':>6} {'(GB/s)':>6} {'':>6}"
     share = "wire" if has_wire else "/cpy"
@@ -47,7 +45,6 @@ def heading(*, has_wire: bool) -> list[str]:
 
 
 def lines(rows: Sequence[Row], *, has_wire: bool) -> list[str]:
-    """Return the lines for the rows of one case: one line per engine, with both forms."""
     memcpy_us = next((row.time_us for row in rows if row.engine == "memcpy"), None)
     found = []
     for label in dict.fromkeys(row.label for row in rows):
@@ -71,7 +68,6 @@ def _form(row: Row | None) -> str:
 
 
 def _digits(value: float | None) -> str:
-    """Return about four digits: 0.0083, 3.142, 31.42, 314.2, 31416."""
     if value is None:
         return "-"
     decimals = next((d for limit, d in ((1, 4), (10, 3), (100, 2), (1000, 1)) if value < limit), 0)

@@ -34,8 +34,6 @@ class Launcher:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts that `ringcomm check` judges."""
-
     python: tuple[str, str]  # version and path of this interpreter
     versions: Mapping[str, str]  # installed distribution -> its version
     floors: Mapping[str, str]  # distribution -> the lowest version that ringcomm requires

@@ -186,7 +186,6 @@ def origin(direct_url: str | None) -> str:
 
 
 def _settings_error(environ: Mapping[str, str]) -> str:
-    """Return the error of the settings; "" if there is none."""
     try:
         read_settings(environ)
     except ConfigError as error:
@@ -207,7 +206,6 @@ def _siblings(cpu: int) -> str:
 
 
 def listening_ports() -> list[int]:
-    """Return the TCP ports on which this process listens."""
     own = set()
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor of this listing

@@ -39,7 +39,6 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def has_problem(findings: list[Finding]) -> bool:
-    """Return True if one of the findings is a problem."""
     return any(each.status == "problem" for each in findings)
 
 

@@ -36,8 +36,6 @@ _MPI_ALONE: Final = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
 
 @dataclass(frozen=True)
 class Plan:
-    """The command that starts ranks."""
-
     mpirun: tuple[str, ...]  # the arguments before the program: mpirun -np 2
     python: str
     variables: Mapping[str, str]  # environment variables of the command
@@ -77,7 +75,6 @@ def plan_trial(facts: Facts, size: int = 2) -> Plan | None:
 
 
 def judge_trial(plan: Plan, outcome: Outcome) -> Finding:
-    """Return the finding for the outcome of a trial. Pure."""
     if outcome.code == 0 and _CORRECT in outcome.output:
         found = f"2 ranks, allreduce correct, {outcome.seconds:.1f} s{_extras(plan)}"
         found += _ports_text(outcome.output)
@@ -104,13 +101,11 @@ def _ports_text(output: str) -> str:
 
 
 def _extras(plan: Plan) -> str:
-    """Return the variables and options that mpirun needed here."""
     extras = [f"{name}={value}" for name, value in plan.variables.items()]
     extras += [option for option in plan.mpirun if option == "--oversubscribe"]
     return f" (with {' '.join(extras)})" if extras else ""
 
 
 def _alone(plan: Plan) -> str:
-    """Return the command that tries MPI without ringcomm."""
     variables = [f"{name}={value}" for name, value in plan.variables.items()]
     return shlex.join([*variables, *plan.mpirun, plan.python, "-c", _MPI_ALONE])

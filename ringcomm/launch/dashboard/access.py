@@ -14,8 +14,6 @@ SAFE: Final = ("GET", "HEAD")
 
 @dataclass(frozen=True)
 class Gate:
-    """The dashboard's address and its secret."""
-
     port: int
     token: str
 

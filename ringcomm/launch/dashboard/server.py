@@ -94,7 +94,6 @@ async def _stream(_: Request, *, source: Source, is_ending: Callable[[], bool]) 
 
 
 async def _news(source: Source, is_ending: Callable[[], bool]) -> AsyncIterator[str]:
-    """Yield the state of the job four times per second, with the metrics that are new."""
     positions: dict[str, int] = {}
     while not is_ending():
         state = await run_sync(partial(_next, source, positions))

@@ -101,7 +101,6 @@ class Source:
             return ""
 
     def command(self, command: Command) -> Outcome:
-        """Give a command to the job that is shown, and return what becomes of it."""
         with self._lock:
             samples = self._samples()
         try:

@@ -160,8 +160,6 @@ def _add_horovodruns(parser: argparse.ArgumentParser) -> None:
 
 
 class _Variable(argparse.Action):
-    """Sets a variable of the ranks."""
-
     def __init__(self, *args: Any, name: str, text: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._name, self._text = name, text

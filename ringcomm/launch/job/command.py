@@ -182,7 +182,6 @@ def _described(job: Plan, here: Surroundings) -> str:
 
 
 def _shown(job: Plan) -> str:
-    """Return the command as a shell would take it."""
     variables = [f"{name}={value}" for name, value in job.variables.items()]
     return shlex.join([*variables, *job.argv])
 
@@ -238,5 +237,4 @@ def _time_text(now: float) -> str:
 
 
 def _near(path: Path) -> Path:
-    """Return the path as seen from the working folder, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

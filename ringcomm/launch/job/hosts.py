@@ -21,7 +21,6 @@ class Host:
 
 
 def places_of(hosts: Iterable[Host]) -> int:
-    """Return the number of places of all these hosts."""
     return sum(host.places for host in hosts)
 
 
@@ -113,7 +112,6 @@ def _hosts(text: str, where: str) -> list[Host]:
 
 
 def _counted(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Return each host once, with all its places, in the order of the first mention."""
     places: dict[str, int] = {}
     for host in hosts:
         places[host.name] = places.get(host.name, 0) + host.places

@@ -108,7 +108,6 @@ def _open_mpi(request: Request, here: Surroundings, order: Order, path: str, kin
 
 
 def _binds(request: Request, here: Surroundings) -> bool:
-    """Return True if the user has decided how ranks are bound."""
     names = {option.partition("=")[0] for option in request.options}
     return bool(names & {*_BINDING_OPTIONS}) or any(n in here.environ for n in _BINDING_VARIABLES)
 

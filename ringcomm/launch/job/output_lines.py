@@ -32,7 +32,6 @@ class LinesOf:
     _rest: bytes = b""
 
     def add(self, data: bytes) -> bytes:
-        """Return the lines that are complete now."""
         *lines, self._rest = re.split(rb"(?<=[\n\r])", self._rest + data)
         if len(self._rest) >= _LINE_MAX:
             lines.append(self._rest + b"\n")
@@ -40,7 +39,6 @@ class LinesOf:
         return b"".join(self._marked(line) for line in lines)
 
     def flush(self) -> bytes:
-        """Return what is left of a line without an end."""
         rest, self._rest = self._rest, b""
         return self._marked(rest + b"\n") if rest else b""
 
@@ -62,12 +60,10 @@ class LauncherText:
     _rest: bytes = b""
 
     def add(self, data: bytes) -> bytes:
-        """Return the lines that can be shown now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return b"".join(self._shown([line + b"\n" for line in lines]))
 
     def flush(self) -> bytes:
-        """Return the lines that are left; the output has ended."""
         rest, self._rest = self._rest, b""
         shown = b"".join(self._shown([rest + b"\n"] if rest else []))
         block, self._block = self._block, None

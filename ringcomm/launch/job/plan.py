@@ -129,7 +129,6 @@ def _hosts(request: Request, here: Surroundings) -> tuple[tuple[Host, ...], str]
 
 
 def _roles(request: Request, hosts: tuple[Host, ...], origin: str) -> dict[str, int]:
-    """Return the number of ranks of each role that there is."""
     others = {
         "server": request.servers,
         "evaluator": request.evaluators,
@@ -169,7 +168,6 @@ def _threads(request: Request, here: Surroundings, where: _Where) -> tuple[int, 
 
 
 def _variables(request: Request, here: Surroundings, where: _Where, threads: int) -> dict[str, str]:
-    """Return the variables of all ranks."""
     wanted = {
         "MASTER_ADDR": where.hosts[0].name if len(where.hosts) > 1 else "127.0.0.1",
         "MASTER_PORT": str(here.free_port),
@@ -201,7 +199,6 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
 
 
 def _given(request: Request, here: Surroundings) -> dict[str, str]:
-    """Return the variables of the command line that have a value there."""
     for name, value in request.variables.items():
         if value is None and name not in here.environ:
             raise ConfigError(f"--env {name}: it is not set. Set it, or pass --env {name}=VALUE")

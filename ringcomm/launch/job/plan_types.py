@@ -101,5 +101,4 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return sum(self.roles.values())

@@ -34,8 +34,6 @@ class Failure:
 
 @dataclass(frozen=True)
 class GuardianFile:
-    """The file of a guardian."""
-
     pid: int
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
@@ -67,25 +65,20 @@ def parse_guardian_file(data: bytes) -> GuardianFile:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of a rank, as far as it is known."""
-
     has_left: bool = False  # it called shutdown(), and so did all others
     code: int | None = None  # of its exit; None: it has not exited, or was killed
     role: str = ""  # as on its status page: "worker", "server 0", "spare"; "" and "rank 3" train
 
     @property
     def is_worker(self) -> bool:
-        """True of a rank that trains."""
         return self.role.partition(" ")[0] in ("", "rank", "worker")
 
     @property
     def may_train(self) -> bool:
-        """True of a worker, and of a process that waits for the place of one."""
         return self.is_worker or self.role in (SPARE, RESERVE)
 
 
 def parse_rank_end(text: str) -> RankEnd:
-    """Return the content of a rank's file."""
     lines = text.splitlines()
     codes = [line.removeprefix("exit ") for line in lines if line.startswith("exit ")]
     roles = [line.removeprefix("role ") for line in lines if line.startswith("role ")]

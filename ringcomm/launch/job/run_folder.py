@@ -70,7 +70,6 @@ class RunFolder:
         return cls(path)
 
     def after_restart(self, number: int) -> RunFolder:
-        """Return the folder of the same run after it was started again that many times."""
         return RunFolder(self.path.with_name(f"{self.path.name}-restart-{number}"))
 
     def claim(self) -> bool:
@@ -122,23 +121,18 @@ class RunFolder:
             self._write(CONFIG, config)
 
     def record_end(self, end: Mapping[str, Any]) -> None:
-        """Write the record by which the run is judged."""
         self._write(END, end)
 
     def log_of(self, rank: int) -> Path:
-        """Return the path of a rank's log."""
         return self.path / f"rank-{rank}.log"
 
     def open_log_of(self, rank: int) -> IO[bytes] | None:
-        """Return a rank's log, without a buffer; None if there is none yet."""
         return self._open_record(self.log_of(rank).name)
 
     def open_launcher_log(self) -> IO[bytes]:
-        """Return the log of the launcher, empty, to be written without a buffer."""
         return open(self._create(LAUNCHER_LOG, os.O_TRUNC), "wb", 0)
 
     def is_log(self, rank: int, facts: os.stat_result) -> bool:
-        """Return True if these are the facts of a rank's log."""
         with contextlib.suppress(OSError):  # there is none
             name = self.log_of(rank).name
             return os.path.samestat(os.stat(name, dir_fd=self.fileno()), facts)
@@ -175,7 +169,6 @@ class RunFolder:
         return [rank for rank in self.ranks() if _ABORT.search(self._end_of_log(rank))]
 
     def guardians(self) -> list[GuardianFile]:
-        """Return the files of the guardians."""
         return [parse_guardian_file(data) for _, data in self._files("guardian-", "")]
 
     @property
@@ -192,7 +185,6 @@ class RunFolder:
         os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def fileno(self) -> int:
-        """Return the descriptor of the folder. Raises OSError."""
         if self._descriptor is None:
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags)
@@ -235,7 +227,6 @@ class RunFolder:
         return self._size
 
     def _read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if there is none that counts."""
         with self._open_record(name) or contextlib.nullcontext() as file:
             return None if file is None else file.read()
 
@@ -280,5 +271,4 @@ def _saying_what_to_do() -> Iterator[None]:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Return True if this is the folder of a run."""
     return (path / CONFIG).is_file()

@@ -12,7 +12,6 @@ _GONE: Final = (errno.EPIPE, errno.EIO)
 
 
 def say(*texts: str) -> None:
-    """Print lines of `ringcomm run` itself."""
     for text in texts:
         show(f"ringcomm run: {text}\n".encode(errors="backslashreplace"), sys.stderr)
 

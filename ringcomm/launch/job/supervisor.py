@@ -218,7 +218,6 @@ class Supervisor:
                 self._send(number, self._local_ranks())
 
     def _local_ranks(self) -> dict[int, RankProcess]:
-        """Return the processes of the ranks on this host."""
         return ranks_here(self._folder)
 
     def _send(self, number: int, ranks: Mapping[int, RankProcess]) -> Collection[int]:
@@ -323,8 +322,6 @@ class Supervisor:
 
 @dataclass
 class _Log:
-    """The log of a rank, while it grows."""
-
     file: IO[bytes]  # without a buffer
     lines: LinesOf
     has_more: bool = False
@@ -378,7 +375,6 @@ class _Stop:
     def go_on(
         self, process: subprocess.Popen[bytes], ranks: Callable[[], dict[int, RankProcess]]
     ) -> None:
-        """Take the next step if it is time."""
         if self.signal is None or process.poll() is not None:
             return
         if time.monotonic() < self._next_at:
@@ -418,7 +414,6 @@ class _Signals:
         os.close(self._writer)
 
     def take(self) -> list[int]:
-        """Return the signals since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, _PIECE)
         caught, self._caught = self._caught, []

@@ -77,8 +77,6 @@ class Ending:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of a job."""
-
     code: int  # exit code of `ringcomm run`
     what: str  # in words
     rank: int | None = None  # the one that failed first, if it is known
@@ -246,7 +244,6 @@ def _completed(e: Ending) -> Verdict | None:
 
 
 def _are_done(e: Ending) -> bool:
-    """Return True if each rank that counts has recorded a good end."""
     counts = {*range(e.size)} - _dead(e)
     is_enough = e.least is None or len(_good_workers(e)) >= e.least
     return bool(e.ends) and is_enough and all(_is_good(e, rank) for rank in counts)

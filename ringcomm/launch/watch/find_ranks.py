@@ -45,7 +45,6 @@ class Ranks:
         return StatusPage.look_to_ask(*self._found_at[sample.job, sample.rank])
 
     def sample(self, now_ns: int) -> list[RankSample]:
-        """Return what all ranks do now, by job and rank."""
         gpu_nbytes = self._gpus.by_pid()
         return [_sample(page, now_ns, gpu_nbytes) for _, page in sorted(self._pages.items())]
 

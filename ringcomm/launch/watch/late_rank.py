@@ -83,6 +83,5 @@ class History:
 
 
 def _waits(before: _Look, after: _Look) -> dict[int, float]:
-    """Return the share of the time between two looks that each rank spent in operations."""
     (t0, busy0), (t1, busy1) = before, after
     return {rank: (busy - busy0[rank]) / (t1 - t0) for rank, busy in busy1.items() if rank in busy0}

@@ -53,7 +53,6 @@ class Report:
 
 
 def reports(folder: Path) -> list[Report]:
-    """Return what the hosts of a run have written last."""
     found = []
     for path in sorted(paths_in(folder)):
         if not re.fullmatch(r"host-.*\.json", path.name):
@@ -97,7 +96,6 @@ def run_folder_named(what: str) -> Path | None:
 
 
 def of_run(samples: Sequence[RankSample], folder: Path) -> list[RankSample]:
-    """Return the ranks of the run with this folder, on hosts that see it."""
     ranks = {(each.pid, each.host): each for each in RunFolder(folder).ranks().values()}
     found = [each for each in samples if (each.page["pid"], each.page["host"]) in ranks]
     jobs = {each.job for each in found if not _is_of_another(each, ranks)}

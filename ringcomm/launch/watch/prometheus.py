@@ -44,7 +44,6 @@ class Pages(Collector):
         self._ranks = Ranks()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
         self._ranks.search()
         found = self._ranks.sample(monotonic_ns())
         if self._folder is not None:

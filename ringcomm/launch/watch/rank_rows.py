@@ -51,27 +51,22 @@ class RankSample:
 
     @property
     def job(self) -> str:
-        """The name of its job."""
         return str(self.page["job"])
 
     @property
     def rank(self) -> int:
-        """Its rank."""
         return int(self.page["rank"])
 
     @property
     def is_over(self) -> bool:
-        """True if the rank has left in order, or is dead."""
         return self.process is None or self.page["state"] == State.LEFT
 
     @property
     def is_in_operation(self) -> bool:
-        """True if an operation is under way."""
         return self.page["op_state"] == OpState.RUNNING and not self.is_over
 
     @property
     def busy_ns(self) -> int:
-        """The time in operations so far, with that of the one under way."""
         current = self.time_ns - int(self.page["op_start_ns"]) if self.is_in_operation else 0
         return int(self.page["busy_ns"]) + current
 
@@ -107,7 +102,6 @@ def row_of(now: RankSample, before: RankSample | None) -> Row:
 
 
 def title_of(samples: Sequence[RankSample]) -> str:
-    """Return the title of a job's table."""
     first = samples[0].page
     hosts = list(dict.fromkeys(str(each.page["host"]) for each in samples))
     live = sum(not each.is_over for each in samples)
@@ -129,7 +123,6 @@ def latest_events(samples: Sequence[RankSample], count: int) -> list[str]:
 
 
 def as_json(now: RankSample) -> dict[str, Any]:
-    """Return a rank's facts for `--json`."""
     state, is_bad = _state(now)
     is_running = now.is_in_operation
     return {
@@ -181,7 +174,6 @@ def _good_state(page: Mapping[str, Any]) -> str:
 
 
 def _step(now: RankSample) -> int:
-    """Return the step of the optimizer, or the latest that the program has logged."""
     return max([int(now.page["step"]), *(step for _, step, _ in now.scalars)])
 
 
@@ -200,7 +192,6 @@ def _rates(now: RankSample, before: RankSample | None) -> tuple[str, str, str]:
 
 
 def _memory(process: Process | None) -> tuple[str, str]:
-    """Return the memory of a process, and that on GPUs."""
     if process is None:
         return "", ""
     return _amount(process.nbytes), _amount(process.gpu_nbytes) if process.gpu_nbytes else ""

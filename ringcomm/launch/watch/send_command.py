@@ -23,8 +23,6 @@ _TICK_S: Final = 0.01
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a command, in words."""
-
     is_done: bool
     text: str
 

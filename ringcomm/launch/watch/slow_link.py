@@ -41,7 +41,6 @@ class Traffic:
         )
 
     def since(self, before: Traffic) -> Traffic:
-        """Return what was sent after `before`."""
         return Traffic(self.nbytes - before.nbytes, self.busy_us - before.busy_us, self.rtt_us)
 
 
@@ -90,6 +89,5 @@ def slow_link(traffic: Mapping[Pair, Traffic]) -> SlowLink | None:
 
 
 def _split(values: Mapping[Pair, float], host: str) -> tuple[list[float], list[float]]:
-    """Return the values of the pairs with this host, and those of the others."""
     own = [value for pair, value in values.items() if host in pair]
     return own, [value for pair, value in values.items() if host not in pair]

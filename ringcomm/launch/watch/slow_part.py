@@ -109,7 +109,6 @@ def slow_server(
 
 
 def _busiest(slow: Sequence[int], at_work: Mapping[int, float], ranks: Mapping[int, int]) -> str:
-    """Return the server that is most at work; "each server" if no single one stands out."""
     first, *others = sorted(slow, key=lambda server: -at_work[server])
     if others and at_work[first] < _SERVER_RATIO * at_work[others[0]]:
         return "each server"

@@ -131,7 +131,6 @@ class Jobs:
         return chosen
 
     def verdicts(self, members: Sequence[RankSample]) -> list[str]:
-        """Return who is slow in a job, in words."""
         job = members[0].job
         return self._verdicts[job].texts(_live(members, job))
 
@@ -191,7 +190,6 @@ def _on_terminal(jobs: Jobs, interval_s: float) -> None:
 
 
 def _looks(jobs: Jobs, interval_s: float) -> Iterator[tuple[list[RankSample], _Samples]]:
-    """Yield samples and those before them, until the jobs are over."""
     before: _Samples = {}
     while samples := jobs.look():
         yield samples, before

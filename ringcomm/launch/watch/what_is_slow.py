@@ -43,7 +43,6 @@ class Verdicts:
         _append(self._traffic, now, traffic or {})
 
     def texts(self, ranks: Sequence[RankSample]) -> list[str]:
-        """Return what is to be said of the live ranks of the job; [] if nobody is slow."""
         link = slow_link(self._sent())
         return [*self._slow_ranks(ranks), *([str(link)] if link else [])]
 
@@ -58,7 +57,6 @@ class Verdicts:
         return [] if late is None else [str(late)]
 
     def _sent(self) -> dict[Pair, Traffic]:
-        """Return what was sent in the last seconds."""
         if not self._traffic:
             return {}
         before, after = self._traffic[0][1], self._traffic[-1][1]
@@ -74,14 +72,12 @@ class Verdicts:
 
 
 def _append(looks: deque[tuple[int, T]], now: int, what: T) -> None:
-    """Add a look, and forget those that are too old."""
     looks.append((now, what))
     while now - looks[0][0] > _WINDOW_NS:
         looks.popleft()
 
 
 def _servers(ranks: Sequence[RankSample]) -> dict[int, RankSample]:
-    """Return the servers by their numbers."""
     return {
         int(number): each
         for each in ranks
@@ -95,5 +91,4 @@ def _values(rank: RankSample) -> list[tuple[str, float]]:
 
 
 def _workers(ranks: Sequence[RankSample]) -> list[RankSample]:
-    """Return the ranks that train: all, unless roles are given."""
     return [each for each in ranks if each.page["role"].partition(" ")[0] in _TRAINING]

@@ -25,7 +25,6 @@ def path_of(label: str, path: object, what: str = "path") -> Path:
 
 
 def folder_of(label: str, path: object) -> Path:
-    """Return the folder of checkpoints, absolute. Raises TypeError, ValueError."""
     return path_of(label, path).resolve()
 
 

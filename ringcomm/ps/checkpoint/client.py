@@ -445,7 +445,6 @@ def _refused_by_all(current: Session, label: str) -> Iterator[None]:
 
 
 def restore_tables(current: Session, root: Path, limit_s: float) -> dict[str, Any]:
-    """Restore all tables from the newest checkpoint, and return its manifest; for ps.recover()."""
     manifest = _restore(current, root, limit_s, values_only=False)
     if manifest is None:
         raise FileNotFoundError(f"ps.recover: no complete checkpoint in {root}")

@@ -180,7 +180,6 @@ class Writer:
         return record
 
     def refer(self, folder: Path, record: Record) -> None:
-        """Add a partition that has not changed: link the file of the checkpoint in `folder`."""
         if record.file not in self._linked:
             _link(folder / record.file, self._folder / record.file)
             self._linked.add(record.file)
@@ -199,7 +198,6 @@ class Writer:
         return {"list": name, "crc": crc_of(text), "partitions": len(self._records)}
 
     def close(self) -> None:
-        """Close the files; after an error, too."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -299,7 +297,6 @@ def _require_parts(manifest: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _broken_if_wrong(path: Path) -> Iterator[None]:
-    """Raise BrokenFileError for each error that the content of a damaged file can raise."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -322,7 +319,6 @@ def counts_in(manifest: dict[str, Any]) -> dict[str, dict[int, int]]:
 
 
 def specs_of(manifest: dict[str, Any]) -> dict[int, Spec]:
-    """Return the tables of a checkpoint, by their numbers in it."""
     return {int(number): Spec.of_json(spec) for number, spec in manifest["tables"].items()}
 
 

@@ -41,12 +41,10 @@ class Named(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """End of the values in the flat table."""
         return self.start + count_of(self.part)
 
     @property
     def full_name(self) -> str:
-        """The name, and whose it is."""
         return f"{self.part.name} ({self.scope})" if self.scope else self.part.name
 
 
@@ -85,7 +83,6 @@ class LoadPlan(NamedTuple):
 
 
 def count_of(part: Part) -> int:
-    """Return how many elements of its table a part takes."""
     return math.prod(part.shape) * (2 if part.dtype.startswith("complex") else 1)
 
 
@@ -149,7 +146,6 @@ def plan_load(saved: Mapping[int, Spec], opened: Mapping[int, Spec]) -> LoadPlan
 
 
 def _difference(source: Named, target: Named) -> str:
-    """Return why values cannot be taken, or nothing."""
     pairs: list[tuple[str, object, object]] = [
         ("kind", source.spec.kind, target.spec.kind),
         ("shape", source.part.shape, target.part.shape),

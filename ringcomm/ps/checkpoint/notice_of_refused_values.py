@@ -36,24 +36,20 @@ class Refusals:
         self.needed: frozenset[int] = frozenset()
 
     def begin(self, ranks: Collection[int]) -> None:
-        """Tell ranks that this one cannot go on."""
         self._told = {*ranks} - {self._me}
         self._awaited = {*self._told}
         for rank in sorted(self._told):
             self._send(rank, REFUSED)
 
     def unaware(self, gone: Collection[int]) -> list[int]:
-        """Return the ranks that have not answered, of those that are not gone."""
         return sorted(self._awaited - {*gone})
 
     def end(self) -> None:
-        """Tell the same ranks that this one goes on all the same."""
         for rank in sorted(self._told):
             self._send(rank, GOES_ON)
         self._told.clear()
 
     def on_frame(self, source: int, option: int) -> None:
-        """Take a frame with an option of these."""
         if option == KNOWN:
             self._awaited.discard(source)
             return

@@ -39,11 +39,9 @@ class Replacements:
             self._send(rank, NEWS)
 
     def unaware(self, gone: Collection[int]) -> list[int]:
-        """Return the workers that have not answered, of those that are not gone; on the chief."""
         return sorted(self._awaited - {*gone})
 
     def on_frame(self, source: int, option: int) -> None:
-        """Take a frame of Kind.REPLACED."""
         if option == KNOWN:
             self._awaited.discard(source)
         else:

@@ -220,7 +220,6 @@ def _restored(current: Session, root: Path, limit_s: float) -> dict[str, Any]:
 
 
 def _require_values(current: Session, manifest: dict[str, Any]) -> None:
-    """Raise RingcommError if a table has no values."""
     saved = {spec["name"] for spec in manifest["tables"].values()}
     for name, table in current.tables.items():
         if name not in saved and table.needs_values:

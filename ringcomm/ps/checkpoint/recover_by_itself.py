@@ -36,7 +36,6 @@ def fetched(fetch: Callable[[], T]) -> T:
 
 
 def pushes_nothing(current: Session) -> bool:
-    """Return True if the gradients of this step are going to be dropped."""
     if current.recovers_from is None:
         return False
     return current.drops_step or current.client.outstanding.loss is not None

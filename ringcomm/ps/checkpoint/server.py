@@ -143,7 +143,6 @@ class Store:
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing is kept, or under way, for a save or a restore."""
         return not (self._taken or self._under_way or self._prepared)
 
     def settle(self) -> None:
@@ -164,7 +163,6 @@ class Store:
 
     # --- save -----------------------------------------------------------------------------------
     def begin(self, number: int, root: str) -> None:
-        """Know a moment that is saved in a folder."""
         self._taken[number], self._roots[number] = [], Path(root)
         self._counts[number] = {"rounds": {}, "outside": {}}
         self._is_there.clear()
@@ -200,11 +198,9 @@ class Store:
         items.append(_Item(partition, part, stamp, state, None))
 
     def forget(self, table: int) -> None:
-        """Keep nothing of a table that is gone."""
         self._saved = {part: each for part, each in self._saved.items() if part[0] != table}
 
     def drop(self, number: int) -> None:
-        """Forget what was taken and has not been written."""
         self._taken.pop(number, None)
         self._roots.pop(number, None)
         self._counts.pop(number, None)
@@ -428,7 +424,6 @@ def _while_wanted(work: _Work, wanted: Iterable[_Wanted]) -> Iterator[_Wanted]:
 
 
 def _newest_in(root: Path) -> str:
-    """Return the name of the newest checkpoint, or nothing."""
     return next((folder.name for folder in files.complete(root)), "")
 
 
@@ -477,7 +472,6 @@ def _aspects(saved: Spec, mine: Spec) -> list[tuple[str, object, object]]:
 
 
 def require_values(plan: LoadPlan, folder: Path, *, is_strict: bool) -> None:
-    """Raise ValueError if ps.load() cannot be content with what a checkpoint has."""
     problems = [f"it has no {name}" for name in plan.missing] + plan.unlike
     if not (plan.pieces or plan.rows):
         raise ValueError(

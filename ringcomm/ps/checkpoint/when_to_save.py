@@ -30,5 +30,4 @@ class Periodic:
         return clock - before >= self.every_steps or clock < before  # ps.recover() went back
 
     def note(self, now: float, clock: int) -> None:
-        """One is being saved."""
         self._last = now, clock

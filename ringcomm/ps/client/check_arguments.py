@@ -24,7 +24,6 @@ _BLOCKS_MAX: Final = 1 << 20  # every rank has a list of them
 
 
 def label_of(kind: str, name: object) -> str:
-    """Return how errors name a table, "table[w]". Raises TypeError if the name is no text."""
     if not isinstance(name, str):
         raise TypeError(f"{kind}: name must be a str, not {name!r}")
     return f"{kind}[{name}]"
@@ -81,14 +80,12 @@ def require_numbers(label: str, values: NDArray[Any] | float) -> None:
 
 
 def updater_of(label: str, updater: Updater | None) -> Updater:
-    """Return a table's updater; SGD(0.01) if not given. Raises TypeError."""
     if updater is not None and not isinstance(updater, Updater):
         raise TypeError(f"{label}: updater must be of ringcomm.ps.optim, not {updater!r}")
     return SGD(0.01) if updater is None else updater
 
 
 def require_weight(label: str, weight: float, *, may_be_0: bool) -> None:
-    """Raise ValueError for a weight that is negative, infinite or NaN, TypeError for no number."""
     if not isinstance(weight, int | float | np.number):
         raise TypeError(f"{label}: weight is {weight!r}; it must be a number")
     if not 0 <= weight <= sys.float_info.max or (weight == 0 and not may_be_0):
@@ -110,7 +107,6 @@ def factor_of(label: str, factor: float | None, *, may_be_nan: bool = False) -> 
 def require_out(
     label: str, out: object, dtype: np.dtype[Any], shape: tuple[int, ...], *, may_be_flat: bool
 ) -> None:
-    """Raise TypeError or ValueError if values cannot be written to `out`."""
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{label}: out must be a numpy array, not {out!r}")
     is_shape = out.shape == shape or (may_be_flat and out.shape == (math.prod(shape),))
@@ -128,7 +124,6 @@ def is_16bit(dtype: np.dtype[Any]) -> bool:
 
 
 def flat_of(x: ArrayLike, count: int, spec: Spec, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return a push of `count` elements to a table of this dtype, flat."""
     if type(x) is not np.ndarray:
         x = array_of(f"push[{spec.name}]", "x", x, dtype if isinstance(x, tuple) else None)
     is_whole = count == spec.count and x.shape == spec.shape
@@ -170,6 +165,5 @@ def require_segments(label: str, segments: Sequence[int], count: int) -> None:
 
 
 def require_parts(label: str, parts: Sequence[Part]) -> None:
-    """Raise TypeError unless these are arrays that lie in a flat table."""
     if not (isinstance(parts, Sequence) and all(isinstance(each, Part) for each in parts)):
         raise TypeError(f"{label}: parts must be a list of {Part.__qualname__}, not {parts!r}")

@@ -34,13 +34,11 @@ class Turns:
         heapq.heappush(self._heap, turn)
 
     def discard(self, turn: int) -> None:
-        """Remove one."""
         self._present.discard(turn)
         while self._heap and self._heap[0] not in self._present:
             heapq.heappop(self._heap)
 
     def least(self) -> float:
-        """Return the least; infinity if there is none."""
         return self._heap[0] if self._heap else math.inf
 
 
@@ -73,11 +71,9 @@ class Credit:
 
     @property
     def n_bytes(self) -> dict[int, int]:
-        """Bytes of the bodies under way, by server."""
         return {server: each.n_bytes for server, each in self._in_flight.items()}
 
     def busy(self) -> set[int]:
-        """Return the servers that have not answered all requests."""
         return {server for server, each in self._in_flight.items() if each.n}
 
     def count(self, request: AnyRequest, sign: int) -> None:
@@ -92,7 +88,6 @@ class Credit:
                 (self._turns[table].add if sign > 0 else self._turns[table].discard)(request.turn)
 
     def allows(self, request: AnyRequest) -> bool:
-        """Return True if a request may be sent now."""
         there = self._in_flight[request.server]
         if not there.n:  # as with each push that is waited for before the next one
             return True

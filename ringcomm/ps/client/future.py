@@ -187,12 +187,10 @@ class FutureOfAll(Future[list[R]]):
             each.then(lambda _: self._count_down())
 
     def unanswered(self) -> set[int]:
-        """See Future."""
         return {server for each in self._parts for server in each.unanswered()}
 
 
 def require_timeout(label: str, timeout_s: object) -> None:
-    """Raise ValueError unless timeout_s is None or a number of seconds."""
     if timeout_s is not None and not (isinstance(timeout_s, Real) and float(timeout_s) >= 0):
         raise ValueError(f"{label}: timeout_s is {timeout_s!r}; it must be a number >= 0")
 

@@ -21,8 +21,7 @@ class Asker(Protocol):
     """The client of this rank."""
 
     @property
-    def servers(self) -> tuple[int, ...]:
-        """The numbers of all servers."""
+    def servers(self) -> tuple[int, ...]: ...
 
     def gather(
         self, label: str, requests: Sequence[Request], read: Callable[[Delivery], R]
@@ -63,9 +62,7 @@ def ask_json(
 
 
 def json_of(reply: Delivery) -> Any:
-    """Return the JSON of a reply."""
     return json.loads(reply.body.tobytes() if reply.body.nbytes else reply.meta)
 
 
-def ignore(_reply: Delivery) -> None:
-    """Read nothing of a reply."""
+def ignore(_reply: Delivery) -> None: ...

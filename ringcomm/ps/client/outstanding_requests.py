@@ -54,7 +54,6 @@ def _may_be_forgotten(request: AnyRequest) -> bool:
 
 
 def _require_answerable(request: AnyRequest, loss: Loss, lost: Collection[int]) -> None:
-    """Raise ServerLostError if a request cannot be answered, or not as it should."""
     is_allowed = request.kind in _ALLOWED and not _may_be_forgotten(request)
     if not is_allowed or request.server in lost:
         raise loss.error(request.future.label)
@@ -67,8 +66,7 @@ class RowMoves(Protocol):
     def is_settled(self) -> bool:
         """True if no server returns a request that is under way."""
 
-    def on_notice(self, delivery: Delivery) -> None:
-        """Rows have moved."""
+    def on_notice(self, delivery: Delivery) -> None: ...
 
 
 def _send_once_filled(
@@ -110,25 +108,21 @@ class Outstanding:
 
     @property
     def is_settled(self) -> bool:
-        """True if no request waits for credit, and no server returns one."""
         with self.lock:
             is_settled = not self.send_queue.n_waiting and self.owners.is_settled
         return is_settled and all(each.is_settled for each in [*self.row_moves.values()])
 
     def add_table(self, number: int, owners: list[int], epochs: Mapping[int, int]) -> None:
-        """Learn the owners of a dense table's partitions; see PartitionOwners.add_table()."""
         with self.lock:
             self.owners.add_table(number, owners, epochs)
 
     def has_requests_of(self, table: int) -> bool:
-        """Return True if requests for a table are not answered, or wait for credit."""
         with self.lock:
             return self.send_queue.has_table(table) or any(
                 table_of(each) == table for each in self.requests.values()
             )
 
     def forget_table(self, number: int) -> None:
-        """Know a table no more; see has_requests_of()."""
         with self.lock:
             self.owners.forget_table(number)
             self.row_moves.pop(number, None)
@@ -169,33 +163,27 @@ class Outstanding:
             return waiting | {x.server for x in self.requests.values() if x.future is future}
 
     def busy(self) -> set[int]:
-        """Return the servers that have not answered all requests."""
         with self.lock:
             return self.credit.busy()
 
     @property
     def has_unsent(self) -> bool:
-        """True if requests wait for credit."""
         with self.lock:
             return bool(self.send_queue.n_waiting)
 
     def n_unsent(self, future: Future[Any]) -> int:
-        """Return how many requests of a call wait for credit."""
         with self.lock:
             return self.send_queue.n_of(future)
 
     def idle_epoch(self, partition: Partition) -> int:
-        """Return the epoch of a partition to which no request is under way; -1 if one is."""
         with self.lock:
             order = self.owners.orders[partition]
             return -1 if self.send_queue.has(partition) or not order.is_empty else order.epoch
 
     def next_sequence(self) -> int:
-        """Return the number of a new request."""
         return next(self._sequence)
 
     def assign(self, request: Request, future: Future[Any]) -> None:
-        """Set the future of a request, and its server."""
         request.future = future
         loss = self.loss
         if loss is not None:
@@ -203,7 +191,6 @@ class Outstanding:
         self._find_server(request)
 
     def _find_server(self, request: AnyRequest) -> None:
-        """Set the server of a request that has not been sent."""
         if request.partition is not None:
             request.server = self.owners.view.owner(request.partition)
 
@@ -213,7 +200,6 @@ class Outstanding:
             return self._may_begin(request)
 
     def submit_if_it_may(self, request: AnyRequest) -> bool:
-        """Send a request if a new call may begin with it; return whether it was sent."""
         with self.lock:
             may_begin = self._may_begin(request)
             if may_begin:
@@ -229,7 +215,6 @@ class Outstanding:
         return not is_second and self._may_leave(request)
 
     def _may_leave(self, request: AnyRequest) -> bool:
-        """Return True if a new request has credit, and overtakes none that waits for it."""
         is_behind = self.send_queue.n_waiting and self.send_queue.has(request.partition)
         return not is_behind and self.credit.allows(request)
 

@@ -70,7 +70,6 @@ class PartitionOwners:
         return self.orders[partition].returned(sequence, self._learn(partition, meta))
 
     def _learn(self, partition: Partition, meta: bytes) -> int:
-        """Learn the owner that a server names; return its epoch."""
         epoch, owners = owners_of(meta)
         if epoch > self.orders[partition].epoch:
             self.view = self.view.with_({partition: (int(owners[0]),)})
@@ -96,5 +95,4 @@ class PartitionOwners:
 
     @property
     def is_settled(self) -> bool:
-        """True if no server returns a request that is under way."""
         return all(order.is_settled for order in self.orders.values())

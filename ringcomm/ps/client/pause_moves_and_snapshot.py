@@ -38,7 +38,6 @@ class Moment(NamedTuple):
 
 
 def new_id(client: Client) -> int:
-    """Return a number that no other moment of this job has."""
     return moment_number(client.rank, next(_ids))
 
 

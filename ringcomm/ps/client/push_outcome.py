@@ -37,11 +37,9 @@ class PushReplies:
         return partial(self._replies.__setitem__, place)
 
     def clear(self) -> None:
-        """Forget all replies."""
         self._replies.clear()
 
     def outcome(self) -> Pushed:
-        """Return the outcome of the push."""
         replies = [reply for _, reply in sorted(self._replies.items())]
         return outcome_of(replies, is_held=self._is_held, is_sparse=self._is_sparse)
 
@@ -81,24 +79,19 @@ class PlainPush(Future[Pushed]):
 
     @property
     def future(self) -> Self:
-        """This, as the future of the request."""
         return self
 
     @property
     def timestamp(self) -> int:  # type: ignore[override]
-        """Number of the request."""
         return self.acked_by
 
     def on_ack(self, clock: int) -> None:
-        """Take a reply that has only a clock."""
         self._result = Pushed(True, "", clock)
 
     def take(self, reply: Delivery) -> None:
-        """Take a good reply."""
         self._result = outcome_of([reply])
 
     def replied(self) -> None:
-        """See Future."""
         self._end()
 
     def _end(self) -> None:
@@ -111,14 +104,12 @@ AnyRequest = Request | PlainPush
 
 
 def table_of(request: AnyRequest) -> int:
-    """Return the number of the table that a request is for."""
     return request.table if request.partition is None else request.partition[0]
 
 
 def outcome_of(
     replies: Sequence[Delivery | int], *, is_held: bool = False, is_sparse: bool = False
 ) -> Pushed:
-    """Return the outcome of a push; see PushReplies."""
     if len(replies) == 1 and isinstance(replies[0], int):  # as a rule
         return Pushed(True, "", replies[0])
     full = [each for each in replies if not isinstance(each, int)]

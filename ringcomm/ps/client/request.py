@@ -63,7 +63,6 @@ class Request:
     future: Future[Any] = field(init=False)
 
     def fill(self) -> None:
-        """Copy the source to the body, if there is one."""
         if self.source is not None:
             self.body[:] = self.source
             self.source = None

@@ -35,7 +35,6 @@ class RequestOrder:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is under way."""
         return not (self._sent or self._waiting)
 
     def add(self, sequence: int) -> bool:

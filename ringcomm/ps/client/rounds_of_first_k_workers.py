@@ -156,11 +156,9 @@ class FirstOfRounds:
         return max(0, self._round - self._began[table])
 
     def last_of(self, table: int) -> int:
-        """Return the round of the last push to a table."""
         return self._last.get(table, -1)
 
     def note_pulled(self, table: int, rounds: int) -> None:
-        """Keep how many rounds of a table were in values that were pulled."""
         with self._lock:
             n_more = max(0, self._began[table] + rounds - self._round)
             self._round += n_more

@@ -62,7 +62,6 @@ class Client:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The numbers of all servers."""
         return self.layout.server_numbers
 
     @property
@@ -71,11 +70,9 @@ class Client:
         return self.layout.leader
 
     def shares_memory(self, server: int) -> bool:
-        """Return True if a server reads this rank's shared memory in place."""
         return self.link.shares_memory(self.layout.rank_of(server))
 
     def owner(self, partition: Partition) -> int:
-        """Return the server of a partition."""
         return self.outstanding.owners.view.owner(partition)
 
     def idle_epoch(self, partition: Partition) -> int:
@@ -89,11 +86,9 @@ class Client:
         return self.outstanding.idle_epoch(partition)
 
     def owing(self, future: Future[Any]) -> set[int]:
-        """Return the servers that have not answered requests of a future."""
         return self.outstanding.owing(future)
 
     def timestamp(self) -> int:
-        """Return the number of a new request."""
         return self.outstanding.next_sequence()
 
     def listen(self) -> None:
@@ -115,7 +110,6 @@ class Client:
         return future
 
     def call_one(self, label: str, request: Request, read: Callable[[Delivery], R]) -> Future[R]:
-        """Send a request; return a future of read(reply). See send()."""
         results: list[R] = []
         request.on_reply = lambda reply: results.append(read(reply))
         return self.call(label, [request], lambda: results[0])
@@ -193,7 +187,6 @@ class Client:
         self._await_credit(first, label, before_wait)
 
     def push(self, push: PlainPush) -> None:
-        """Send a push that is request and future in one; see send()."""
         self._engine.state.require_usable()
         while not self.outstanding.submit_if_it_may(push):
             self._await_credit(push, push.label)
@@ -290,7 +283,6 @@ class Client:
         return future.done()
 
     def wait_until_sent(self, label: str) -> None:
-        """Drive until all requests of earlier calls have left; see wait_for()."""
         outstanding = self.outstanding
         if outstanding.has_unsent:
             self.wait_until(lambda: not outstanding.has_unsent, label, outstanding.busy)

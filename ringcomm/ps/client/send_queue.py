@@ -96,14 +96,11 @@ class SendQueue:
         return partition in self._partitions
 
     def has_table(self, table: int) -> bool:
-        """Return True if a request for a table waits."""
         return self._tables[table] > 0
 
     def n_of(self, future: Future[Any]) -> int:
-        """Return how many requests of a call wait."""
         return self._calls.get(future, 0)
 
     def of(self, future: Future[Any]) -> Iterator[Request]:
-        """Yield the requests of a call that wait."""
         for queue in self._queues.values():
             yield from (each for each in queue if each.future is future)

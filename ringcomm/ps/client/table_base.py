@@ -25,15 +25,11 @@ if TYPE_CHECKING:
 
 
 class Pushes(Protocol):
-    """Sends the pushes of this process to one table."""
+    @property
+    def n_rounds(self) -> int: ...
 
     @property
-    def n_rounds(self) -> int:
-        """See TableBase."""
-
-    @property
-    def n_missed(self) -> int:
-        """See TableBase."""
+    def n_missed(self) -> int: ...
 
 
 class TableBase(ABC):

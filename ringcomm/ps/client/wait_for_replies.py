@@ -109,7 +109,6 @@ class Waits:
             )
 
     def _waited(self, label: str, servers: Servers, waited_s: float) -> str:
-        """Return how long this rank has waited for which servers."""
         name = self._engine.transport.label
         ranks = ", ".join(
             f"server {server} ({name(self._layout.rank_of(server))})"
@@ -131,7 +130,6 @@ class Waits:
         return reasons_text(missing, doings, self._layout.place_of, late)
 
     def _lateness(self, name: str) -> Lateness | None:
-        """Return how late this rank was in rounds of a table; None: never."""
         table = self.tables.get(name)
         if table is None or not table.n_missed:
             return None

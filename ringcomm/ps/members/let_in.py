@@ -28,7 +28,6 @@ _log: Final = logging.getLogger("ringcomm")
 
 
 def end_step(current: Session) -> None:
-    """Do what is due between two steps of this worker."""
     current.refusals.end()
     if current.between_steps is not None:
         current.between_steps()
@@ -65,7 +64,6 @@ def _let_in(current: Session) -> None:
 
 
 def send(current: Session, to: int, option: Coming, meta: bytes = b"") -> None:
-    """Send a frame between a newcomer and another rank."""
     header = Header(Kind.NEWCOMER, origin=current.engine.job_rank, option=option)
     current.client.link.send(to, header, meta)
 

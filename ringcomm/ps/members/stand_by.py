@@ -142,7 +142,6 @@ class _Spare:
                 return Beginning.of_json(said["begins"]), asked
 
     def _said_by(self, rank: int) -> Any:
-        """Return what a worker has said that stands still; None: nothing."""
         here = self._here
         return json.loads(here.meta) if here is not None and here.source == rank else None
 

@@ -15,8 +15,6 @@ from ringcomm.ps.placement.partition_places_and_moves import Move
 
 
 class Members(Protocol):
-    """Who is who."""
-
     @property
     def server_numbers(self) -> tuple[int, ...]:
         """The servers that live."""
@@ -47,7 +45,6 @@ class Places:
 
     @property
     def n_at_first(self) -> int:
-        """So many servers have a place after restart()."""
         return min(self._members.n_places, len(self._members.server_numbers))
 
     def taken(self) -> list[int]:
@@ -56,13 +53,11 @@ class Places:
         return [n for n in servers if n not in self.vacant] or [*servers]
 
     def swap(self, gives: int, takes: int) -> None:
-        """Give a spare the place of another server."""
         if takes in self.vacant and gives not in self.vacant:
             self.vacant.remove(takes)
             self.vacant.add(gives)
 
     def add(self, servers: Collection[int]) -> None:
-        """Give servers a place. Raises ValueError if one has one, or is lost."""
         others = sorted({*servers} - (self.vacant & {*self._members.server_numbers}))
         if others:
             raise ValueError(f"ps.add_servers: server {others[0]} is no spare any more. Try again")

@@ -27,11 +27,9 @@ class View:
     chains: Mapping[Partition, tuple[int, ...]] = field(default_factory=dict)
 
     def owner(self, partition: Partition) -> int:
-        """Return the server that answers for a partition. Raises KeyError."""
         return self.chains[partition][0]
 
     def with_(self, changes: Mapping[Partition, tuple[int, ...]]) -> View:
-        """Return the next view, in which these partitions have these chains."""
         return View(self.number + 1, {**self.chains, **changes})
 
 

@@ -82,7 +82,6 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
 
 
 def vacant_in(answers: Sequence[dict[str, Any]], leader: int) -> set[int]:
-    """Return the servers without a place, which the leader knows, by the statistics of all."""
     return next({*each["vacant"]} for each in answers if each["server"] == leader)
 
 
@@ -173,7 +172,6 @@ def pinned_in(answers: Sequence[dict[str, Any]]) -> set[Partition]:
 
 
 def shares(view: View, heat: dict[Partition, float], servers: Sequence[int]) -> tuple[float, ...]:
-    """Return the share of the traffic that each server has, by server."""
     load = dict.fromkeys(servers, 0.0)
     for partition, chain in view.chains.items():
         load[chain[0]] += heat.get(partition, 0.0)

@@ -67,12 +67,10 @@ class Beginning:
     rounds: Mapping[int, int]
 
     def to_json(self) -> list[Any]:
-        """Return it as of_json() takes it."""
         return [self.clock, [*self.rounds.items()]]
 
     @classmethod
     def of_json(cls, data: list[Any]) -> Beginning:
-        """Return what to_json() was called on."""
         return cls(data[0], {int(table): n for table, n in data[1]})
 
 
@@ -99,16 +97,13 @@ class Newcomers:
 
     @property
     def workers(self) -> set[int]:
-        """The newcomers that count as workers."""
         return {*self.began}
 
     @property
     def evaluators(self) -> set[int]:
-        """The newcomers that evaluate."""
         return {rank for rank, each in self.taken.items() if each.role == "evaluator"}
 
     def role_of(self, rank: int, members: Members) -> str:
-        """Return the role of a rank that trains or evaluates."""
         if rank in self.taken:
             return self.taken[rank].role
         return "worker" if rank in members.workers else "evaluator"
@@ -118,7 +113,6 @@ class Newcomers:
         return bool(standing_by) and bool(self.fallen) and not self.is_ending
 
     def requests(self) -> list[Any]:
-        """Return the requests that wait."""
         return [*(request for request, _ in self.waiting.values()), *self.alone]
 
     # --- places ---------------------------------------------------------------------------------
@@ -146,24 +140,20 @@ class Newcomers:
         self.waiting[request.source] = request, evaluates
 
     def ask_alone(self, request: Any) -> None:
-        """A newcomer waits until no worker lives."""
         self.alone.append(request)
 
     # --- who comes, and who is gone -------------------------------------------------------------
     def take(self, newcomer: Newcomer, beginning: Beginning | None) -> None:
-        """A newcomer has its place; beginning: of a worker."""
         self.taken[newcomer.rank] = newcomer
         if beginning is not None:
             self.began[newcomer.rank] = beginning
         self.forget(newcomer.rank)
 
     def retract(self, rank: int) -> None:
-        """A newcomer has no place after all, and asks again."""
         self.taken.pop(rank, None)
         self.began.pop(rank, None)
 
     def forget(self, rank: int) -> None:
-        """A rank waits for no place any more."""
         self.waiting.pop(rank, None)
         self.alone = [each for each in self.alone if each.source != rank]
         if self._granted is not None and self._granted.rank == rank:
@@ -190,7 +180,6 @@ class Newcomers:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Know what another server knew."""
         self.taken = {each[0]: Newcomer(*each) for each in state["taken"]}
         self.began = {rank: Beginning.of_json(each) for rank, each in state["began"]}
         self.fallen = dict.fromkeys(state["fallen"])
@@ -228,12 +217,10 @@ class Present:
 
     @property
     def server_numbers(self) -> tuple[int, ...]:
-        """The servers that live."""
         return self._members().server_numbers
 
     @property
     def leader(self) -> int:
-        """The lowest of them."""
         return self._members().leader
 
     @property

@@ -17,7 +17,6 @@ Array = NDArray[Any]
 
 
 def joined(arrays: list[Array], dtype: np.dtype[Any], segments: dict[str, Array]) -> Bytes:
-    """Return numbers as bytes; behind them the segments, if there are any."""
     joined: Bytes = np.concatenate([np.asarray(each, dtype) for each in arrays]).view(np.uint8)
     return np.concatenate([joined, *State({}, segments).packed()]) if segments else joined
 

@@ -43,7 +43,6 @@ class WireRows:
 
     @property
     def plain(self) -> Bytes | None:
-        """The rows as bytes, where they are; None if they are encoded."""
         return None if self._encoded is not None else self._rows.reshape(-1).view(np.uint8)
 
     @property
@@ -52,7 +51,6 @@ class WireRows:
         return self._encoded is not None or _core.all_finite(self._rows)
 
     def nbytes(self, n: int) -> int:
-        """Return the bytes of n rows."""
         dim, itemsize = self._rows.shape[1], self._rows.itemsize
         of_row: int = dim * itemsize if self._encoded is None else dim + max(4, itemsize)
         return n * of_row + (0 if self._encoded is None else codec.HEADER_NBYTES)
@@ -124,7 +122,6 @@ def _narrowed(wanted: FramedCodec | None, rows: Array) -> WireRows:
 
 
 def not_finite(name: str, n: int) -> ValueError:
-    """Return the error of a push of rows with NaN or inf."""
     return ValueError(
         f"push[{name}]: NaN or inf among the {n} rows. Look where they come "
         'from, or open the table with nan="allow"'

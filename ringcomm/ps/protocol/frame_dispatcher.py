@@ -33,17 +33,14 @@ class Reports:
         return len(self._arrived)
 
     def append(self, report: Delivery) -> None:
-        """Add a report."""
         with self._lock:
             self._arrived.append(report)
 
     def present(self) -> list[Delivery]:
-        """Return those that are here now."""
         with self._lock:
             return [*self._arrived]
 
     def take_all(self) -> list[Delivery]:
-        """Return those that are here now, and keep none."""
         with self._lock:
             taken = [*self._arrived]
             self._arrived.clear()
@@ -132,10 +129,8 @@ class FrameDispatcher:
 
     @property
     def is_streaming(self) -> bool:
-        """True while a body that is a message of its own is under way."""
         return self.link.is_streaming
 
     def place_for(self, header: Header) -> Bytes | None:
-        """Return where the body of a message shall go; see Link."""
         is_reply = header.kind == Kind.REPLY and self.client is not None
         return self.client.place_for(header) if is_reply and self.client is not None else None

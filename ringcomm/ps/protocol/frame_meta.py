@@ -60,12 +60,10 @@ class PullMeta(NamedTuple):
     held: int = 0
 
     def packed(self) -> bytes:
-        """Return the bytes that of() reads."""
         return _PULL.pack(*self)
 
     @classmethod
     def of(cls, meta: bytes) -> PullMeta:
-        """Read it. Raises RingcommError if it has another length."""
         if len(meta) != _PULL.size:
             raise RingcommError(f"ps: the meta of a pull has {len(meta)} bytes, not {_PULL.size}")
         return cls._make(_PULL.unpack(meta))
@@ -108,7 +106,6 @@ class Answered(NamedTuple):
 
 
 def packed_numbers(rows: Sequence[KeyedPull] | Sequence[Answered]) -> NDArray[np.uint8]:
-    """Return numbers as bytes."""
     return np.array(rows, "<i8").reshape(-1).view(np.uint8)
 
 
@@ -135,7 +132,6 @@ class PushMeta(NamedTuple):
     mask: bytes = b""
 
     def packed(self) -> bytes:
-        """Return the bytes that of() reads."""
         name, flags = self.dtype.encode(), self.flags | (PARTIAL if self.mask else 0)
         head = _PUSH.pack(self.weight, self.start, self.n, flags, len(name), len(self.hyper))
         return b"".join((head, name, self.hyper.tobytes(), self.mask))
@@ -160,34 +156,28 @@ def flags_of(meta: bytes) -> int:
 
 
 def packed_owners(epoch: int, owners: Sequence[int]) -> bytes:
-    """Return the epoch of a unit and the server of each of its partitions, as bytes."""
     return _EPOCH.pack(epoch) + np.array(owners, "<u2").tobytes()
 
 
 def owners_of(meta: bytes) -> tuple[int, Owners]:
-    """Read what packed_owners() wrote."""
     owners = np.frombuffer(meta, "<u2", offset=_EPOCH.size).astype(np.uint32)
     return _EPOCH.unpack_from(meta)[0], owners
 
 
 def packed_json(data: Any) -> bytes:
-    """Return data as the meta of a control request."""
     return json.dumps(data, separators=(",", ":"), default=plain).encode()
 
 
 def plain(number: Any) -> Any:
-    """Return a number of numpy as one of Python, which json.dumps() takes."""
     if not isinstance(number, np.generic):
         raise TypeError(f"{number!r} cannot be sent: it is no number of Python or numpy")
     return number.item()
 
 
 def packed_stamp(stamp: int) -> bytes:
-    """Return the version of a block as the meta of READ_BLOCK."""
     return _STAMP.pack(stamp)
 
 
 def stamp_of(meta: bytes) -> int:
-    """Read what packed_stamp() wrote."""
     stamp: int = _STAMP.unpack(meta)[0]
     return stamp

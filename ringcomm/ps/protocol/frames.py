@@ -28,8 +28,6 @@ _GAPS: Final = tuple(bytes(n) for n in range(8))
 
 
 class Kind(IntEnum):
-    """The kind of a request, or REPLY."""
-
     REPLY = 1
     CREATE = 2
     PUSH = 3
@@ -147,8 +145,6 @@ _ONE_WAY: Final = frozenset(
 
 
 class Status(IntEnum):
-    """The outcome of a request."""
-
     OK = 0
     LATE = 1  # applied to nothing: the round had what it needed
     REFUSED = 2  # a mistake of the caller; meta has the error
@@ -222,13 +218,11 @@ RequestHeader = tuple[int, int, int, int, int, int, int, int, int]
 
 
 def header_of_request(header: RequestHeader, status: int = 0) -> Header:
-    """Return the header of a request without a body."""
     kind, view, origin, sequence, table, part, clock, option, place = header
     return Header(kind, 0, status, view, origin, 0, sequence, table, part, clock, 0, option, place)
 
 
 def is_one_way(header: Header) -> bool:
-    """Return True if a frame has no reply."""
     if header.kind == Kind.MOVE:
         return header.option not in (Step.ASK, Step.SETTLE, Step.PLACES)
     return header.kind in _ONE_WAY
@@ -247,12 +241,10 @@ def packed(header: Header, meta: bytes = b"", inline: bytes | memoryview = b"") 
 
 
 def header_of(data: bytes) -> Header:
-    """Read a header."""
     return Header._make(_HEADER.unpack_from(data))
 
 
 def frame_of(data: bytes) -> Frame:
-    """Read one frame, as the pipes of a node bring them."""
     header = Header._make(_HEADER.unpack_from(data))
     start = HEADER_NBYTES + header.n_meta
     if header.where != 1:  # not inline

@@ -136,12 +136,10 @@ class Link:
         self._transport.abandon([*receives, *self.bodies.forget(rank)])
 
     def shares_memory(self, rank: int) -> bool:
-        """Return True if this rank's bodies need not be copied to get there."""
         t = self._transport
         return t.node is not None and t.nodes[rank] == t.nodes[t.rank]
 
     def holds(self, x: Bytes) -> bool:
-        """Return True if x is in the shared memory of this rank."""
         node = self._transport.node
         return node is not None and node.memory.holds(x)
 
@@ -193,14 +191,6 @@ class Link:
         self._put(dest, packed(header._replace(n_body=body.nbytes), meta))
 
     def ask(self, dest: int, header: RequestHeader, meta: bytes, body: Bytes) -> None:
-        """Send a request, as send() does.
-
-        Args:
-            dest: rank of the job.
-            header: see RequestHeader.
-            meta: see send().
-            body: see send().
-        """
         if self._endpoint is not None and self._endpoint.ask(dest, *header, meta, body):
             return
         self.send(dest, header_of_request(header), meta, body)
@@ -266,7 +256,6 @@ class Link:
             self._endpoint.enter()
 
     def leave(self) -> None:
-        """See enter()."""
         if self._endpoint is None:
             return
         if self._n_waiting:
@@ -294,13 +283,11 @@ class Link:
 
     @property
     def waits_to_leave(self) -> bool:
-        """True if a poll() would put something on the wire."""
         is_full = self._endpoint is not None and self._endpoint.n_unsent
         return bool(self.bodies.new or any(self._outgoing) or is_full)
 
     @property
     def is_busy(self) -> bool:
-        """True while something waits to leave, or for its body."""
         return bool(
             self.bodies.new
             or self.bodies.under_way
@@ -320,7 +307,6 @@ class Link:
 
     @property
     def n_queued(self) -> int:
-        """Number of frames that wait to leave, or for their body."""
         return sum(map(len, self._outgoing)) + self._n_waiting
 
     def flush(self) -> None:

@@ -29,7 +29,6 @@ class Joiner:
         self._parts: dict[tuple[int, int], bytearray] = {}
 
     def forget(self, source: int) -> None:
-        """Drop the pieces of a rank."""
         self._parts = {key: whole for key, whole in self._parts.items() if key[0] != source}
 
     def add(self, source: int, piece: Frame) -> Frame | None:

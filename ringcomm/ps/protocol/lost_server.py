@@ -31,7 +31,6 @@ class Loss:
     copies: int = 1
 
     def error(self, label: str) -> ServerLostError:
-        """Return the error of a call that cannot go on."""
         shown = ", ".join(self.tables[:_SHOWN]) + ", ..." * (len(self.tables) > _SHOWN)
         what = f"its part of {shown}" if self.tables else "what it had of the tables"
         lost = "is lost, with its copy" if self.copies > 1 else "is lost"

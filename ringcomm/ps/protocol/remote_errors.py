@@ -19,7 +19,6 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 
 
 def error_text(error: Exception) -> bytes:
-    """Return an error as the meta of a reply."""
     kind = _NO_MEMORY if isinstance(error, MemoryError) else type(error).__name__
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     if kind not in _ERRORS and kind != _NO_MEMORY:
@@ -28,13 +27,6 @@ def error_text(error: Exception) -> bytes:
 
 
 def error_of(meta: bytes, label: str, server: str) -> Exception:
-    """Read what error_text() wrote.
-
-    Args:
-        meta: what it wrote.
-        label: of the call that fails.
-        server: rank that has written it, as text.
-    """
     kind, text = json.loads(meta)
     if kind == _NO_MEMORY:  # in the words of an allocator, which names neither
         return RingcommError(

@@ -31,7 +31,6 @@ class OwnTime:
         self._waited_ns = 0  # for a core, by the thread, when the look began
 
     def begin(self) -> None:
-        """Note that a look begins."""
         now_ns, thread = monotonic_ns(), threading.get_ident()
         if thread != self._thread:
             self._thread, self._run_queue = thread, _RunQueue()

@@ -151,7 +151,6 @@ class Catalog:
         return moves
 
     def that_stay(self, servers: Collection[int]) -> list[str]:
-        """Return the tables of which partitions are on these servers, and do not move."""
         return [
             spec.name for number, spec in sorted(self.known().items())
             if not {*servers}.isdisjoint(self._core.tables[number].owners) and self._stays(spec)
@@ -164,7 +163,6 @@ class Catalog:
         return evict is not None and Evict(**evict).n_servers(n) < n
 
     def note_moved(self, action: Moved) -> None:
-        """Count where partitions are now."""
         nbytes = _part_nbytes(self.contents[action.key[0]].spec)
         for source, dest in action.servers:
             self._loads[source] -= nbytes
@@ -215,7 +213,6 @@ class Catalog:
             self._replies.fail(request, RingcommError(text))
 
     def discard(self, number: int) -> None:
-        """Drop a table on all servers."""
         self._forget(number)
         self._tell_others(number, DROP)
 
@@ -251,21 +248,18 @@ class Catalog:
         return {"servers": self._layout.server_numbers, "tables": tables}
 
     def describe(self, request: Delivery, used: Iterable[str], said: Any) -> None:
-        """Answer with all tables, of which the client uses some, and with more."""
         for number in self.known():
             if self.contents[number].spec.name in used:
                 self._core.tables[number].openers.add(request.source)
         self._replies.json(request, {**self._all_described(), "said": said})
 
     def described(self, number: int) -> dict[str, Any]:
-        """Return the number, spec and owners of a table, for other ranks."""
         table, spec = self._core.tables[number], self.contents[number].spec
         owned = {"owners": table.owners, "epochs": table.epochs}
         return {"number": number, "spec": spec.to_json(), **owned}
 
     # --- all servers ----------------------------------------------------------------------------
     def on_view(self, delivery: Delivery) -> None:
-        """Carry out a frame of Kind.VIEW."""
         option = delivery.header.option
         if option == ADOPTED:
             self._adopted(delivery)
@@ -290,7 +284,6 @@ class Catalog:
         self._replies.send(request.source, header, meta)
 
     def clear(self) -> None:
-        """Know no table."""
         for number in [*self.contents]:
             self._forget(number)
         self._opening.clear()
@@ -365,7 +358,6 @@ class Catalog:
 
 
 def _part_nbytes(spec: Spec) -> int:
-    """Return the bytes of a partition of a dense table, about; 0 of a hash table."""
     if spec.kind == "hash":
         return 0
     return spec.count * np.dtype(spec.dtype).itemsize // spec.partitions

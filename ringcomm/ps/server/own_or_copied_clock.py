@@ -23,7 +23,6 @@ class OwnClock:
         self._began_s = time.time() - time.monotonic()
 
     def monotonic(self) -> float:
-        """See Clock."""
         return time.monotonic()
 
     def time(self) -> float:
@@ -39,9 +38,7 @@ class CopiedClock:
         self.time_s = time.time()
 
     def monotonic(self) -> float:
-        """See Clock."""
         return self.monotonic_s
 
     def time(self) -> float:
-        """See Clock."""
         return self.time_s

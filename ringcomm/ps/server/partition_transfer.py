@@ -111,16 +111,13 @@ class Transfer:
         self._retired[key, epoch] = part.memory
 
     def free(self, key: Key, epoch: int) -> None:
-        """Free the memory of a partition that was retired."""
         self._retired.pop((key, epoch), None)
 
     def clear(self) -> None:
-        """Free everything."""
         self._sent.clear()
         self._retired.clear()
 
     def forget(self, key: Key, part: int) -> None:
-        """Drop a partition of a hash table."""
         shard = self._catalog.contents[key[0]].shard
         assert shard is not None
         shard.disown(part)
@@ -140,7 +137,6 @@ class Transfer:
         return ""
 
     def put(self, number: int, part: int, state: State) -> None:
-        """Set the state that state_of() has returned."""
         shard = self._catalog.contents[number].shard
         if shard is None:
             self._install_dense(number, part, state)
@@ -163,7 +159,6 @@ class Transfer:
 
 
 def put_rows(shard: Shard, part: int, state: State) -> None:
-    """Add a partition of a hash table to a shard."""
     rows, arrays = RowsPartition(shard, part), state.arrays
     held = {name: arrays.pop(name) for name in [*arrays] if name.startswith("held")}
     rows.load(state)

@@ -24,5 +24,4 @@ class Contents:
     shard: Shard | None = None
 
     def unit(self, number: int) -> DensePartition | Shard:
-        """Return a partition of a dense table, or the shard. Raises KeyError."""
         return self.parts[number] if self.shard is None else self.shard

@@ -124,7 +124,6 @@ class Performer:
         }
 
     def handle(self, event: on.Event) -> None:
-        """Give an event to the core, and carry out the actions that it returns."""
         self.perform(self.core.handle(event, self._monotonic()))
 
     def perform(self, actions: Iterable[Action]) -> None:
@@ -149,7 +148,6 @@ class Performer:
                     self.replies.fail(request, error)
 
     def _restart(self) -> None:
-        """Keep no table, and nothing that is under way."""
         contents = [*self.catalog.contents.values()]
         self.catalog.clear()
         self.core.restart()
@@ -160,7 +158,6 @@ class Performer:
 
     # --- requests for values --------------------------------------------------------------------
     def arrived(self, request: Delivery) -> None:
-        """Give a request for values to the core, which decides about it."""
         header = request.header
         if header.kind == Kind.ENTER and header.option in (Entry.ASK, Entry.JOIN):
             is_ask = header.option == Entry.ASK
@@ -191,7 +188,6 @@ class Performer:
         return self.catalog.contents[pull.table].shard if may_read else None
 
     def _retry(self, request: Delivery) -> None:
-        """Look at a request again that was kept, or waited."""
         try:
             self.arrived(request)
         except Exception as error:  # noqa: BLE001 - it is for who asked, and others are behind it
@@ -244,7 +240,6 @@ class Performer:
         self._of(key).serve(request, self._unit(key))
 
     def _redirect(self, request: Delivery) -> None:
-        """Send a request back with the owner of its partition."""
         key = self._key_of(request)
         self.replies(request, status=Status.WRONG_VIEW, meta=self._owners(key))
 
@@ -291,7 +286,6 @@ class Performer:
             self.store.drop(action.moment)
 
     def send_to_server(self, server: int, message: dict[str, Any]) -> None:
-        """Send a message about moves to a server, perhaps this one."""
         header = Header(Kind.MOVE, option=Step.SERVERS)
         self.replies.send(self._layout.address_of(server), header, packed_json(message))
 

@@ -43,7 +43,6 @@ class Replies:
         clock: int = 0,
         option: int = 0,
     ) -> None:
-        """Answer a request."""
         self.nbytes += body.nbytes // 2 if option == READ_BLOCK else body.nbytes  # of two
         header = Header(
             Kind.REPLY,
@@ -59,19 +58,15 @@ class Replies:
         self._link.send(to.source, header, meta, body)
 
     def json(self, to: Delivery, content: Any) -> None:
-        """Answer a request with JSON of any size."""
         self(to, body=as_body(content))
 
     def fail(self, to: Delivery, error: Exception) -> None:
-        """Say why a request was not carried out."""
         status = Status.REFUSED if isinstance(error, ValueError | KeyError) else Status.FAILED
         self(to, status=status, meta=error_text(error))
 
     def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = NOTHING) -> None:
-        """Send a frame to a rank, see Link.send()."""
         self._link.send(dest, header._replace(origin=self._rank), meta, body)
 
 
 def as_body(content: Any) -> Bytes:
-    """Return JSON as a body of any size."""
     return np.frombuffer(packed_json(content), np.uint8).copy()

@@ -106,12 +106,10 @@ class Server:
         }
 
     def answers_for(self, number: int) -> bool:
-        """Return True if this process answers in the place of a server."""
         return number == self.index
 
     @property
     def is_over(self) -> bool:
-        """True once all clients have left."""
         return self.core.departures.is_over
 
     def look(self) -> None:
@@ -122,11 +120,9 @@ class Server:
         self.show()
 
     def let_time_pass(self) -> None:
-        """Do what is due by now; see core.awaits_time."""
         self._handle(on.TimePassed())
 
     def show(self) -> None:
-        """Show now and then what this server does."""
         if self.page is not None and time.monotonic() >= self._shows_at:
             self._shows_at = time.monotonic() + _SHOWN_S
             self._show(self.page)
@@ -182,12 +178,10 @@ class Server:
         self.store.is_copy = self.catalog.is_copy = is_copy
 
     def on_death(self, rank: int) -> None:
-        """Go on without a client that died."""
         self.store.give_up(rank)
         self._handle(on.Died(rank))
 
     def on_loss(self, number: int) -> None:
-        """Go on without a server of which no copy is left."""
         self.layout.lost.add(number)
         self.on_death(self.layout.address_of(number))
 
@@ -228,7 +222,6 @@ class Server:
             raise ValueError(f"ps.snapshot: cannot {what!r}")
 
     def _described(self) -> dict[str, Any]:
-        """Return the reply to a client whose pause begins: which tables there are."""
         tables = {number: spec.to_json() for number, spec in self.catalog.known().items()}
         return {"job": self.job, "tables": tables}
 

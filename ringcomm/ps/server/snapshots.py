@@ -31,11 +31,9 @@ class Snapshots:
         self._shards: dict[int, list[Shard]] = {}
 
     def begin(self, number: int) -> None:
-        """Know a snapshot."""
         self._copies[number], self._shards[number] = {}, []
 
     def take(self, number: int, key: Key, part: DensePartition | Shard) -> None:
-        """Keep what a unit has now."""
         if isinstance(part, Shard):
             part.snapshot(number)
             self._shards[number].append(part)
@@ -46,7 +44,6 @@ class Snapshots:
         self._copies[number][key] = copy, part.version
 
     def has(self, number: int, key: Key) -> bool:
-        """Return True if a snapshot holds a dense partition."""
         return key in self._copies[number]
 
     def values(self, number: int, key: Key) -> tuple[Bytes, int]:
@@ -54,7 +51,6 @@ class Snapshots:
         return self._copies[number][key]
 
     def clear(self) -> None:
-        """Know no snapshot."""
         self._copies.clear()
         self._shards.clear()
 
@@ -62,7 +58,6 @@ class Snapshots:
         return number in self._copies
 
     def drop(self, number: int) -> None:
-        """Keep nothing more of a snapshot."""
         self._copies.pop(number, None)
         for shard in self._shards.pop(number, ()):
             shard.release(number)

@@ -41,7 +41,6 @@ def register(function: Function) -> None:
 
 
 def registered() -> dict[str, Function]:
-    """Return the functions that are marked so far, by name."""
     return dict(_registered)
 
 

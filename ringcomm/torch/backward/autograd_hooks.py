@@ -24,11 +24,9 @@ from ringcomm.torch.untraced import untraced
 class Listener(Protocol):
     """An object that hooks call before and after each gradient, with the parameter's index."""
 
-    def before_gradient(self, index: int) -> None:
-        """Prepare for a gradient that autograd is about to add to .grad."""
+    def before_gradient(self, index: int) -> None: ...
 
-    def after_gradient(self, index: int) -> None:
-        """Process the gradient that autograd has added to .grad."""
+    def after_gradient(self, index: int) -> None: ...
 
 
 _LOST_HOOK: Final = (
@@ -98,7 +96,6 @@ class Hooks:
         hooks = parameter._post_accumulate_grad_hooks
 
     def remove_all(self) -> None:
-        """Remove all hooks; add() may attach others."""
         _remove(self._handles)
         self._nodes.clear()
         self._announced.clear()
@@ -120,7 +117,6 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 def has_other_hooks(parameter: torch.Tensor) -> bool:
-    """Return True if a program has hooks that run after a gradient is added, beside ours."""
     hooks = parameter._post_accumulate_grad_hooks
     return hooks is not None and len(hooks) > 1
 

@@ -13,8 +13,7 @@ from ringcomm.torch.backward.interleave_collectives import CollectiveTask, finis
 class PassListener(Protocol):
     """An object whose methods are called at the beginning and end of each pass (one backward())."""
 
-    def begin_pass(self) -> None:
-        """Prepare for the first gradient of a backward()."""
+    def begin_pass(self) -> None: ...
 
     def end_pass(self) -> CollectiveTask[None]:
         """Return the task that must end before backward() returns; not called after a failure."""
@@ -48,7 +47,6 @@ class Passes:
             autograd_hooks.at_end_of_run(functools.partial(self._end_run, listener, current))
 
     def forget(self) -> None:
-        """Forget the current pass."""
         self._current = None
 
     def _end_run(self, listener: PassListener, which: _Pass) -> None:

@@ -9,6 +9,5 @@ def with_complement(value: bytes) -> bytes:
 
 
 def is_alike(combined: bytes) -> bool:
-    """Return True if all ranks sent the same value: no bit is set in both halves."""
     half = len(combined) // 2
     return not any(a & b for a, b in zip(combined[:half], combined[half:], strict=True))

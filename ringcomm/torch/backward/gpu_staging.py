@@ -72,7 +72,6 @@ class Staging:
         return self._copied is None
 
     def wait(self) -> torch.Tensor:
-        """Return the host memory once no copy is under way."""
         while not self.is_idle:
             time.sleep(_LOOK_EVERY_S)
         return self.host

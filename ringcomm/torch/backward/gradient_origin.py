@@ -31,7 +31,6 @@ class GradientHistory:
         self._zeroed: Mark | None = None  # .grad as zero_grad() has left it
 
     def origin_of(self, gradient: torch.Tensor) -> Origin:
-        """Return who has made this .grad."""
         if self.is_final:
             return Origin.REDUCTION
         if self._zeroed is not None and self._zeroed.is_of(gradient):
@@ -39,11 +38,9 @@ class GradientHistory:
         return Origin.LEFT if gradient is self._left else Origin.PROGRAM
 
     def note_zeroed(self, gradient: torch.Tensor | None) -> None:
-        """Note that zero_grad() has set .grad to zeros."""
         self._zeroed = None if gradient is None else Mark(gradient)
 
     def move(self, gradient: torch.Tensor | None, view: torch.Tensor) -> None:
-        """Move the elements of .grad to the memory of `view`, if that has the same layout."""
         if gradient is None or gradient.requires_grad or gradient.dtype != view.dtype:
             return
         if gradient.shape == view.shape and gradient.stride() == view.stride():
@@ -57,6 +54,5 @@ class GradientHistory:
         self.is_final, self._zeroed, self._left = False, None, left
 
     def forget_unless(self, gradient: torch.Tensor | None) -> None:
-        """Forget what step() has left, unless it is .grad still."""
         if self._left is not gradient:
             self._left = None

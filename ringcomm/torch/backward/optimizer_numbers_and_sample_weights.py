@@ -33,17 +33,14 @@ def next_number(group: Group) -> int:
 
 
 def last_number(group: Group) -> int:
-    """Return the number that next_number() has returned last; 0: none."""
     return _counts.get(group, 0)
 
 
 def go_on_from_number(group: Group, number: int) -> None:
-    """Let next_number() go on from what was the last number at some time."""
     _counts[group] = number
 
 
 def checked_samples(n: float) -> float:
-    """Return n as float. Raises ValueError if n cannot be a number of samples."""
     n = float(n)
     if not 0 <= n < math.inf:
         raise ValueError(f"set_samples({n:g}): a number of samples is finite and at least 0")
@@ -51,12 +48,10 @@ def checked_samples(n: float) -> float:
 
 
 def note_samples(weighed: Weighed, engine: Engine) -> None:
-    """Make weight_of_step() return the samples of `weighed`."""
     _weighed[engine] = ref(weighed)
 
 
 def weight_of_step(engine: Engine) -> float:
-    """Return the argument of the last set_samples() in this step; 1 if there was none."""
     known = _weighed.get(engine)
     weighed = None if known is None else known()
     return 1.0 if weighed is None or weighed.samples is None else weighed.samples

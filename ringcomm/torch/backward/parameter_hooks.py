@@ -34,7 +34,6 @@ class Slot:
 
     @property
     def has_sparse(self) -> bool:
-        """True if .grad is a torch.sparse_coo tensor."""
         gradient = self.parameter.grad
         return gradient is not None and gradient.layout is torch.sparse_coo
 
@@ -50,7 +49,6 @@ class Slot:
         )
 
     def densify(self) -> None:
-        """Make .grad dense."""
         gradient = self.parameter.grad
         if gradient is not None:
             self.parameter.grad = gradient.to_dense()
@@ -80,7 +78,6 @@ class ParameterHooks(Hooks):
             slot.has_hooks = True
 
     def remove(self, slots: Sequence[Slot]) -> None:
-        """Remove all hooks, which are those of these parameters."""
         self.remove_all()
         for slot in slots:
             if slot.has_hooks and not self._has_other_owner(slot):
@@ -101,5 +98,4 @@ class ParameterHooks(Hooks):
 
 
 def without_hooks(slots: Iterable[S]) -> list[S]:
-    """Return the slots without hooks that require gradients: they are new, or were frozen."""
     return [slot for slot in slots if not slot.has_hooks and slot.parameter.requires_grad]

@@ -30,14 +30,12 @@ class Mark:
         self._address = x.data_ptr() if x.layout is _STRIDED else 0  # address_of() would cost more
 
     def is_of(self, x: torch.Tensor | None) -> bool:
-        """Return True if x is the same object, and nobody has written to it or moved it."""
         if x is None or self._x() is not x or x._version != self._version:
             return False
         return (x.data_ptr() if x.layout is _STRIDED else 0) == self._address
 
 
 def address_of(x: torch.Tensor) -> int:
-    """Return the address of the first element; 0 if x is sparse."""
     return x.data_ptr() if x.layout is torch.strided else 0
 
 

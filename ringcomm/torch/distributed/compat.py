@@ -80,7 +80,6 @@ _is_profiling = _internal.autograd._profiler_enabled
 
 
 def _once(patch: F) -> F:
-    """Return a function whose first call runs `patch`, and whose later calls do nothing."""
     calls = itertools.count()
 
     @functools.wraps(patch)
@@ -94,7 +93,6 @@ def _once(patch: F) -> F:
 # --- rendezvous -----------------------------------------------------------------------------------
 @_once
 def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> None:
-    """Replace torch's rendezvous handler of a scheme by wrap(handler)."""
     from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
     handlers[scheme] = wrap(handlers[scheme])

@@ -106,7 +106,6 @@ def _within(parent: Any) -> Iterator[None]:
 
 
 def _require_alike(ranks: list[int]) -> None:
-    """Compare the argument of new_group() among the ranks of the parent or the default group."""
     default = c10d.group.WORLD
     if isinstance(default, ProcessGroup):
         parent = _this_thread.parent

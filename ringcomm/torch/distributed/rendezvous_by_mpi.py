@@ -134,7 +134,6 @@ def _addresses() -> list[str]:
 
 
 def _reachable(hosts: list[str], port: int) -> str:
-    """Return the first of rank 0's addresses that this rank can connect to."""
     for host in hosts:
         with contextlib.suppress(OSError), socket.create_connection((host, port), _PROBE_S):
             return host

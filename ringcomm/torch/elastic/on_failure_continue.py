@@ -102,11 +102,9 @@ class TolerantReducer(GradientReducer):
 
     @property
     def has_begun_next(self) -> bool:
-        """True if this rank has begun the step that follows its version."""
         return self._has_begun and not self.n_ahead
 
     def begin_pass(self) -> None:
-        """Count the pass; see GradientReducer.begin_pass()."""
         self._has_begun = True
         if self.is_idle:
             self._n_passes += 1
@@ -116,13 +114,11 @@ class TolerantReducer(GradientReducer):
             super().begin_pass()
 
     def end_pass(self) -> CollectiveTask[None]:
-        """Complete the reduction; if it fails, or this step is not reduced, clear .grad."""
         yield from super().end_pass()
         if self.is_idle:
             self.clear_gradients()
 
     def flush(self) -> None:
-        """Take part in the reduction; see GradientReducer.flush()."""
         self._has_begun = True
         if not self.is_idle:
             with self._noting():
@@ -131,7 +127,6 @@ class TolerantReducer(GradientReducer):
             self.clear_gradients()
 
     def restart(self) -> None:
-        """Restart the step, before zero_grad()."""
         with self._noting():
             super().restart()
 
@@ -151,7 +146,6 @@ class TolerantReducer(GradientReducer):
         self._begin_step(is_zeroed=True)
 
     def await_streams(self) -> None:
-        """Return once the mean of this step is there on a GPU, too; else note the failure."""
         if not self.is_idle:
             with self._noting():
                 await_streams()

@@ -217,7 +217,6 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {index: place for place, index in reversed(list(enumerate(self.indices)))}
 
     def _go_on_from(self, position: Position) -> None:
-        """Deal the rest of an epoch."""
         self.num_replicas, self.rank = size(), rank()
         self._position = replace(position, rank=self.rank, size=self.num_replicas)
         self._share = None

@@ -75,7 +75,6 @@ def begin(
 
 
 def document(function: F) -> F:
-    """Add to a docstring the common arguments that it does not describe; return the function."""
     function.__doc__ = complete_doc(function, _COMMON)
     return function
 
@@ -108,7 +107,6 @@ def async_form(
     *,
     in_place: bool = False,
 ) -> Callable[P, Handle[R]]:
-    """Return the form that returns a handle; see in_place_form()."""
     form = Form(in_place=in_place)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:

@@ -26,11 +26,9 @@ class Handle(Generic[R]):
         self._result: R | None = None
 
     def done(self) -> bool:
-        """Return True if wait() would not block."""
         return all(part.done() for part in self._parts)
 
     def wait(self, timeout_s: float | None = None) -> R:
-        """Return the result; see ringcomm.Handle.wait()."""
         if self._finish is not None:
             results = [part.wait(timeout_s) for part in self._parts]
             self._result, self._finish = self._finish(*results), None

@@ -36,7 +36,6 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def util() -> dict[str, Any]:
-    """Return the functions of horovod.common.util that scripts use, by name."""
     functions = (
         check_extension, check_installed_version, env, extension_available, gpu_available,
         is_iterable, is_version_greater_equal_than, num_rank_is_power_2, split_list,
@@ -46,7 +45,6 @@ def util() -> dict[str, Any]:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Raise ImportError unless ext_name is a name of horovod.torch."""
     del ext_env_var, pkg_path, args
     if not ext_name.startswith("horovod.torch"):
         raise ImportError(f"{ext_name}: ringcomm stands in for horovod.torch alone")
@@ -58,35 +56,29 @@ def check_installed_version(name: str, version: str, exception: Any = None) -> N
 
 
 def env(**kwargs: str | None) -> AbstractContextManager[None]:
-    """Return a context that sets environment variables; a variable with None is not changed."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     return config.changed_environment(**given)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return True for "torch"."""
     del verbose
     return ext_base_name == "torch"
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return True for "torch" if torch can use a GPU."""
     del verbose
     return extension_available(ext_base_name) and torch.cuda.is_available()
 
 
 def is_iterable(x: Any) -> bool:
-    """Return True if x is iterable."""
     return isinstance(x, Iterable)
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Return True if a version such as "2.6.0+cpu" is `target`, such as "1.13.0", or newer."""
     return bool(TorchVersion(ver) >= target)
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return True if a number is a power of two."""
     return num_rank > 0 and num_rank.bit_count() == 1
 
 

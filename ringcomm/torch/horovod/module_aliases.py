@@ -53,7 +53,6 @@ def install() -> None:
 
 
 def _modules() -> Mapping[str, dict[str, Any]]:
-    """Return the names and objects of each module, by the module's name."""
     everything = _pick(face, face.__all__) | {"check_extension": internal_functions.check_extension}
     mpi_ops = {
         "handle_average_backwards_compatibility": lambda op, average: op_of(op, average)  # noqa: PLW0108 - it has these two arguments

@@ -8,8 +8,6 @@ from ringcomm.collectives.operators import AVERAGE, SUM, Op
 
 
 class _Adasum:
-    """The operator of Adasum; see ringcomm.engine.operations.adasum."""
-
     def __repr__(self) -> str:
         return "Adasum"
 

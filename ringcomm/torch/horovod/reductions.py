@@ -311,7 +311,6 @@ def _apply(
     tensors: Tensors,
     compression: Any,
 ) -> list[Tensor]:
-    """Compress tensors, reduce them by forward(), and decompress the results."""
     compressor = compressor_of("allreduce or reducescatter", compression)
     sent = [compressor.compress(tensor) for tensor in tensor_list(tensors)]
     results = apply(forward, backward, [x for x, _ in sent])

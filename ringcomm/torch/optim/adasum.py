@@ -55,7 +55,6 @@ class _AdasumOptimizer(Optimizer):
     _n_steps = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters by the Adasum of the ranks' updates."""
         self._follow()
         if self._process_set.included():
             self._weights.compare(self._named, self._process_set.group, " (adasum)")
@@ -81,7 +80,6 @@ class _AdasumOptimizer(Optimizer):
         checked_passes(passes)
 
     def skip_synchronize(self) -> NoReturn:
-        """Raise AssertionError, as Horovod does: step() combines the updates in any case."""
         raise AssertionError(
             "skip_synchronize() is not supported with op=hvd.Adasum: each rank keeps its own "
             "gradients, so change .grad and call step() without skip_synchronize()"

@@ -112,7 +112,6 @@ class AveragingOptimizer(Optimizer):
 
     @property
     def n_steps(self) -> int:
-        """Number of step() calls that this rank has completed."""
         return self._reducer.step
 
     def go_on_from(self, step: int) -> None:
@@ -185,7 +184,6 @@ class AveragingOptimizer(Optimizer):
         return _rewrap, (plain, names, reducer.options, reducer.passes_per_step)
 
     def _update(self, *closure: Callable[[], Any]) -> Any:
-        """Call step() of the optimizer's own class."""
         return super().step(*closure)
 
     def _flush(self) -> None:
@@ -200,7 +198,6 @@ class AveragingOptimizer(Optimizer):
 
     @property
     def _has_strangers(self) -> bool:
-        """True if the program has put new parameters into param_groups."""
         held = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         return not self._reducer.ids.issuperset(map(id, held))
 

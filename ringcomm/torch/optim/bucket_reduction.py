@@ -49,7 +49,6 @@ class BucketReduction:
 
     @property
     def description(self) -> BucketDescription:
-        """Description by which another rank can take part in the reduction under way."""
         return BucketDescription(
             self._name,
             self._sent.numel(),

@@ -36,12 +36,10 @@ class Streams:
         self._seen: set[torch.cuda.Stream] = set()
 
     def note(self) -> None:
-        """Note that the current stream writes to the tensor."""
         if self._device is not None:
             self._seen.add(torch.cuda.current_stream(self._device))
 
     def join(self) -> None:
-        """Make the current stream wait for the other streams."""
         if self._device is None:
             return
         current = torch.cuda.current_stream(self._device)
@@ -69,22 +67,18 @@ class Scaling:
 
     @property
     def has_unit(self) -> bool:
-        """True if gradients are sent as multiples of the unit."""
         return self.samples is not None and self.options.compression is not Compression.none
 
     @property
     def exceeds_unit(self) -> bool:
-        """True if this rank has more samples than the unit, so that all need a larger one."""
         return self.has_unit and self.samples is not None and self.samples > self.unit
 
     @property
     def wire_op(self) -> Op:
-        """Operator of the allreduce."""
         return self.options.op if self.samples is None else AVERAGE if self.has_unit else SUM
 
     @property
     def weight(self) -> float | None:
-        """Factor of the gradients that are sent; None: they have no weight."""
         if self.samples is None or not self.has_unit:
             return self.samples
         return self.samples / (self.unit or 1.0)
@@ -96,7 +90,6 @@ class Scaling:
 
     @property
     def group(self) -> Group:
-        """The ranks that reduce together."""
         return self.options.group
 
 
@@ -170,7 +163,6 @@ class Bucket:
 
     @property
     def n_other_references(self) -> int:
-        """Number of tensors that use the buffer's memory, beside the bucket's own."""
         return n_storage_references(self.buffer) - self._n_references
 
     @property
@@ -179,11 +171,9 @@ class Bucket:
         return bool(self.handles)
 
     def expect_all(self) -> None:
-        """Count every member as not ready again."""
         self.waiting = {member.index for member in self.members}
 
     def launch(self, scaling: Scaling) -> None:
-        """Start to reduce the buffer."""
         self.streams.join()
         predivide = scaling.options.predivide
         scaled = self._weighted(scaling.weight)
@@ -269,7 +259,6 @@ def make_buckets(
 
 
 def is_16_bit(x: torch.Tensor) -> bool:
-    """Return True for float16 and bfloat16."""
     return x.dtype in _16_BIT
 
 

@@ -39,17 +39,14 @@ class BucketPlan:
         self._sparse: set[int] = set()  # indices of sparse gradients; the same on all ranks
 
     def enrol(self) -> None:
-        """Take a new number for the optimizer among those of its ranks."""
         self.suffix = f" (optimizer {next_number(self._options.group)})"
 
     @property
     def max_nbytes(self) -> float:
-        """Size limit of a bucket."""
         on_gpus = bool(self.slots) and all(slot.parameter.is_cuda for slot in self.slots)
         return engine().settings.fusion_nbytes("cuda" if on_gpus else None)
 
     def ensure_buckets(self) -> list[Bucket]:
-        """Return the buckets; make them if there are none."""
         if self.buckets is None:
             self.buckets = self._make_buckets()
         return self.buckets
@@ -88,7 +85,6 @@ class BucketPlan:
         return bool(self._full)
 
     def launch_full(self, scaling: Scaling) -> None:
-        """Start to reduce the full buckets."""
         for full in self._full:
             for member in full.members:
                 slot = self.slots[member.index]
@@ -112,7 +108,6 @@ class BucketPlan:
             self._order = handle.wait()[0].tolist()  # of the first rank that is not in join()
 
     def end_step(self) -> None:
-        """After the first step, follow the order of readiness."""
         if self._fired is not None and self._order is not None:
             self._fired = None
             self.drop()
@@ -123,11 +118,9 @@ class BucketPlan:
         self._fired, self._order, self.unit = {}, None, 0.0
 
     def forget_sparse(self) -> None:
-        """Expect dense gradients of all parameters."""
         self._sparse.clear()
 
     def drop(self) -> None:
-        """Drop the buckets; ensure_buckets() makes new ones."""
         self.buckets = None
         self._full.clear()
         for slot in self.slots:

@@ -53,12 +53,10 @@ class GradientOptions:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each rank updates its part of the parameters alone."""
         return self.shard_state == 1
 
     @property
     def takes_mean(self) -> bool:
-        """True if .grad becomes the mean of all ranks' .grad, whole on each rank."""
         return self.op is AVERAGE and not self.is_sharded
 
     @property
@@ -136,7 +134,6 @@ def require_mean(predivide: float, op: object) -> None:
 
 
 def checked_passes(n: int) -> int:
-    """Return n as int. Raises ValueError if it is not a number of backward() calls per step."""
     if not is_integer(n) or n < 1:
         raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")
     return int(n)

@@ -158,7 +158,6 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
 
 
 def _is_comparable(x: torch.Tensor) -> bool:
-    """Return True for a plain tensor, False for a DTensor or a lazy parameter."""
     is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
     return is_plain and x.layout is torch.strided and x.device.type != "meta"
 
@@ -180,7 +179,6 @@ def _warn(names: Sequence[str], sums: NDArray[np.int64], rank: int) -> None:
 
 
 def _warn_of_others(names: Sequence[str]) -> None:
-    """Warn that ranks differ in frozen parameters which the optimizer does not hold."""
     _log.warning(
         "DistributedOptimizer: ranks have different weights in the %d frozen parameters that it "
         "does not hold (%s), so ranks train different models. Call "

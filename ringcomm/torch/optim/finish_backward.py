@@ -409,7 +409,6 @@ def explain_steps(steps: Sequence[int | None]) -> str:
 
 
 def explain_complaints(complaints: Sequence[str | None]) -> str:
-    """Return the error text if .grad was changed on some ranks in a way that cannot count. Pure."""
     rank, text = next((r, text) for r, text in enumerate(complaints) if text)
     return f"{text} (on rank {rank})"
 

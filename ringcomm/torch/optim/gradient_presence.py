@@ -52,11 +52,9 @@ class Presence:
         return cls(codes, message[n - 1], is_alike(message[: n - 1]), ranks)
 
     def is_of_all(self, size: int) -> bool:
-        """Return True if all ranks have sent a message: none is in join()."""
         return sum(each.bit_count() for each in self.ranks) == size
 
     def absent(self, size: int) -> tuple[int, ...]:
-        """Return the ranks that have sent no message: they are in join()."""
         if self.is_of_all(size):
             return ()
         sent = int.from_bytes(self.ranks, "little")
@@ -64,7 +62,6 @@ class Presence:
 
 
 def bit_of(rank: int, size: int) -> bytes:
-    """Return Presence.ranks of one rank."""
     return (1 << rank).to_bytes((size + 7) // 8, "little")
 
 
@@ -78,7 +75,6 @@ def samples_fault(presence: Presence) -> Literal["partial", "empty"] | None:
 
 
 def sparse_ones(presence: Presence) -> list[int]:
-    """Return the indices of the parameters whose gradients are all sparse."""
     if not any(code & SPARSE for code in set(presence.codes)):
         return []
     return [i for i, code in enumerate(presence.codes) if code & (DENSE | SPARSE) == SPARSE]
@@ -94,6 +90,5 @@ def with_unlike_bases(presence: Presence) -> int | None:
 
 
 def ready_order(fired: Sequence[int], n: int) -> list[int]:
-    """Return the indices of n parameters: first `fired`, then the others in reverse order."""
     others = set(range(n)) - set(fired)
     return [*fired, *sorted(others, reverse=True)]

@@ -96,11 +96,9 @@ class GradientShard:
             self._weights = Mark(self._parameter)
 
     def forget(self) -> None:
-        """Expect another gradient."""
         self._reduced = self._weights = None
 
     @property
     def is_changed(self) -> bool:
-        """True if somebody has written to .grad since the reduction or accept()."""
         gradient, reduced = self._parameter.grad, self._reduced
         return reduced is not None and gradient is not None and not reduced.is_of(gradient)

@@ -42,8 +42,6 @@ WORTH_KEEPING = 128 << 10
 
 
 class GradientState(Enum):
-    """State of a parameter's .grad."""
-
     SETTLED = auto()  # it is None, final, or set by hand
     OPEN = auto()  # None, or this rank's own sum, to which more may be added
     SENT = auto()  # under way in its bucket
@@ -216,7 +214,6 @@ class GradientSlot(Slot):
         return gradient is not self._before or self.is_in_bucket
 
     def make_sparse_again(self) -> None:
-        """Make .grad sparse if it was sparse on some rank."""
         gradient = self.parameter.grad
         if self.is_sparse_in_step and gradient is not None and not self.has_sparse:
             self.parameter.grad = gradient.to_sparse(1)
@@ -303,7 +300,6 @@ class GradientSlot(Slot):
             self.part.accept()
 
     def _write_own_part(self, gradient: torch.Tensor, target: torch.Tensor) -> None:
-        """Write to `target` what this rank adds to the base."""
         _copy(target, _strided(gradient))
         if self._is_base_inside and self._base is not None:
             target.sub_(self._base)
@@ -347,7 +343,6 @@ class GradientSlot(Slot):
 
     @property
     def is_in_bucket(self) -> bool:
-        """True if .grad is in the memory of its bucket."""
         return _is_at(self.parameter.grad, self._view)
 
 
@@ -356,13 +351,11 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(_: Any, own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """Return the values of `total`, in its memory."""
         del own
         return total.data
 
     @staticmethod
     def backward(_: Any, *gradients: Any) -> Any:
-        """Return the derivative for `own`."""
         return gradients[0], None
 
 

@@ -24,7 +24,6 @@ class Agreement:
         self.forget()
 
     def forget(self) -> None:
-        """Compare again in the next backward()."""
         self.check: ConsistencyCheck | None = None
         self.is_reached = False
 

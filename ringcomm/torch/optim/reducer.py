@@ -187,7 +187,6 @@ class GradientReducer:
         self._begin_step(is_zeroed=True)
 
     def set_samples(self, n: float) -> None:
-        """Weight this rank's gradient of this step with n."""
         if self.options.op is not AVERAGE:
             raise ValueError("set_samples() sets weights of a mean, but this optimizer's op is SUM")
         self.samples, self._are_samples_used = checked_samples(n), False
@@ -195,12 +194,10 @@ class GradientReducer:
 
     # --- called by autograd -----------------------------------------------------------------------
     def before_gradient(self, index: int) -> None:
-        """Clear .grad for this rank's gradient."""
         self._spoiling(self._passes.enter, self)
         self.slots[index].expect_gradient(is_seen=not self._is_communicating)
 
     def after_gradient(self, index: int) -> None:
-        """Put the gradient into its bucket, if this pass communicates."""
         slot = self.slots[index]
         if self.options.sparse_as_dense and slot.has_sparse:
             slot.densify()
@@ -222,12 +219,10 @@ class GradientReducer:
             self._is_sending = self._agreement.is_reached and is_known and self._failed is None
 
     def end_pass(self) -> CollectiveTask[None]:
-        """Complete the reduction, if this pass communicates."""
         if self._is_communicating:
             yield from self._finish()
 
     def _load(self, slot: GradientSlot) -> None:
-        """Put a gradient into its bucket, and send the full buckets."""
         slot.pack()
         if self.plan.note_loaded(slot) and self._is_sending:
             self.plan.launch_full(self._scaling)
@@ -239,7 +234,6 @@ class GradientReducer:
 
     @property
     def named(self) -> Named:
-        """Pairs (name, parameter), in order."""
         return [(slot.name, slot.parameter) for slot in self.slots]
 
     def _prepare(self) -> None:
@@ -261,7 +255,6 @@ class GradientReducer:
         self.plan.begin_pass()
 
     def _attach_hooks(self) -> bool:
-        """Attach hooks to added or unfrozen parameters; return True if there are any."""
         new = without_hooks(self.slots)
         for slot in new:
             _require_reducible(slot, self.options)
@@ -269,7 +262,6 @@ class GradientReducer:
         return bool(new)
 
     def _finish(self) -> CollectiveTask[None]:
-        """End a pass that communicates."""
         self._clock.mark(2)
         try:
             for part in self._shards:
@@ -361,7 +353,6 @@ def _exchange(reducer: GradientReducer) -> Exchange:
 
 
 def _enrol(reducer: GradientReducer) -> None:
-    """Enter an optimizer in an engine that is new to it."""
     reducer._failed, reducer._n_joins = None, engine().n_joins
     reducer.plan.enrol()
     engine().extensions.before_leaving(partial(_say_goodbye, weakref.ref(reducer)))

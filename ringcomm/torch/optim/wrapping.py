@@ -65,7 +65,6 @@ def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 def settings_of(optimizer: Optimizer) -> list[Settings]:
-    """Return the settings of all param_groups."""
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 

@@ -45,25 +45,21 @@ class BucketPusher:
 
     @property
     def weight(self) -> float:
-        """Weight of this worker's gradient in the mean of a round."""
         return 1.0 if self.samples is None else self.samples
 
     def add(self, buckets: Sequence[ServedBucket]) -> None:
-        """Push these, too, from the next step on."""
         if self._rounds is not None:
             for bucket in buckets:
                 bucket.table.share_rounds(self._rounds)
         self.buckets += buckets
 
     def begin_step(self) -> None:
-        """Expect new gradients; nothing has been pushed."""
         self.n_pushed = 0
         self.forget_updaters()
         for bucket in self.buckets:
             bucket.restart()
 
     def forget_updaters(self) -> None:
-        """Make new updaters from the hyper-parameters when they are needed."""
         self._updaters.clear()
 
     def push_full(self) -> None:
@@ -79,7 +75,6 @@ class BucketPusher:
                 self._push(bucket)
 
     def flush(self, factor: float = 1.0, scale: float = 1.0) -> None:
-        """Push all other buckets."""
         for bucket in self.buckets[self.n_pushed :]:
             if not bucket.is_frozen:
                 bucket.fetch_gradients()
@@ -120,7 +115,6 @@ class BucketPusher:
         )
 
     def updater_for(self, bucket: ServedBucket) -> Updater:
-        """Return the updater with the current hyper-parameters."""
         known = self._updaters.get(bucket.group)
         if known is None:
             known = self._updaters[bucket.group] = self._present_updater(bucket.group)
@@ -134,7 +128,6 @@ class BucketPusher:
         return known
 
     def _present_updater(self, group: int) -> Updater:
-        """Return the updater with a group's hyper-parameters, as they are now."""
         values = self.groups[group]
         known = self._known_updaters.pop(group, None)
         if known is None or known[0] != values:
@@ -150,12 +143,10 @@ class BucketPusher:
             self._rounds.enter()
 
     def take_back(self) -> None:
-        """Report to the tables that the mean of fetch_mean() is not used."""
         for bucket in self.buckets:
             bucket.table.take_back()
 
     def own_squares(self) -> tuple[float, bool]:
-        """Return the sum of squares of this worker's gradients, and whether all are finite."""
         found = [bucket.gradients() for bucket in self.buckets]
         return squares_of(x for x in found if x is not None)
 

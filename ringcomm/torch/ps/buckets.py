@@ -62,13 +62,11 @@ class ServedSlot(Slot):
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Expect a gradient."""
         self.is_pushed = False
         self._before: torch.Tensor | None = None  # .grad before backward(), which adds to it
         self._weights: Mark | None = None  # the parameter before backward()
 
     def note_before_gradient(self) -> None:
-        """Note .grad and the weights, before autograd adds, for a worker that updates them."""
         if self._before is None:
             self._before = self.parameter.grad
         if self._weights is None:
@@ -80,7 +78,6 @@ class ServedSlot(Slot):
         return self._weights is not None and not self._weights.is_of(self.parameter)
 
     def note_pushed(self) -> None:
-        """Note that .grad is pushed."""
         self.is_pushed = True
         # For the reason that GradientSlot.pack() gives, a large one is kept until the next one.
         self._kept = self.parameter.grad if self.parameter.nbytes >= WORTH_KEEPING else None
@@ -175,13 +172,11 @@ class ServedBucket:
         self.restart()
 
     def absent(self) -> list[int]:
-        """Return the numbers of the table's segments that have no gradient on this worker."""
         if not self.has_segments:
             return []
         return [k for k, p in enumerate(self._parameters) if p.grad is None]
 
     def restart(self) -> None:
-        """Begin a step."""
         self.waiting = self._indices.copy()
         self.push = None
         self._is_fetched = False
@@ -191,7 +186,6 @@ class ServedBucket:
 
     @property
     def is_frozen(self) -> bool:
-        """True if all of its parameters are frozen."""
         return not any(slot.parameter.requires_grad for slot in self.slots)
 
     # --- values ---------------------------------------------------------------------------------
@@ -260,13 +254,11 @@ class ServedBucket:
         return self._values
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return each parameter's part of a flat tensor, in its shape and strides."""
         pieces = flat.split_with_sizes(self._counts)
         return [view_like(x, p) for x, p in zip(pieces, self._parameters, strict=True)]
 
     # --- gradients ------------------------------------------------------------------------------
     def note_gradient(self, index: int) -> None:
-        """Note that the gradient of a parameter is complete, on the current stream."""
         if index in self.waiting:
             self.waiting.discard(index)
             self._streams.note()
@@ -353,7 +345,6 @@ class ServedBucket:
         self._pushed.take(self._parameters, self._turn if can_read else None)
 
     def frozen_with_gradient(self) -> list[ServedSlot]:
-        """Return the parameters that have a .grad although they are frozen."""
         if all(map(_REQUIRES_GRAD, self._parameters)):
             return []
         return [

@@ -43,7 +43,6 @@ def clip_gradients(gradients: Sequence[torch.Tensor], of_rows: float, max_norm: 
 
 
 def is_on(scaler: Any) -> bool:
-    """Return True if there is a GradScaler and it is enabled."""
     return scaler is not None and bool(scaler.is_enabled())
 
 

@@ -105,13 +105,11 @@ def enrol_optimizer(optimizer: object, current: Session, name: str) -> None:
 
 
 def enrol_embedding() -> None:
-    """Note that this worker has an embedding whose rows the servers own and update."""
     current = session()
     _embeddings[current] = _embeddings.get(current, 0) + 1
 
 
 def require_something_served() -> None:
-    """Raise ValueError if hybrid="ring" would leave nothing to the servers."""
     if not _embeddings.get(session()):
         raise ValueError(
             "ps.DistributedOptimizer: hybrid='ring' reduces all of the optimizer's parameters by "

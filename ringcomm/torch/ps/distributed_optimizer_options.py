@@ -33,7 +33,6 @@ class ServerOptions:
 
     @cached_property
     def needs_all(self) -> bool:
-        """True if clipping or a scaler needs all gradients before one can be used."""
         return self.max_norm is not None or is_on(self.scaler)
 
     @property
@@ -60,7 +59,6 @@ class ServerOptions:
         return self.is_held and self.mode.name != "first_of"
 
     def updater(self, group: Mapping[str, Any]) -> Updater:
-        """Return the updater of a parameter group."""
         if self.class_name is None:
             return Assign()
         found = optim.from_torch(group, self.class_name)

@@ -64,7 +64,6 @@ class Recovery:
         feeder.session.recovering.add(self)
 
     def require_recoverable(self) -> None:
-        """Raise RingcommError if checkpoints of the servers have not all that is trained."""
         feeder = self._feeder()
         if feeder is not None and feeder.options.class_name is None:
             raise RingcommError(
@@ -74,7 +73,6 @@ class Recovery:
             )
 
     def on_recovered(self) -> None:
-        """Take the servers' values, and begin a step."""
         feeder = self._feeder()
         if feeder is None or feeder.session.drops_step:  # a forward pass needs them as they are
             return
@@ -123,7 +121,6 @@ def _from_chief(feeder: Feeder, push: Callable[[ServedBucket], object]) -> None:
 
 
 def to_torch(bucket: ServedBucket, state: TableState, into: MutableMapping[Any, Any]) -> None:
-    """Convert the state of a table to torch's state, into[parameter]."""
     name = type(bucket.table.updater).__name__
     if not state.slots or (state.steps == 0 and name != "Adagrad"):
         return  # torch makes the state in the first step
@@ -161,7 +158,6 @@ def _of_each(bucket: ServedBucket, state: TableState) -> tuple[list[int], list[l
 
 
 def from_torch(bucket: ServedBucket, state: Mapping[Any, Any]) -> TableState:
-    """Convert torch's state of a bucket's parameters to the state of its table."""
     updater, values = bucket.table.updater, bucket.values()
     entries = [state.get(slot.parameter) or {} for slot in bucket.slots]
     fills = dict(zip(updater.slot_names, updater.slot_fill, strict=True))

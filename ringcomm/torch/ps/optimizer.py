@@ -178,7 +178,6 @@ def DistributedOptimizer(
 
 
 def _compression(compression: Any) -> Codec | None:
-    """Return the codec for the argument, which may also be of hvd.Compression."""
     if compression is Compression.none:
         return None
     return codec_of("ps.DistributedOptimizer", getattr(compression, "codec", compression))

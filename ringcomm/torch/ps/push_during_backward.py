@@ -122,7 +122,6 @@ class Feeder:
         self.pusher.fetch_values(buckets)
 
     def require_known(self, groups: Groups) -> None:
-        """Raise RingcommError if param_groups have other parameters than the servers."""
         if (ids := [[*map(id, group["params"])] for group in groups]) != self._known_ids:
             _require_known(self._slots, groups, may_move=self.options.class_name is None)
             self._known_ids = ids
@@ -159,7 +158,6 @@ class Feeder:
         self._spoiling(push_unless_lost, self.session, self.pusher.push_full)
 
     def begin_pass(self) -> None:
-        """Count the pass; raise RingcommError if the user has changed values."""
         self._refuse_spoiled()
         self.clock.mark(1)
         self._refuse_changed_values(is_thorough=False)
@@ -225,7 +223,6 @@ class Feeder:
         self.begin_step()
 
     def complete_step(self) -> None:
-        """Count the step, and begin the next one."""
         if (page := self.session.engine.page) is not None:
             self.clock.end(page)
         self._tick()
@@ -257,7 +254,6 @@ class Feeder:
         self._refuse_unlike_samples()
 
     def set_samples(self, n: float) -> None:
-        """Weigh this worker's gradient of this step by n."""
         n = checked_samples(n)
         if self.pusher.n_pushed:
             raise RingcommError(f"{WHO}: set_samples() came after backward(): call it before")
@@ -265,19 +261,16 @@ class Feeder:
         note_samples(self, self.session.engine)
 
     def note_others(self) -> bool:
-        """Note that this worker has other optimizers; see Yielding."""
         was_alone = not self._is_beside_others
         self._is_beside_others = self.options.yields_to_others
         return self._is_beside_others and was_alone
 
     @property
     def is_deferred(self) -> bool:
-        """True if step() pushes, and the gradients of rows wait for it."""
         return self.options.is_deferred
 
     @property
     def samples(self) -> float | None:
-        """Number of samples that this worker's gradient is the mean of; None: it is not weighed."""
         return self.pusher.samples
 
     def restart(self) -> None:
@@ -295,7 +288,6 @@ class Feeder:
         self.begin_anew()
 
     def begin_step(self) -> None:
-        """Expect new gradients."""
         self._passes.forget()
         self._n_passes = 0
         self.pusher.begin_step()
@@ -305,7 +297,6 @@ class Feeder:
         self.n_replaced = self.session.replaced.count
 
     def begin_anew(self) -> None:
-        """Forget the step that this worker is in."""
         self._is_spoiled = self._has_ticked = False
         if self.options.is_deferred:
             take(self.session)

@@ -53,7 +53,6 @@ class TableGradient:
     push: Future[Pushed] | None = None
 
     def whole(self) -> tuple[Array, Array]:
-        """Return the distinct keys, and their rows summed over the passes."""
         if len(self.pieces) > 1:
             keys = np.concatenate([keys for keys, _ in self.pieces])
             rows = np.concatenate([rows for _, rows in self.pieces])
@@ -109,7 +108,6 @@ class RowGradients:
             )
 
     def require_finite(self) -> None:
-        """Raise ValueError if a row has NaN or inf and its table does not allow that."""
         for each in (*self._alone, *self._in_rounds):
             each.table.require_finite(each.whole()[1])
 
@@ -139,7 +137,6 @@ class RowGradients:
             each.send(factor, weight)
 
     def push_as_they_are(self, weight: float) -> None:
-        """Push to all tables."""
         for each in (*self._alone, *self._in_rounds):
             each.send(1.0, weight)
 
@@ -189,7 +186,6 @@ def submit(table: HashTable, keys: Array, rows: Array, samples: float | None, no
 
 
 def take(current: Session) -> RowGradients:
-    """Return the gradients that wait for a step, and stop holding them."""
     waiting = _waiting.get(current)
     if waiting is None or not waiting.found:
         return NO_ROWS

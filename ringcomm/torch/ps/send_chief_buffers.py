@@ -45,7 +45,6 @@ class Buffer(NamedTuple):
 
     @property
     def value(self) -> Tensor:
-        """The tensor that the model has now."""
         value: Tensor = self.home[self.key]
         return value
 
@@ -110,22 +109,18 @@ class ServedBuffers:
 
     @property
     def tables(self) -> list[Table]:
-        """The tables that they are in."""
         return [each.table for each in self._tables]
 
     def push(self) -> None:
-        """Send those that have changed, if this worker is the chief."""
         if self._tables and acts_as_chief():
             for each in self._tables:
                 each.push()
 
     def wait(self) -> None:
-        """Return once the servers have what was pushed."""
         for each in self._tables:
             each.wait()
 
     def forget_pushes(self) -> None:
-        """Wait for nothing that was pushed."""
         for each in self._tables:
             each.forget_pushes()
 

@@ -71,7 +71,6 @@ def _broadcast_each(tensors: Mapping[str, torch.Tensor], root: int, group: Group
 
 
 def _error_of(handle: Handle[torch.Tensor]) -> Exception | None:
-    """Return the error of an operation, once it is over."""
     try:
         handle.wait()
     except Exception as error:  # noqa: BLE001 - it is raised once the others are over

@@ -23,7 +23,6 @@ _TEMPORARY: Final = re.compile(r"\.step-.*\.tmp")
 
 
 def main_path(folder: Path, step: int) -> Path:
-    """Return the path of a checkpoint."""
     return folder / f"step-{step}.pt"
 
 
@@ -40,7 +39,6 @@ def new_shard_path(folder: Path, step: int, rank: int, size: int) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that have a checkpoint, in order."""
     matches = (_MAIN.fullmatch(path.name) for path in paths_in(folder))
     return sorted(int(match[1]) for match in matches if match)
 
@@ -86,7 +84,6 @@ def read(path: Path, *, shows_bar: bool = False) -> dict[str, Any]:
 def _require_intact(
     path: Path, archive: zipfile.ZipFile, part: zipfile.ZipInfo, bar: ProgressBar
 ) -> None:
-    """Raise BrokenFileError if a part is not what was written."""
     try:
         with archive.open(part) as file:
             while piece := file.read(_PIECE):
@@ -112,11 +109,9 @@ class _Counting(io.RawIOBase):
         self._file, self._bar = file, bar
 
     def writable(self) -> bool:
-        """See io."""
         return True
 
     def write(self, data: Any) -> int:
-        """See io."""
         view = memoryview(data).cast("B")
         for start in range(0, view.nbytes, _PIECE):
             self._bar.advance(self._file.write(view[start : start + _PIECE]))

@@ -96,19 +96,15 @@ class BucketWeights:
                 TORCH.written(slot.parameter)
 
     def view(self, index: int) -> torch.Tensor:
-        """Return a parameter's part of this memory, in the parameter's layout."""
         return self._views[index]
 
     def states(self) -> dict[int, ParameterState]:
-        """Return the states of this rank's pieces, by the parameter's index."""
         return {index: self._update.state_of(piece) for piece, index in enumerate(self.updated)}
 
     def set_state(self, index: int, state: ParameterState) -> None:
-        """Set the state of this rank's piece of a parameter."""
         self._update.set_state(list(self.updated).index(index), state)
 
     def set_part(self, index: int, whole: ParameterState) -> None:
-        """Set the state of this rank's piece, if it has one, from the whole parameter's state."""
         own = self.updated.get(index)
         if own is not None:
             self.set_state(index, whole.part(own))
@@ -135,5 +131,4 @@ class BucketWeights:
 
 
 def plan_of(bucket: Bucket) -> Plan:
-    """Return the index and the number of elements of each parameter of a bucket."""
     return [(member.index, member.view.numel()) for member in bucket.members]

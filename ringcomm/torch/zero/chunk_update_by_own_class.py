@@ -55,8 +55,7 @@ class ChunkUpdate:
         """
         raise NotImplementedError
 
-    def note_done(self) -> None:
-        """Note that the updates in `pieces` were made."""
+    def note_done(self) -> None: ...
 
     def state_of(self, piece: int) -> ParameterState:
         """Return the state of a piece, read only; empty if the piece was never updated."""
@@ -90,7 +89,6 @@ class OwnClassUpdate(ChunkUpdate):
         groups: Sequence[tuple[Settings, list[int]]],
         buffer: torch.Tensor,
     ) -> list[Settings]:
-        """Update the masters, and round them to the weights."""
         del buffer
         for piece, gradient in enumerate(gradients):
             master = self._masters[piece]
@@ -118,7 +116,6 @@ class OwnClassUpdate(ChunkUpdate):
         return state
 
     def set_state(self, piece: int, state: ParameterState) -> None:
-        """Set the optimizer's state of a piece, and its master."""
         master = self._masters[piece]
         by_element = dict(state.by_element)
         weights = by_element.pop(MASTER, None)

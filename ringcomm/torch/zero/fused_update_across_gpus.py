@@ -36,7 +36,6 @@ _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def can_fuse(kind: type[Optimizer], settings: Sequence[Settings]) -> bool:
-    """Return True if a kernel can make the updates of this class with these settings."""
     return kind in _STATES and all(
         not any(each.get(name) for name in _UNSUPPORTED)
         and not any(_has_tensor(value) for value in each.values())  # may be on the GPU
@@ -108,7 +107,6 @@ class FusedUpdate(ChunkUpdate):
         groups: Sequence[tuple[Settings, list[int]]],
         buffer: torch.Tensor,
     ) -> list[Settings]:
-        """Set `pieces` to the updates that the kernel must make."""
         self._take_changed_weights()
         steps: list[_Step | None] = [None for _ in gradients]
         following = {}
@@ -132,13 +130,11 @@ class FusedUpdate(ChunkUpdate):
         return [settings for settings, _ in groups]
 
     def note_done(self) -> None:
-        """Note that the kernel has made the updates."""
         for piece, kept in self._next.items():
             self._kept[piece] = kept
         self._next = {}
 
     def state_of(self, piece: int) -> ParameterState:
-        """Return the state of a piece, in the form that torch's class uses."""
         part, kept = self._within_chunk(self._chunk.places[piece]), self._kept[piece]
         lines, common = dict(kept.rest.by_element), dict(kept.rest.common)
         if kept.count:
@@ -150,7 +146,6 @@ class FusedUpdate(ChunkUpdate):
         return ParameterState(lines, common)
 
     def set_state(self, piece: int, state: ParameterState) -> None:
-        """Set the state of a piece from `state`, which has the form that torch's class uses."""
         part, names = self._within_chunk(self._chunk.places[piece]), _STATES[self._kind]
         lines, common = dict(state.by_element), dict(state.common)
         master, count = lines.pop(MASTER, None), common.pop(COUNT, None)
@@ -180,7 +175,6 @@ class FusedUpdate(ChunkUpdate):
         )
 
     def _state(self, name: str) -> torch.Tensor:
-        """Return a tensor of the state; allocate it if it is needed for the first time."""
         if name not in self._states:
             self._states[name] = torch.zeros_like(self._master)
         return self._states[name]
@@ -197,7 +191,6 @@ class FusedUpdate(ChunkUpdate):
             torch.where(is_own, master, weights.float(), out=master)
 
     def _merged(self, steps: Sequence[_Step | None]) -> Iterator[tuple[_Step, slice]]:
-        """Yield each step, and the place of the neighbouring pieces that have this step."""
         places = zip(steps, self._chunk.places, strict=True)
         for step, run in itertools.groupby(places, key=lambda each: each[0]):
             if step is not None:
@@ -216,7 +209,6 @@ class FusedUpdate(ChunkUpdate):
 
 
 def _rule(kind: type[Optimizer], settings: Settings, count: int) -> tuple[Rule, Argument]:
-    """Return the kernel's rule for a step, and the rule's arguments."""
     from ringcomm.gpu.kernels.reduce_and_optimizer_step import adam_numbers, sgd_numbers
 
     known = {name: settings[name] for name in ("lr", "weight_decay", "maximize")}

@@ -41,7 +41,6 @@ class OptimizerShard:
         on_new_view(self.begin_view)
 
     def forget(self) -> None:
-        """Drop this rank's part; the next step begins with the whole state."""
         self._shards, self.group, self._adopted, self._is_stale = [], None, None, False
 
     def begin_view(self) -> None:
@@ -67,14 +66,12 @@ class OptimizerShard:
         }
 
     def shares(self) -> Shares:
-        """Return how many elements of each parameter each rank has."""
         if self._adopted is not None:
             return self._adopted[1]
         assert self.group is not None
         return shares_of((shard.plan for shard in self._shards), self.group.size)
 
     def require_fresh(self) -> None:
-        """Raise RingcommError if a part of the state was lost with a rank, and not restored."""
         if self._is_stale:
             raise RingcommError(
                 "DistributedOptimizer(shard_state=1): a rank is lost, and with it its part of the "
@@ -151,7 +148,6 @@ class OptimizerShard:
                 shard_of[index].set_part(index, whole)
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        """Take the whole states out of the optimizer, and keep this rank's parts."""
         if not optimizer.state:
             return
         for index, shard in _by_index(self._shards).items():

@@ -37,18 +37,15 @@ class ParameterState:
         return whole.by_element | whole.common
 
     def part(self, own: slice) -> ParameterState:
-        """Return a copy of the state of these elements."""
         common = {k: v.clone() if torch.is_tensor(v) else v for k, v in self.common.items()}
         return ParameterState(self.mapped(lambda line: line[own].clone()).by_element, common)
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ParameterState:
-        """Return the state with `change` applied to each tensor of `by_element`."""
         return ParameterState(
             {key: change(line) for key, line in self.by_element.items()}, dict(self.common)
         )
 
     def to(self, device: torch.device) -> ParameterState:
-        """Return the state with the tensors of `by_element` on another device."""
         return self.mapped(lambda line: line.to(device))
 
     def __bool__(self) -> bool:

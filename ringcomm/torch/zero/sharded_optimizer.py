@@ -101,7 +101,6 @@ class ShardedOptimizer(AveragingOptimizer):
         return None if found_inf else super().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; see AveragingOptimizer."""
         self.is_unscaled = False
         super().zero_grad(set_to_none)
 
@@ -154,35 +153,28 @@ class ShardedOptimizer(AveragingOptimizer):
 
     @property
     def is_for_all(self) -> bool:
-        """True unless it is for a process set."""
         return self._reducer.options.process_set is global_process_set
 
     # --- for TorchState, in an elastic job --------------------------------------------------------
     def replicate(self, commit: int) -> None:
-        """Send a copy of this rank's part to the next rank; see ShareCopies. Collective."""
         self._copies.replicate(commit)
 
     @property
     def fewest_ranks(self) -> int:
-        """So many ranks, the first ones, have all parts of the last replicate()."""
         return self._copies.fewest_ranks
 
     def recover(self, commit: int) -> None:
-        """Deal the parts of a commit to the ranks of this view; see ShareCopies. Collective."""
         self._copies.recover(commit)
 
     def state_of_all(self) -> dict[str, Any]:
-        """Return what this rank has alike with all others: a state_dict() without the parts."""
         return super().state_dict()
 
     def restore(self, state_dict: dict[str, Any]) -> None:
-        """Return to a commit, of which all that is alike on all ranks is given; local."""
         self.load_state_dict(state_dict)
         self._copies.restore()
 
     @property
     def is_spread(self) -> bool:
-        """True if each rank has a part of the state now; all ranks have the same value."""
         return self._shards.group is not None
 
     def unscale(self, divide: Callable[[], Iterable[torch.Tensor]]) -> None:

@@ -85,13 +85,10 @@ class CopySet:
     fewest: int = 1
 
     def copies(self) -> dict[int, Bytes]:
-        """Return the copies by the rank whose share it is."""
         return {**self.kept} if self.own is None else {**self.kept, self.index: self.own}
 
 
 class ShareCopies:
-    """The copies of one optimizer."""
-
     def __init__(self, reducer: GradientReducer, shard: OptimizerShard) -> None:
         self._reducer, self._shard = reducer, shard
         self._whole: CopySet | None = None  # all ranks had it when this one made it
@@ -113,7 +110,6 @@ class ShareCopies:
 
     @property
     def fewest_ranks(self) -> int:
-        """So many ranks, the first ones, have all shares of the last replicate()."""
         return 1 if self._whole is None else self._whole.fewest
 
     def _send(self, tag: Tag, pieces: Pieces, shares: Shares) -> None:
@@ -194,7 +190,6 @@ class ShareCopies:
 
     @property
     def _sets(self) -> list[CopySet]:
-        """The sets of copies that this rank has, each once."""
         sets = {id(each): each for each in (self._whole, self._new, self._before)}
         return [each for each in sets.values() if each is not None]
 
@@ -310,7 +305,6 @@ def packed(pieces: Pieces) -> Bytes:
 
 
 def outlines_of(data: Bytes) -> tuple[list[Outline], int]:
-    """Return the outlines of packed pieces, and where their elements begin."""
     end = 8 + int.from_bytes(data[:8].tobytes(), "little")
     return pickle.loads(data[8:end].tobytes()), end
 

@@ -10,14 +10,10 @@ from ringcomm.transport.membership.view import View
 
 # --- events ---------------------------------------------------------------------------------------
 class Lost(NamedTuple):
-    """Processes have ended."""
-
     processes: frozenset[int]
 
 
 class Heard(NamedTuple):
-    """A message has come."""
-
     source: int
     message: Message
 
@@ -67,8 +63,6 @@ Event = Lost | Heard | Arrive | Resize | Heal | Cleared | Finish | Leave | Withd
 
 # --- actions --------------------------------------------------------------------------------------
 class Send(NamedTuple):
-    """Send a message to these processes."""
-
     to: tuple[int, ...]
     message: Message
 

@@ -10,8 +10,6 @@ from ringcomm.transport.membership.view import Changes, View
 
 
 class Kind(IntEnum):
-    """Kinds of messages."""
-
     STOPPED = 1  # the sender does not work, was in `view` at last, and knows `changes`
     CLEARED = 2  # all have sent STOPPED with `changes`, and the sender has cleared its memory
     DONE = 3  # run number `run` is done, in `view`
@@ -25,8 +23,6 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """A message to another process."""
-
     kind: Kind
     view: View  # of the sender
     run: int = 0  # number of the sender's runs that are over
@@ -41,7 +37,6 @@ class Message(NamedTuple):
 
     @classmethod
     def of(cls, numbers: list[int]) -> Message:
-        """Read the wire form."""
         kind, run, number, size, n_lost, n_arrived, *rest = numbers
         values = iter(rest)
         members = tuple(islice(values, size))

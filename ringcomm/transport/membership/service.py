@@ -52,7 +52,6 @@ class MembershipService:
 
     @property
     def state(self) -> Membership:
-        """All that this rank knows of the members."""
         return self._state
 
     def handle(self, event: Event) -> None:
@@ -61,7 +60,6 @@ class MembershipService:
             self._handle(event)
 
     def poll(self) -> None:
-        """Receive the messages that have come."""
         with self._lock:
             for source, message in self._received():
                 self._handle(Heard(source, message))

@@ -70,8 +70,6 @@ from ringcomm.transport.membership.view import Changes, View
 
 
 class Phase(IntEnum):
-    """The activity of this process."""
-
     WORKING = 0  # in its view
     FINISHING = 1  # its run is done, and waits for the others
     HEALING = 2  # does not work; waits for the next view
@@ -137,12 +135,10 @@ class Membership:
 
     @property
     def is_member(self) -> bool:
-        """True if this process is in the view."""
         return self.me in self.view.members
 
     @property
     def colleagues(self) -> tuple[int, ...]:
-        """The other members that are not known to be lost."""
         lost = self.changes.lost
         return tuple(m for m in self.view.members if m != self.me and m not in lost)
 
@@ -181,12 +177,10 @@ class Membership:
 
     @property
     def lost_members(self) -> frozenset[int]:
-        """The members of the view that are lost."""
         return self.changes.lost.intersection(self.view.members)
 
     @property
     def has_new_loss(self) -> bool:
-        """True if a member of the view is lost."""
         return bool(self.lost_members)
 
     @property
@@ -228,7 +222,6 @@ class Membership:
 
     @property
     def _has_news(self) -> bool:
-        """True if there have been changes since this view."""
         return self.changes.number > self.view.number
 
     def _heals(self, member: int) -> bool:

@@ -29,7 +29,6 @@ class Changes(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Number of changes."""
         return sum(map(len, self))
 
 

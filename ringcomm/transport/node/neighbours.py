@@ -26,7 +26,6 @@ class Offer:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors that are not -1."""
         return [fd for fd in (self.page, self.lifeline, self.board, self.arena) if fd >= 0]
 
 
@@ -89,7 +88,6 @@ class Neighbour:
         return NodeMemory.adopt(board, arena, its.nonce)  # closes them in any case
 
     def ward(self) -> Ward:
-        """Return the Ward by which a guardian watches this rank."""
         its = self.offer
         handed = () if self._lifeline is None else (self.page.fd, self._lifeline)
         return Ward(its.pid, its.page, its.nonce, handed)
@@ -131,7 +129,6 @@ class Neighbours:
 
     @property
     def watched(self) -> list[int]:
-        """The ranks for which unwatch() was not called."""
         return sorted(self._watched.values())
 
     def fileno(self) -> int:
@@ -154,22 +151,18 @@ class Neighbours:
         return [self._watched[fd] for fd, _ in self._deaths.poll(0) if fd in self._watched]
 
     def unwatch(self, rank: int) -> None:
-        """Stop reporting the death of a rank."""
         if rank in self._met and self._watched.pop(self._met[rank].end, None) is not None:
             self._deaths.unregister(self._met[rank].end)
 
     def drop(self, rank: int) -> None:
-        """Forget a rank."""
         self.unwatch(rank)
         self._met.pop(rank).close()
 
     def close_handed(self) -> None:
-        """Close the descriptors that only a guardian needs, once it has them."""
         for neighbour in self._met.values():
             neighbour.close_handed()
 
     def close(self) -> None:
-        """Forget all ranks."""
         for rank in self.ranks:
             self.drop(rank)
         self._deaths.close()

@@ -16,13 +16,9 @@ class Comm(Protocol):
     rank: int
     size: int
 
-    def allgather(self, sendobj: Any) -> list[Any]:
-        """Return the objects of all ranks, by rank."""
-        ...
+    def allgather(self, sendobj: Any) -> list[Any]: ...
 
-    def Barrier(self) -> None:
-        """Return once all ranks have called it."""
-        ...
+    def Barrier(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,12 @@ class SharedNode:
 
     @property
     def memory(self) -> NodeMemory:
-        """This rank's memory."""
         return self._memories[self._rank]
 
     def memory_of(self, rank: int) -> NodeMemory:
-        """Return the memory of a rank of this node. Raises KeyError if the rank shares none."""
         return self._memories[rank]
 
     def adopt(self, rank: int, memory: NodeMemory) -> None:
-        """Add the memory of another rank of this node, which is mapped here."""
         self._memories[rank] = memory
 
     def team_or_none(self, context: int, members: tuple[int, ...]) -> NodeTeam | None:
@@ -136,5 +133,4 @@ class NodeTeam:
         return self._turns[place % N_UNNAMED] == place
 
     def end_turn(self, place: int) -> None:
-        """Pass the slot of operation number `place` on to the next operation."""
         self._turns[place % N_UNNAMED] = place + N_UNNAMED

@@ -45,7 +45,6 @@ class Parking:
             os.eventfd_write(self._long, 1)
 
     def close(self) -> None:
-        """Close the descriptors."""
         self._poller.close()
         os.close(self._long)
         self._long = -1

@@ -45,7 +45,6 @@ class NodeReduction:
     is_widened: bool = False  # To.OWNER, 16-bit floats: the target is float32
 
     def begin(self, where: Meeting) -> NodeStep:
-        """Start the step."""
         return start_reduce(
             where.team.team,
             where.slot,
@@ -71,7 +70,6 @@ class NodeCopy:
     places: Places | None = None  # of the first rank: it gives the step one, for all ranks
 
     def begin(self, where: Meeting) -> CopyStep:
-        """Start the step."""
         return start_copy(
             where.team.team, where.slot, where.shown, self.shown, self.pulls, self.places
         )

@@ -106,13 +106,11 @@ def _held(pid: int) -> Iterator[int | None]:
 
 
 def ranks_here(folder: RunFolder) -> dict[int, RankProcess]:
-    """Return the processes of the ranks of this host, by rank."""
     here = host_name()
     return {rank: process for rank, process in folder.ranks().items() if process.host == here}
 
 
 def live_ranks_here(folder: RunFolder, launcher: int | None = None) -> dict[int, RankProcess]:
-    """Return those that live, and show that they are of the run; see is_of_run()."""
     found = {}
     for rank, process in ranks_here(folder).items():
         with contextlib.suppress(OSError):  # it has ended in this moment
@@ -122,13 +120,11 @@ def live_ranks_here(folder: RunFolder, launcher: int | None = None) -> dict[int,
 
 
 def session_members(session: int) -> list[int]:
-    """Return the pids of the processes of a session, except those that are dead."""
     processes = all_processes()
     return [each.pid for each in processes if each.session == session and not each.is_dead]
 
 
 def company(launcher: int) -> list[ProcessStat]:
-    """Return the children of the launcher that live, and the other processes of its session."""
     return [
         each
         for each in all_processes()
@@ -162,7 +158,6 @@ class MpiFiles:
         self._pause_s = min(2 * self._pause_s, _LONGEST_S)
 
     def note(self) -> None:
-        """Note the files that there are now."""
         self._note(ranks_here(self._folder))
 
     def _note(self, ranks: Collection[int]) -> None:

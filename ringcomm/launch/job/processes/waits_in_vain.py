@@ -30,7 +30,6 @@ class Orphan:
 
     @property
     def is_due(self) -> bool:
-        """True once a second."""
         return time.monotonic() > self._look_at
 
     def look(self, *, is_idle: bool) -> str:
@@ -139,7 +138,6 @@ class Unseen:
         ]
 
     def _state(self, launcher: int) -> str:
-        """Return what the launcher does."""
         name = f"{self._launcher} (pid {launcher})"
         try:
             if ProcessStat.of(launcher).is_stopped:

@@ -74,7 +74,6 @@ def decide(job: Ended) -> Decision:
 
 
 def _reason(job: Ended) -> str:
-    """Return why the job has ended."""
     if job.silent:
         hosts = ", ".join(sorted(job.silent))
         return f"the job has ended, and {hosts} do{'' if len(job.silent) > 1 else 'es'} not answer"

@@ -44,7 +44,6 @@ class Blocks:
         self.client.outstanding.add_table(self.number, created["owners"], epochs)
 
     def bounds_of(self, part: int) -> tuple[int, int]:
-        """Return the first element of a block, and the end of the last."""
         if not 0 <= part < self.spec.partitions:
             raise IndexError(
                 f"table[{self.spec.name}]: no slice {part}; it has {self.spec.partitions}"
@@ -70,11 +69,9 @@ class Blocks:
 
     # --- memory ---------------------------------------------------------------------------------
     def memory_for(self, part: int, nbytes: int) -> Bytes:
-        """Return memory for a body that the owner of a block reads."""
         return self.session.memory_for(self.client.owner((self.number, part)), nbytes)
 
     def staged(self, part: int, piece: Bytes) -> Bytes:
-        """Return a copy of a body that the owner of a block reads."""
         body, source = self.body_for(part, piece)
         if source is not None:
             body[:] = source
@@ -116,7 +113,6 @@ class Blocks:
         return self.rounds[part] if mode.has_rounds else 0
 
     def note_pulled(self, part: int, version: int, rounds: int) -> None:
-        """Keep how many updates, and rounds, were in values that were pulled."""
         self.versions[part] = version
         if not self.spec.mode.has_rounds:
             return

@@ -60,7 +60,6 @@ class Packer:
 
     @classmethod
     def of(cls, spec: Spec, sender: int) -> Packer | None:
-        """Return the packer of a table; None if its pushes are not compressed."""
         codec = push_codec(spec.compression)
         return None if codec is None else cls(spec, codec, sender)
 
@@ -149,7 +148,6 @@ class Packer:
                 self._residual.give_back(str(part), sent.buffer, lr=sent.rate)
 
     def take_all_back(self) -> None:
-        """Keep the last push for the next one."""
         for part, sent in tuple(self._last.items()):
             self._take_back(part, sent)
 

@@ -80,7 +80,6 @@ def push_state(table: Table, state: TableState) -> None:
 
 
 def _exchange(table: Table, part: int, meta: bytes = b"", body: Bytes = NO_BODY) -> Delivery:
-    """Read the state of a block, or replace it by `body`."""
     request = Request(Kind.STATE, (table.number, part), meta=meta, body=body)
     return table.client.call_one(f"state[{table.name}]", request, lambda reply: reply).wait()
 

@@ -43,7 +43,6 @@ class DensePulls:
         self.known: dict[int, tuple[int, NodeMemory, Bytes]] = {}
 
     def pull(self, out: Array, start: int, stop: int, *, exact: bool) -> Future[Array]:
-        """Fill `out` with the elements [start, stop) of the table; see Table.pull()."""
         flat = out.reshape(-1)
         may_read = exact or not self._spec.compression.get("pull")
         requests = []

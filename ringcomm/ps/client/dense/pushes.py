@@ -66,16 +66,13 @@ class DensePushes:
 
     @property
     def n_rounds(self) -> int:
-        """See TableBase."""
         return max(map(self._blocks.clock_of_pull, range(self._spec.partitions)), default=0)
 
     @property
     def n_missed(self) -> int:
-        """See TableBase."""
         return 0 if self._blocks.first_of is None else self._blocks.first_of.n_missed
 
     def push(self, push: Contribution, updater: Updater) -> Future[Pushed]:
-        """Send a contribution; see Table.push()."""
         blocks, (values, start, weight, flags, scale, absent) = self._blocks, push
         is_update = not flags & (INITIAL | ASSIGN | RELEASE)
         pieces = blocks.pieces(start, start + len(values), of_all=self._spec.mode.has_rounds)
@@ -176,7 +173,6 @@ class DensePushes:
         return memory
 
     def _absent_in(self, absent: Sequence[int], part: int) -> list[slice]:
-        """Return where segments lie in a block."""
         bounds = self._blocks.bounds_of(part)
         return elements_in(self._spec.segments, self._spec.count, absent, *bounds)
 

@@ -44,7 +44,6 @@ def may_place(session: Session, server: int) -> bool:
 
 
 def without_keys(request: Request) -> KeyedRequest:
-    """Return a request to a server as such."""
     return KeyedRequest(Portion(request.server, _NO_KEYS, None), request)
 
 

@@ -152,7 +152,6 @@ def rows_of(label: str, rows: Array, shape: tuple[int, ...], dtype: np.dtype[Any
 
 
 def last_of_each(keys: Keys, rows: Array) -> tuple[Keys, Array]:
-    """Return keys and rows without those whose key occurs again later."""
     _, from_behind = np.unique(keys[::-1], return_index=True)
     if len(from_behind) == len(keys):
         return keys, rows

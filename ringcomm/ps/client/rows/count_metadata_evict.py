@@ -56,7 +56,6 @@ class Maintenance:
         return self._about_keys("erase", flat, take, lambda: sum(counts))
 
     def metadata(self, keys: ArrayLike) -> Future[Metadata]:
-        """Return the statistics of the rows of keys."""
         flat, shape = keys_of(f"metadata[{self._name}]", keys)
         items = np.empty(len(flat), METADATA_ITEM)
 
@@ -92,11 +91,9 @@ class Maintenance:
         return self._calls.begin(f"{what}[{self._name}]", split, finish)
 
     def evict(self) -> Future[int]:
-        """Remove the rows that the policy drops; return how many."""
         return self._total("evict", EVICT)
 
     def n_rows(self) -> Future[int]:
-        """Return how many keys have a row."""
         return self._total("n_rows", COUNT)
 
     def _total(self, what: str, option: int) -> Future[int]:

@@ -19,8 +19,6 @@ class Prefetches(Protocol):
 
 
 class _Prefetching:
-    """See prefetching()."""
-
     def __init__(
         self, loader: Iterable[Any], collection: Prefetches, ids: Callable[[Any], Any]
     ) -> None:

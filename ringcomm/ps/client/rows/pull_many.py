@@ -65,7 +65,6 @@ def pull_many(
 
 
 def pull_together(current: Session, pulls: list[RowPull]) -> list[Future[Array]]:
-    """Send pulls as pull_many() does; return the future of each."""
     return _Batch(current, pulls).begin()
 
 
@@ -225,7 +224,6 @@ class _Batch:
         )  # fmt: skip
 
     def _cuts(self, share: Share) -> Iterator[tuple[_Part, int, int]]:
-        """Yield the pulls that have keys in a share, and where these are."""
         last = 0
         for part, n in zip(self._parts, share.counts, strict=True):
             first, last = last, last + n

@@ -84,7 +84,6 @@ class RowPull:
         self.clock = pushes.clock_of_pull(ahead)
 
     def begin(self) -> Future[Array]:
-        """Send it; return the future of its rows."""
         return self.calls.begin(self.label, self.split, self.finish)
 
     def split(self, owners: Owners, returned: list[KeyedRequest]) -> list[KeyedRequest]:
@@ -95,7 +94,6 @@ class RowPull:
         return [self.request(each) for each in portions]
 
     def finish(self) -> Array:
-        """Return the rows."""
         rows = self.memory.view(self._dtype).reshape(self._shape)
         if self._out is None:
             return rows
@@ -125,7 +123,6 @@ class RowPull:
         return is_large and may_place(self._session, portion.server)
 
     def request(self, portion: Portion) -> KeyedRequest:
-        """Return the request for some of the rows."""
         is_placed = self._is_shared and self._is_large(portion)
         places = portion.order if is_placed else None
         own, body, rest = staged(self._session, portion, 0 if places is None else 4 * len(places))

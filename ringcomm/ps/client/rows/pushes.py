@@ -95,7 +95,6 @@ class UsedKeys:
             self._keys.append(keys.copy())
 
     def among(self, keys: Keys) -> NDArray[np.bool_] | None:
-        """Return which of these keys were used; None: perhaps all."""
         if self._keys is None:
             return None
         return np.isin(keys, np.concatenate([*self._keys, np.empty(0, np.uint64)]))
@@ -121,7 +120,6 @@ class RowPushes:
         self._lock = threading.Lock()  # of versions and numbers
 
     def push(self, push: RowContribution, updater: Updater) -> Future[Pushed]:
-        """Send a contribution; see HashTable.push()."""
         has_rounds = self._spec.mode.has_rounds and not push.is_assign
         if not has_rounds:
             self.note_used(push.keys)
@@ -183,7 +181,6 @@ class RowPushes:
         return _Part(own, body)
 
     def release(self, factor: float, *, is_skip: bool, updater: Updater) -> Future[Pushed]:
-        """Make an update of the mean that is held, or drop it; see HashTable.release()."""
         number, replies = self._held, PushReplies(is_sparse=True)
         flags = SPARSE | RELEASE | (SKIP if is_skip else 0)
         meta = PushMeta(factor, 0, 0, "", flags, updater.hyper).packed()
@@ -248,7 +245,6 @@ class RowPushes:
                 each.add(keys)
 
     def note_pulled(self, server: int, version: int) -> None:
-        """Keep how many pushes, or rounds, were in rows that a server has sent."""
         if version == self._versions.get(server):
             return
         with self._lock:

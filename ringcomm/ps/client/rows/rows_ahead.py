@@ -122,7 +122,6 @@ def prefetch(pulls: Sequence[Pull], pushes_before: int = 1) -> list[RowsAhead | 
 
 
 def rows_of(pulls: Sequence[tuple[HashTable, Keys, RowsAhead | None]]) -> list[Array]:
-    """Return rows, those that are here and fresh, and all others by one pull_many()."""
     stale = [None if ahead is None else ahead.stale() for *_, ahead in pulls]
     both = list(zip(pulls, stale, strict=True))
     due = [

@@ -99,12 +99,10 @@ class RowCalls:
         self._outstanding.row_moves[self.table] = self
 
     def are_on(self, server: int) -> bool:
-        """Return True if a server has some of the rows."""
         return server in self._owners
 
     @property
     def is_settled(self) -> bool:
-        """True unless rows have moved and servers return requests."""
         with self._lock:
             return self._order.is_settled
 
@@ -176,14 +174,12 @@ class RowCalls:
                     self._end(number, call)
 
     def ended(self, joined: Joined) -> None:
-        """Take note that a server has carried out its part of a call."""
         with self._lock:
             joined.call.n_out -= 1
             if not joined.call.n_out:
                 self._end(joined.number, joined.call)
 
     def expect(self, joined: Joined, request: KeyedRequest, sequence: int) -> None:
-        """Await the reply of a server to its part of a call, by this number."""
         request.request.on_end = partial(self._on_end, joined.number, joined.call, request)
         self._outstanding.adopt(sequence, request.request, joined.call.future)
 
@@ -217,7 +213,6 @@ class RowCalls:
         self._confirm_moves()
 
     def _learn(self, epoch: int, owners: Owners) -> list[int]:
-        """Return the calls that are to be sent again now."""
         if epoch <= self._order.epoch:
             return []
         self._owners = owners

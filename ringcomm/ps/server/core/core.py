@@ -77,7 +77,6 @@ class Core:
         self._handlers[on.Met] = self.recovery.on_met
 
     def _begin(self) -> None:
-        """Make all parts anew."""
         index, members = self._index, self._members
         self.moments = Moments()
         self.progress = Progress(index, members().workers, lambda: self.live_workers, self.tables)
@@ -154,7 +153,6 @@ class Core:
         self.tables[table.number] = table
 
     def add_unit(self, unit: Unit) -> list[Action]:
-        """Add a unit, which this server has from now on."""
         table = self.tables[unit.key[0]]
         table.units[unit.key[1]] = unit
         self.departures.apply_to(unit)
@@ -165,27 +163,22 @@ class Core:
         return [] if unit.stands_still else [Open(unit.key, table.epoch_of(unit.key))]
 
     def drop_table(self, number: int) -> None:
-        """Know a table no more: nobody uses it."""
         del self.tables[number]
         self.progress.forget(number)
         self.migration.forget(number)
 
     def units(self) -> Iterator[Unit]:
-        """Yield the units of this server, by table."""
         for table in self.tables.values():
             yield from table.units.values()
 
     def unit_of(self, key: Key) -> Unit:
-        """Return a unit of this server. Raises KeyError."""
         return self.tables[key[0]].units[key[1]]
 
     @property
     def live_workers(self) -> set[int]:
-        """The workers that go on to complete steps."""
         return {*self._members().workers} - self.left - self.rested
 
     def clients(self) -> list[int]:
-        """Return the ranks that may still ask."""
         members = self._members()
         return sorted({*members.workers, *members.evaluators} - self.left)
 
@@ -195,7 +188,6 @@ class Core:
 
     @property
     def n_waiting(self) -> int:
-        """Number of waiting requests."""
         waiting = sum(len(unit.waiting) for unit in self.units())
         waiting += self.progress.n_waiting + self.migration.n_waiting
         return waiting + self.recovery.n_waiting + len(self.newcomers.alone)

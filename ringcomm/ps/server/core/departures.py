@@ -37,17 +37,11 @@ from ringcomm.ps.server.core.worker_clocks_and_first_of_rounds import Progress
 class Units(Protocol):
     """The units of a server, and what follows for them."""
 
-    def units(self) -> Iterator[Unit]:
-        """Yield the units of this server."""
-        ...
+    def units(self) -> Iterator[Unit]: ...
 
-    def flow(self, unit: Unit, actions: list[Action]) -> list[Action]:
-        """Return actions, with what the end of a round or new values let go."""
-        ...
+    def flow(self, unit: Unit, actions: list[Action]) -> list[Action]: ...
 
-    def resume(self, *numbers: int) -> Iterator[Action]:
-        """Yield what follows if moments stop rounds no more."""
-        ...
+    def resume(self, *numbers: int) -> Iterator[Action]: ...
 
 
 class Departures:
@@ -105,7 +99,6 @@ class Departures:
             self._progress.rest(rank)
 
     def voids(self, event: on.Event) -> bool:
-        """Return True for a request of a rank that died."""
         request = getattr(event, "request", None)
         return request is not None and request.source in self.dead
 
@@ -182,7 +175,6 @@ class Departures:
         self.count_newcomers()
 
     def load_newcomers(self, state: dict[str, Any]) -> None:
-        """Know the newcomers that another copy of this server knows."""
         self._newcomers.load(state)
         self.count_newcomers()
 

@@ -201,8 +201,6 @@ class Retracted(NamedTuple):
 
 
 class Died(NamedTuple):
-    """A rank is dead."""
-
     rank: int
 
 
@@ -237,7 +235,7 @@ class Finished(NamedTuple):
 
 
 class TimePassed(NamedTuple):
-    """Time has passed."""
+    pass
 
 
 Event: TypeAlias = (

@@ -43,17 +43,11 @@ from ringcomm.ps.server.core.unit import Unit
 class Units(Protocol):
     """More that the core knows of units."""
 
-    def clients(self) -> list[int]:
-        """Return the ranks that may still ask."""
-        ...
+    def clients(self) -> list[int]: ...
 
-    def clocks_of(self, unit: Unit) -> dict[int, int]:
-        """Return how many steps of each worker are in a unit for sure."""
-        ...
+    def clocks_of(self, unit: Unit) -> dict[int, int]: ...
 
-    def flow(self, unit: Unit, actions: list[Action]) -> list[Action]:
-        """Return actions, with what the end of a round or new values let go."""
-        ...
+    def flow(self, unit: Unit, actions: list[Action]) -> list[Action]: ...
 
 
 class Migration:
@@ -121,7 +115,6 @@ class Migration:
 
     @property
     def is_under_way(self) -> bool:
-        """True while something moves, or stands still, as far as this server knows."""
         return self.is_busy or self._participant.awaits_time or not self._leader.is_quiet
 
     def state(self) -> dict[str, Any]:
@@ -129,26 +122,21 @@ class Migration:
         return {"epoch": self._leader.epoch, "unnoted": self._participant.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Know what another server knew."""
         self._leader.epoch = state["epoch"]
         self._participant.load(state["unnoted"])
 
     def forget(self, number: int) -> None:
-        """Know a table no more; nothing of it moves."""
         self._leader.forget(number)
 
     @property
     def awaits_time(self) -> bool:
-        """True if look() may have a consequence."""
         return self._participant.awaits_time or self._leader.awaits_time
 
     @property
     def n_waiting(self) -> int:
-        """Requests that wait until nothing moves."""
         return len(self._settling)
 
     def look(self, now: float) -> Iterator[Action]:
-        """Do what is due by now."""
         yield from self._participant.look(now, self._units.clocks_of)
         yield from self._leader.look(now)
 
@@ -184,7 +172,6 @@ class Migration:
         yield from self._participant.look(now, self._units.clocks_of)
 
     def on_message(self, event: on.ServerMessage, now: float) -> Iterator[Action]:
-        """Carry out a message of another server, or of this one."""
         server, message = event
         key, what = (message["table"], message["unit"]), message["do"]
         if what == "answer":

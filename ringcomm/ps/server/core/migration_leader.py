@@ -101,20 +101,16 @@ class Leader:
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing moves, and nobody has a pause."""
         return self._current is None and not self._pauses
 
     @property
     def changes_places(self) -> bool:
-        """True while partitions leave servers that have no place any more."""
         return any(batch.changes_places for batch in self._batches)
 
     def is_moving(self, key: Key) -> bool:
-        """Return True if a migration of a unit is under way."""
         return self._current is not None and self._current.key == key
 
     def forget(self, number: int) -> None:
-        """Give up the moves of a table that is gone."""
         for batch in self._batches:
             batch.moves = deque(each for each in batch.moves if each.partition[0] != number)
 
@@ -124,17 +120,14 @@ class Leader:
 
     @property
     def awaits_time(self) -> bool:
-        """True if a pause has not begun."""
         return bool(self._asked)
 
     def look(self, now: float) -> list[Action]:
-        """Begin the pauses whose time has come."""
         if self._current is not None or not self._asked:
             return []
         return self._begin_pauses(now, moves_wait=bool(self._batches))
 
     def resume(self, number: int) -> list[Action]:
-        """End a pause, or give up one that has not begun."""
         self._pauses.discard(number)
         self._asked = [each for each in self._asked if each.number != number]
         return self._go_on()
@@ -186,7 +179,6 @@ class Leader:
         return self._send("freeze")
 
     def _send(self, what: str, **more: Any) -> list[Action]:
-        """Say something to all participants."""
         assert self._current is not None
         return self._send_to(dict.fromkeys(self._current.participants, more), what)
 

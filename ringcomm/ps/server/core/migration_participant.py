@@ -76,12 +76,10 @@ class Participant:
 
     @property
     def is_busy(self) -> bool:
-        """True while a unit stands still here."""
         return bool(self._frozen)
 
     @property
     def awaits_time(self) -> bool:
-        """True if a unit is going to stand still."""
         return bool(self._postponed)
 
     # --- requests -------------------------------------------------------------------------------
@@ -119,23 +117,19 @@ class Participant:
         return [(key, epoch, sorted(ranks)) for (key, epoch), ranks in self._unnoted.items()]
 
     def load(self, state: Iterable[tuple[Iterable[int], int, list[int]]]) -> None:
-        """Know what another server knew, see state()."""
         for (table, unit), epoch, ranks in state:
             self._unnoted[(table, unit), epoch] = {*ranks}
 
     def add(self, unit: Unit) -> None:
-        """Add a unit; it stands still if its key does."""
         unit.stands_still = unit.key in self._frozen
         if unit.stands_still and unit.rounds is not None:
             unit.rounds.limit(_MOVE, _NOWHERE)
 
     def forget(self, rank: int) -> None:
-        """Drop the requests of a rank that has died."""
         for frozen in self._frozen.values():
             frozen.kept = [each for each in frozen.kept if each.source != rank]
 
     def leave(self, rank: int) -> list[Action]:
-        """Wait for nothing of a client that has left."""
         return [
             each for key, epoch in [*self._unnoted] for each in self._strike_off(key, epoch, rank)
         ]
@@ -215,7 +209,6 @@ class Participant:
         return [self._answer("drain", key, held=held)]
 
     def give(self, key: Key, moves: Iterable[tuple[int, int]]) -> list[Action]:
-        """Send partitions to their new owners."""
         self._giving[key] = _Giving(dict(moves))
         return [Export(key, part, dest) for part, dest in self._giving[key].dests.items()]
 
@@ -259,7 +252,6 @@ class Participant:
         return actions if unnoted else [*actions, *self._free(key, epoch)]
 
     def thaw(self, key: Key) -> list[Action]:
-        """Go on with what was kept, as if nothing had been."""
         unit = self._tables[key[0]].units.get(key[1])
         kept = self._frozen.pop(key).kept
         return [*map(Retry, kept), *self._moving_ends(unit), self._answer("thaw", key)]
@@ -285,6 +277,5 @@ class Participant:
 
 
 def _held(unit: Unit) -> list[int] | None:
-    """Return the workers whose mean is held; None: none is."""
     held = None if unit.rounds is None else unit.rounds.held
     return None if held is None else sorted(held)

@@ -50,7 +50,6 @@ class Recovery:
         self._said: Any = None  # by the chief of that one
 
     def go_on(self, left: Collection[int]) -> None:
-        """Look at another set of ranks that ask nothing more, from now on."""
         self._left = left
 
     @property
@@ -63,7 +62,6 @@ class Recovery:
         return self._recovered, self._said
 
     def load(self, state: tuple[Sequence[int], Any]) -> None:
-        """Know what another server knew."""
         self._recovered, self._said = tuple(state[0]), state[1]
 
     def on_met(self, event: on.Met, _: float) -> list[Action]:

@@ -140,7 +140,6 @@ class Rounds:
         return self.at >= at or (at == (self.current, True) and self._complete() == [])
 
     def unlimit(self, *who: int) -> list[Action]:
-        """Go on, as far as these are concerned."""
         for each in who:
             self._limits.pop(each, None)
             self._goals.pop(each, None)
@@ -262,29 +261,24 @@ class Rounds:
         return self.current, self._held is not None
 
     def pending(self) -> list[Contribution]:
-        """Return the contributions that have not become part of a mean."""
         return [came[worker] for _, came in sorted(self._came.items()) for worker in sorted(came)]
 
     def requests(self) -> list[Any]:
-        """Return the requests that have not been answered."""
         contributions = [each.request for each in self.pending()]
         return [*contributions, *(each.request for each in self._releases)]
 
     def give_back(self) -> list[Any]:
-        """Return the requests that have not been answered, and forget them."""
         requests = self.requests()
         self._came.clear()
         self._releases.clear()
         return requests
 
     def let_in(self) -> list[tuple[int, int]]:
-        """Return who is in rounds that are not over: round, worker."""
         return [(n, worker) for n, workers in sorted(self._let_in.items()) for worker in workers]
 
     def resume(
         self, current: int, let_in: Iterable[Sequence[int]], held: Iterable[int] | None
     ) -> None:
-        """Go on where other rounds were."""
         self.current = current
         for worker, first in self._began.items():
             if first > current:
@@ -344,7 +338,6 @@ class Entries:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Become what others were."""
         self.current, self.joined = state["current"], dict(state["joined"])
         self._in.update((number, {*workers}) for number, workers in state["in"])
         self._rounds = {worker: deque(rounds, _KEPT) for worker, rounds in state["rounds"]}
@@ -360,7 +353,6 @@ class Entries:
         self._advance()
 
     def leave(self, worker: int) -> None:
-        """Wait no more for a worker."""
         self._live.discard(worker)
         self._coming.pop(worker, None)
         self._advance()
@@ -387,12 +379,10 @@ class Entries:
 
 
 def _may_be(at: tuple[int, bool], limits: Iterable[tuple[int, bool]]) -> bool:
-    """Return True if none of the limits forbids a unit to go so far; see Rounds.at."""
     return all(at <= limit for limit in limits)
 
 
 def _let_come(coming: dict[int, int], live: set[int], current: int) -> None:
-    """Let workers live that join in this round, or have before."""
     for worker in [worker for worker, number in coming.items() if number <= current]:
         del coming[worker]
         live.add(worker)
@@ -419,21 +409,17 @@ class Clocks:
             self.most = max(self.most, clock)
 
     def join(self, worker: int, clock: int) -> None:
-        """A worker counts from now on, as if it had completed so many steps."""
         self._of.setdefault(worker, clock)
         self.tick(worker, clock)
 
     def leave(self, worker: int) -> None:
-        """A worker that has finished, or is dead, holds nobody up."""
         self._of.pop(worker, None)
 
     @property
     def slowest(self) -> float:
-        """The least clock of those that count; infinite if none does."""
         return min(self._of.values(), default=math.inf)
 
     def behind(self, clock: float) -> list[int]:
-        """Return the workers that have not completed so many steps."""
         return sorted(worker for worker, own in self._of.items() if own < clock)
 
     def all(self) -> dict[int, int]:
@@ -441,7 +427,6 @@ class Clocks:
         return dict(sorted(self._of.items()))
 
     def slowest_with(self, fence: Mapping[int, int]) -> float:
-        """Return the least clock if some workers count for no more than `fence` says."""
         if not fence:
             return self.slowest
         clocks = (min(clock, fence.get(worker, clock)) for worker, clock in self._of.items())

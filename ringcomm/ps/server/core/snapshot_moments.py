@@ -77,12 +77,10 @@ class Moments:
 
     @property
     def is_quiet(self) -> bool:
-        """True if there is no moment, and none is about to be."""
         return not (self._moments or self._stopped)
 
     @property
     def are_held(self) -> bool:
-        """True if there is a moment."""
         return bool(self._moments)
 
     def on_end(self, key: Key, current: int) -> list[Action]:
@@ -104,18 +102,15 @@ class Moments:
         return actions
 
     def resume(self, *numbers: int) -> set[int]:
-        """Return those of these moments for which rounds were stopped, and stop them no more."""
         resumed = self._stopped & {*numbers}
         self._stopped -= resumed
         return resumed
 
     def release(self, number: int, *, keeps_copies: bool = False) -> list[Action]:
-        """Hold a moment no more."""
         self._moments.pop(number, None)
         return [Drop(number, keeps_copies)]
 
     def owned_by(self, rank: int) -> list[int]:
-        """Return the moments of a rank."""
         return [each for each in {*self._moments, *self._stopped} if owner_of(each) == rank]
 
     def _whole(self, moment: _Moment) -> list[Action]:

@@ -38,9 +38,7 @@ class Table:
     without: dict[int, set[int]] = field(default_factory=dict)
 
     def key_of(self, partition: int) -> Key:
-        """Return the key of the unit that a partition belongs to."""
         return self.number, partition if self.is_dense else 0
 
     def epoch_of(self, key: Key) -> int:
-        """Return the epoch of a unit."""
         return self.epochs.get(key[1], 0)

@@ -47,9 +47,7 @@ class Applied(Protocol):
         """Take note of a push; 0: there is none."""
         ...
 
-    def all_last(self) -> dict[int, int]:
-        """Return the last push of each rank."""
-        ...
+    def all_last(self) -> dict[int, int]: ...
 
 
 class AppliedHere:
@@ -59,18 +57,15 @@ class AppliedHere:
         self._last: dict[int, int] = {}
 
     def last_of(self, rank: int) -> int:
-        """See Applied."""
         return self._last.get(rank, 0)
 
     def note_last(self, rank: int, sequence: int) -> None:
-        """See Applied."""
         if sequence == 0:
             self._last.pop(rank, None)
         else:
             self._last[rank] = sequence
 
     def all_last(self) -> dict[int, int]:
-        """See Applied."""
         return dict(self._last)
 
 
@@ -106,7 +101,6 @@ class Unit:
 
     # --- pushes ---------------------------------------------------------------------------------
     def came_before(self, request: Request) -> bool:
-        """Return True if a request that changes the unit has been carried out already."""
         header = request.header
         return header.sequence <= self.applied.last_of(header.origin)
 
@@ -131,7 +125,6 @@ class Unit:
         return None
 
     def initialize(self, request: Request, payload: Any) -> list[Action]:
-        """Write the initial values of the table, unless it has values already."""
         first = not self.is_ready  # one that comes again writes nothing. It is not taken note of:
         # what this rank has pushed before it became the chief waits for it, and is yet to come.
         self.is_ready = True
@@ -183,14 +176,12 @@ class Unit:
         return []
 
     def has_enough(self, clock: int, clocks: Clocks) -> bool:
-        """Return True if a read with this clock need not wait."""
         return self.progress(clocks) >= self._wanted(clock)
 
     def _wanted(self, clock: int) -> int:
         return clock if self.rounds is not None or self.mode.name == "ssp" else 0
 
     def due(self, clocks: Clocks) -> list[Action]:
-        """Return the actions for requests that need not wait any more."""
         if not len(self.waiting):
             return []
         return [*self.waiting.due(self.progress(clocks))]
@@ -237,12 +228,10 @@ class Unit:
         return [*back, *self.waiting.take_all()]
 
     def leave(self, rank: int) -> list[Action]:
-        """Wait for nothing of a rank that has left, and keep nothing for it."""
         self.waiting.forget(rank)
         return self.rest(rank)
 
     def die(self, rank: int) -> list[Action]:
-        """Wait for nothing of a rank that has died, and drop what has not been carried out."""
         self.waiting.forget(rank, is_dead=True)
         self.fence.pop(rank, None)
         return [] if self.rounds is None else self.rounds.die(rank)

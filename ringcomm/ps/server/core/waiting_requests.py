@@ -32,22 +32,18 @@ class Waiting:
         heapq.heappush(self._heap, _Waiting(wanted, next(self._numbers), then))
 
     def due(self, progress: float) -> list[Retry | Serve]:
-        """Return the requests that need not wait any more, and forget them."""
         due = []
         while self._heap and self._heap[0].wanted <= progress:
             due.append(heapq.heappop(self._heap).then)
         return due
 
     def wanted_by(self, rank: int) -> float | None:
-        """Return the least that requests of a rank wait for; None: none does."""
         return min((w.wanted for w in self._heap if w.then.request.source == rank), default=None)
 
     def requests(self) -> list[Any]:
-        """Return all requests as they came."""
         return [w.then.request for w in sorted(self._heap, key=lambda each: each.number)]
 
     def take_all(self) -> list[Any]:
-        """Return all requests as they came, and forget them."""
         taken = self.requests()
         self._heap.clear()
         return taken

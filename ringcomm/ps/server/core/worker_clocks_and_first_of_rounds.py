@@ -54,15 +54,12 @@ class Progress:
 
     @property
     def n_waiting(self) -> int:
-        """Number of waiting requests."""
         return len(self._awaiting)
 
     def requests(self) -> list[Request]:
-        """Return all requests that wait."""
         return [request for _, request in self._awaiting]
 
     def state(self) -> dict[str, Any]:
-        """Return how far the workers are, as load() takes it."""
         entries = [(number, each.state()) for number, each in self._entries.items()]
         return {
             "clocks": [*self.clocks.all().items()], "most": self.clocks.most, "entries": entries,
@@ -98,7 +95,6 @@ class Progress:
         return [each for at, each in enumerate(found) if each not in found[:at]]
 
     def forget(self, number: int) -> None:
-        """Know a table no more."""
         self._entries.pop(number, None)
 
     def join(self, rank: int, clock: int, rounds: Mapping[int, int]) -> None:

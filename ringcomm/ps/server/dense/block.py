@@ -99,7 +99,6 @@ class Block:
 
     @property
     def slots(self) -> list[Array]:
-        """The state that the updater keeps beside the values."""
         return self._slots
 
     @slots.setter
@@ -109,7 +108,6 @@ class Block:
 
     @property
     def is_ready(self) -> bool:
-        """It has values."""
         return self._is_ready
 
     @is_ready.setter
@@ -120,7 +118,6 @@ class Block:
 
     @property
     def may_ack(self) -> bool:
-        """C++ may carry out pushes, once there are values."""
         return self._may_ack
 
     @may_ack.setter
@@ -140,22 +137,18 @@ class Block:
 
     @property
     def block_updater(self) -> _core.BlockUpdater:
-        """The object of the C++ core that applies pushes without Python."""
         return self._block.block_updater
 
     def last_of(self, rank: int) -> int:
-        """Return the number of the last push of a rank that was carried out; 0: there is none."""
         return self._block.last(rank)
 
     def note_last(self, rank: int, sequence: int) -> None:
-        """Take note of one; 0: of none."""
         if sequence == 0:
             self._block.forget(rank)
         else:
             self._block.note_last(rank, sequence)
 
     def all_last(self) -> dict[int, int]:
-        """Return the last push of each rank."""
         return self._block.applied()
 
     def merge_applied(self, applied: Iterable[Sequence[int]]) -> None:
@@ -165,7 +158,6 @@ class Block:
 
     @property
     def traffic(self) -> Traffic:
-        """Counts of what it has done so far."""
         pushes, nbytes, pulls, seconds, staleness = self._block.take_traffic()
         counts = self.counts
         counts.pushes += pushes

@@ -128,7 +128,6 @@ class DensePartition(Block):
         return Gradient(meta.weight, meta.hyper, within, values, meta.mask, clock)
 
     def factor(self, meta: PushMeta) -> Factor:
-        """Return the content of a release. Raises ValueError."""
         if not self.spec.mode.has_rounds:
             raise ValueError(f"release[{self.spec.name}]: its mode has no rounds")
         if not meta.flags & SKIP:
@@ -141,7 +140,6 @@ class DensePartition(Block):
         self.counts.nbytes += body.nbytes
 
     def apply(self, gradient: Gradient) -> None:
-        """Make an update at once."""
         missed = max(0, self.version - gradient.clock)
         seen = self.counts.staleness
         seen[missed] = seen.get(missed, 0) + 1
@@ -149,7 +147,6 @@ class DensePartition(Block):
         self._update(gradient, bits(opened(gradient.values)))
 
     def write(self, gradient: Gradient) -> None:
-        """Replace values."""
         whole = self.values.copy()
         whole[gradient.within] = gradient.values
         self._block.write(whole)
@@ -187,7 +184,6 @@ class DensePartition(Block):
         return mean is not None
 
     def _present_in(self, parts: list[Gradient]) -> Mask | None:
-        """Return the segments for which some gradient that counts has a part."""
         if self.segments is None:
             return None
         present = np.zeros(len(self.segments.ids), np.bool_)
@@ -322,7 +318,6 @@ class DensePartition(Block):
         self._block.write(values, self.version + (not self.spec.mode.has_rounds))
 
     def stats(self) -> dict[str, Any]:
-        """Return the entry of ps.stats()."""
         return {**asdict(self.traffic), "elements": self.count}
 
     # --- as data --------------------------------------------------------------------------------
@@ -334,14 +329,12 @@ class DensePartition(Block):
         return State(meta, {"values": self.values.copy(), **slots, **more})
 
     def held_arrays(self) -> dict[str, Array]:
-        """Return the mean that is held, as load_held() takes it."""
         arrays: dict[str, Array | None] = {}
         if self.held is not None:
             arrays = {"held": self.held.values, "held_present": self.held.present}
         return {name: array for name, array in arrays.items() if array is not None}
 
     def load_held(self, arrays: dict[str, Array]) -> None:
-        """Hold the mean that another slice of these bounds held."""
         held = {name: array.copy() for name, array in arrays.items() if name.startswith("held")}
         self.held = Mean(held.get("held"), held.get("held_present"))
 
@@ -372,7 +365,6 @@ def _overlap(a: slice, b: slice) -> slice:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of a gradient by its name."""
     if name == "bfloat16":
         import ml_dtypes
 

@@ -66,28 +66,23 @@ class DenseRequests:
         return on.Pushed(key, request, gradient, is_held=bool(flags & HOLD))
 
     def acknowledge(self, action: do.Acknowledge, part: DensePartition) -> None:
-        """Say that a push has been carried out already."""
         self._reply(action.request, clock=part.version)
 
     def apply(self, action: do.Apply, part: DensePartition) -> None:
-        """Update with a gradient."""
         part.apply(action.payload)
         self._reply(action.request, clock=part.version)
 
     def write(self, action: do.Write, part: DensePartition) -> None:
-        """Replace values."""
         if action.payload is not None:
             part.write(action.payload)
         self._reply(action.request, clock=part.version)
 
     def hold(self, action: do.Hold, part: DensePartition) -> None:
-        """Keep the mean of a round, and say how large it is."""
         squares = part.hold([each.payload for each in action.contributions])
         for each in action.contributions:
             self._reply(each.request, clock=part.version, meta=squares)
 
     def end(self, action: do.End, part: DensePartition) -> None:
-        """End a round."""
         gradients = [each.payload for each in action.contributions]
         is_update = part.end(action.number, gradients, action.release, drops=action.drops)
         status, why = (Status.OK, b"") if is_update else (Status.LATE, b"empty")
@@ -95,13 +90,11 @@ class DenseRequests:
             self._reply(each.request, status=status, clock=part.version, meta=why)
 
     def late(self, action: do.Late, part: DensePartition) -> None:
-        """Say that a contribution came too late."""
         part.counts.late += 1
         request = action.contribution.request
         self._reply(request, status=Status.LATE, clock=part.version, meta=b"late")
 
     def released(self, action: do.Released, part: DensePartition) -> None:
-        """Say that a round is over."""
         self._reply(action.request, clock=part.version)
 
     # --- reads ----------------------------------------------------------------------------------

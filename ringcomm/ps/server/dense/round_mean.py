@@ -97,13 +97,11 @@ def opened(grad: Array) -> Array:
 
 @_QUIET
 def scale(mean: Array, factor: float) -> None:
-    """Multiply a mean by a factor, in place."""
     mean *= mean.dtype.type(factor)
 
 
 @_QUIET
 def packed_squares(mean: Array | None) -> bytes:
-    """Return the sum of squares and whether all is finite, as the meta of an answer."""
     if mean is None:
         return SQUARES.pack(0.0, True)
     total = float(np.square(mean, dtype=np.float64).sum())

@@ -91,17 +91,14 @@ class Home:
 
     @property
     def is_primary(self) -> bool:
-        """This copy answers."""
         return self._home_link.is_primary
 
     @property
     def is_over(self) -> bool:
-        """True once all clients have left, as far as this copy has heard."""
         return self.is_whole and self.server.is_over and self._log.is_quiet
 
     @property
     def lacks_follower(self) -> bool:
-        """This copy is alone."""
         return self.is_primary and self.follower is None
 
     # --- the primary ----------------------------------------------------------------------------
@@ -154,7 +151,6 @@ class Home:
         self._enter(self._entry(Delivery(address, header, meta, NO_BODY)))
 
     def look(self) -> None:
-        """Do what is due by now."""
         self.server.store.settle()
         if self.is_primary:
             if self.server.core.awaits_time and not len(self._log) and self._sending is None:
@@ -291,17 +287,14 @@ class Home:
         self.server.notify_again()
 
     def drop(self) -> None:
-        """Be no copy any more."""
         self._pushes.drop()
 
     def post_again(self, home: int) -> None:
-        """Send a home what it may not have got."""
         if self.is_primary:
             self._home_link.post_again(home)
 
     # --- both -----------------------------------------------------------------------------------
     def _do(self, entry: Entry) -> None:
-        """Carry out a frame."""
         delivery, header, link = entry.delivery, entry.delivery.header, self._home_link
         self._clock.monotonic_s = max(self._clock.monotonic_s, entry.at_s)
         self._clock.time_s = entry.time_s

@@ -86,13 +86,11 @@ class Homes:
         return self._homes[self.index].server.core
 
     def answers_for(self, number: int) -> bool:
-        """Return True if this process answers in the place of a server."""
         home = self._homes.get(number)
         return home is not None and home.is_primary
 
     @property
     def is_over(self) -> bool:
-        """True once all clients have left, as all copies here have heard."""
         return all(home.is_over for home in self._homes.values())
 
     def look(self) -> None:
@@ -158,7 +156,6 @@ class Homes:
             home.seek_follower(behind)
 
     def on_request(self, delivery: Delivery) -> None:
-        """Hand a frame to the home that it is for."""
         header = delivery.header
         number = header.status - 1 if header.status else self.index
         if header.kind == Kind.RECORD and header.option == Copy.PIECE and header.sequence == 1:
@@ -215,5 +212,4 @@ class Homes:
                 home.post_again(other)
 
     def show_on(self, page: StatusPage | None) -> None:
-        """Show on a status page what the home does that began here."""
         self._homes[self.index].server.page = page

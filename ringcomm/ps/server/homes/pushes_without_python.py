@@ -46,7 +46,6 @@ class HomePushes(Numbers, Protocol):
 
 
 def make_pushes(endpoint: _core.PipeEndpoint | None, home: int) -> HomePushes:
-    """Return the pushes of a home that begins here; endpoint: of the pipes, if there are any."""
     return NoPushes() if endpoint is None else PipedPushes(endpoint, home)
 
 
@@ -103,28 +102,20 @@ class NoPushes:
         self.last = 0
 
     def next(self) -> int:
-        """Return the number of a new change."""
         self.last += 1
         return self.last
 
-    def lead(self, follower: int | None) -> None:
-        """Do nothing."""
+    def lead(self, follower: int | None) -> None: ...
 
-    def follow(self, primary: int) -> None:
-        """Do nothing."""
+    def follow(self, primary: int) -> None: ...
 
-    def wait_for_python(self, *, is_kept: bool) -> None:
-        """Do nothing."""
+    def wait_for_python(self, *, is_kept: bool) -> None: ...
 
-    def open(self, partition: Partition, epoch: int, part: DensePartition) -> None:
-        """Do nothing."""
+    def open(self, partition: Partition, epoch: int, part: DensePartition) -> None: ...
 
-    def complete(self, number: int) -> None:
-        """Do nothing."""
+    def complete(self, number: int) -> None: ...
 
     def repeat(self, meta: bytes, body: Bytes) -> None:
-        """Fail: it takes a primary that shares pipes with this rank."""
         raise AssertionError(f"a push of {body.nbytes} bytes has come for C++, which has no pipes")
 
-    def drop(self) -> None:
-        """Do nothing."""
+    def drop(self) -> None: ...

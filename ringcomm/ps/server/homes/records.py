@@ -57,7 +57,6 @@ def send_record(link: Link, home: int, follower: int, index: int, entry: Entry) 
 
 
 def entry_of(link: Link, record: Delivery) -> Entry:
-    """Return the frame that send_record() has sent."""
     source, at_s, time_s = AT.unpack_from(record.meta)
     inner = header_of(record.meta[AT.size :])
     meta, body = record.meta[AT.size + HEADER_NBYTES :], record.body
@@ -78,5 +77,4 @@ def send_report(link: Link, home: int, record: Delivery, outcome: int) -> None:
 
 
 def send_drop(link: Link, home: int, follower: int) -> None:
-    """Tell the follower that it is no copy any more."""
     link.send(follower, Header(Kind.RECORD, status=home + 1, option=Copy.DROP))

@@ -62,15 +62,13 @@ class Numbers(Protocol):
     """Numbers the changes of a home, in one order; those that C++ carries out, too."""
 
     @property
-    def last(self) -> int:
-        """The number of the last change."""
+    def last(self) -> int: ...
 
     @property
     def n_under_way(self) -> int:
         """Changes of C++ that the follower has not reported."""
 
-    def next(self) -> int:
-        """Return the number of a new change."""
+    def next(self) -> int: ...
 
 
 class Log(Generic[T]):
@@ -94,7 +92,6 @@ class Log(Generic[T]):
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is under way, in C++ neither."""
         return not self._kept and not self._numbers.n_under_way
 
     def add(self, entry: T) -> int:
@@ -149,12 +146,10 @@ class SentUnits(Generic[T]):
         self._begun.add(unit)
 
     def end(self, unit: T) -> None:
-        """Take note that the follower has a unit."""
         self._to_send.discard(unit)
         self._begun.discard(unit)
 
     def way_of(self, unit: T) -> Way:
-        """Return who carries out a change of one unit."""
         return Way.HERE if unit in self._to_send else Way.LATER if unit in self._begun else Way.BOTH
 
 
@@ -200,16 +195,13 @@ class Answers(Generic[R]):
         self._waiting.get(client, set()).discard(sequence)
 
     def waiting(self) -> set[tuple[int, int]]:
-        """Return the requests that have no reply yet: client, number."""
         return {(client, each) for client, waiting in self._waiting.items() for each in waiting}
 
     def replies(self) -> list[tuple[int, R]]:
-        """Return all replies with their clients; those of each in their order."""
         of_clients = self._replies.items()
         return [(client, reply) for client, replies in of_clients for reply in replies.values()]
 
     def load(self, replies: Iterable[tuple[int, int, R]]) -> None:
-        """Keep these replies, and no others: client, number, reply; see replies()."""
         self._replies.clear()
         for client, sequence, reply in replies:
             self._replies.setdefault(client, {})[sequence] = reply
@@ -219,7 +211,6 @@ class Answers(Generic[R]):
         return self._replies[client][sequence]
 
     def forget(self, client: int) -> None:
-        """Keep nothing for a client that died."""
         self._waiting.pop(client, None)
         self._replies.pop(client, None)
 
@@ -248,27 +239,22 @@ class Letters(Generic[T]):
         self._done: dict[int, int] = {}  # likewise: the last one that was carried out
 
     def write(self, home: int, letter: T) -> int:
-        """Keep a message until it is confirmed; return its number."""
         number = self._written[home] = self._written.get(home, 0) + 1
         self._unconfirmed.setdefault(home, deque()).append((number, letter))
         return number
 
     def confirm(self, home: int, number: int) -> None:
-        """Take note that a home has carried out all up to a number."""
         unconfirmed = self._unconfirmed.get(home, ())
         while unconfirmed and unconfirmed[0][0] <= number:
             self._unconfirmed[home].popleft()
 
     def unconfirmed(self, home: int) -> list[tuple[int, T]]:
-        """Return the messages to a home, with their numbers, that may not have come."""
         return [*self._unconfirmed.get(home, ())]
 
     def forget(self, home: int) -> None:
-        """Keep nothing for a home that is lost."""
         self._unconfirmed.pop(home, None)
 
     def state(self) -> LettersState[T]:
-        """Return all there is to it."""
         unconfirmed = [
             ((home, number), letter)
             for home, letters in self._unconfirmed.items()
@@ -277,7 +263,6 @@ class Letters(Generic[T]):
         return LettersState(dict(self._written), dict(self._heard), unconfirmed)
 
     def load(self, state: LettersState[T]) -> None:
-        """Know what others knew."""
         self._written, self._heard, self._done = state.written, state.heard, {**state.heard}
         for (home, number), letter in state.unconfirmed:
             self._unconfirmed.setdefault(home, deque()).append((number, letter))
@@ -290,7 +275,6 @@ class Letters(Generic[T]):
         return True
 
     def carried_out(self, home: int, number: int) -> None:
-        """Take note that a message was carried out here."""
         self._done[home] = number
 
     def is_done(self, home: int, number: int) -> bool:

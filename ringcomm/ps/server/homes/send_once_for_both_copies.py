@@ -58,7 +58,6 @@ class HomeLink:
         self.outcome = 0
 
     def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = NO_BODY) -> None:
-        """Send a frame to a client or a home; see Link.send()."""
         sent = Sent(header, meta, body)
         if dest in self._layout.servers:
             home = self._layout.number_of(dest)
@@ -81,11 +80,9 @@ class HomeLink:
         self.outcome = zlib.crc32(bytes([how]), self.outcome)
 
     def answer_again(self, client: int, sequence: int) -> None:
-        """Send the reply to a request that comes again, after it was carried out."""
         self._link.send(client, *self.answers.reply(client, sequence))
 
     def post_again(self, home: int) -> None:
-        """Send a home what it has not confirmed."""
         for number, sent in self.letters.unconfirmed(home):
             self._post(home, number, sent)
 
@@ -103,7 +100,6 @@ class HomeLink:
         return False
 
     def carried_out_letter(self, home: int, number: int) -> None:
-        """Take note that a message of a home was carried out, and tell it so."""
         self.letters.carried_out(home, number)
         self._confirm(home, number)
 
@@ -123,39 +119,31 @@ class HomeLink:
 
     @property
     def memory_for_bodies(self) -> MemoryForBodies:
-        """See Link."""
         return self._link.memory_for_bodies
 
     def shares_memory(self, rank: int) -> bool:
-        """See Link."""
         if rank in self._layout.servers:
             rank = self._layout.rank_of(self._layout.number_of(rank))
         return self._link.shares_memory(rank)
 
     def place_of(self, x: Bytes) -> int:
-        """See Link."""
         return self._link.place_of(x)
 
     def view(self, rank: int, place: int, nbytes: int) -> Bytes:
-        """See Link."""
         return self._link.view(rank, place, nbytes)
 
     def open(self, partition: Partition, epoch: int, part: DensePartition) -> None:
-        """See Link."""
         self._pushes.open(partition, epoch, part)
 
     def close(self, partition: Partition) -> None:
-        """See Link."""
         self._link.close(partition)
 
     @property
     def carried_out(self) -> tuple[int, int]:
-        """See Link."""
         return self._pushes.carried_out
 
     @property
     def n_queued(self) -> int:
-        """See Link."""
         return self._link.n_queued
 
 

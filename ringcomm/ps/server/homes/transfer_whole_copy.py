@@ -125,7 +125,6 @@ class SendWholeCopy:
             self._behind.append(entry)
 
     def take_behind(self) -> list[Entry]:
-        """Return what was kept, in order, and keep it no more."""
         behind = [*self._behind]
         self._behind.clear()
         return behind

@@ -24,7 +24,6 @@ class Takeovers:
         self._said: dict[int, set[int]] = {}  # by dead rank: the servers that have spoken
 
     def died(self, rank: int) -> None:
-        """Take note that a server died."""
         self._dead.add(rank)
 
     def said(self, rank: int, dead: int, homes: Sequence[int]) -> list[int]:

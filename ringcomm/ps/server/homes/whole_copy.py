@@ -189,7 +189,6 @@ def _of_partition(server: Server, number: int, part: int) -> State:
 
 
 def _with_waiting(server: Server, key: Key, state: State) -> State:
-    """Add to a piece what waits in its unit."""
     waiting = _changes(server.core.unit_of(key).requests())
     if not waiting:
         return state

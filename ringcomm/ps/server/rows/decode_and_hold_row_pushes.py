@@ -44,7 +44,6 @@ class RowGradient(NamedTuple):
         return self.keys, self.rows, weight, self.places
 
     def picked(self, is_in: NDArray[np.bool_], dim: int) -> RowGradient:
-        """Return a copy of the keys for which is_in is True, and their rows in the same order."""
         which = np.flatnonzero(is_in) if self.places is None else self.places[is_in]
         rows = self.rows.reshape(-1, dim)[which].reshape(-1)
         return self._replace(keys=self.keys[is_in], rows=rows, places=None)
@@ -88,7 +87,6 @@ def unpacked(
 
 
 def require_updater(meta: PushMeta, updater: Updater, spec: Spec) -> None:
-    """Raise ValueError if a push has hyper-parameters of another updater."""
     expected = len(updater.hyper)
     if not meta.flags & ASSIGN and len(meta.hyper) != expected:
         raise ValueError(
@@ -128,7 +126,6 @@ class HeldRows:
             self.gradients[k] = each._replace(keys=keys, rows=rows)
 
     def drop(self, part: int) -> None:
-        """Hold a partition's share no more."""
         for k, each in enumerate(self.gradients):
             self.gradients[k] = each.picked(~self._is_in(part, each.keys), self._dim)
 

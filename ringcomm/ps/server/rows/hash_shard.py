@@ -272,7 +272,6 @@ class Shard:
             bisect.insort(self.partitions, part)
 
     def disown(self, part: int) -> None:
-        """Remove a partition, with its rows."""
         self.rows.disown(part)
         self.along.pop(part, None)
         if part in self.partitions:
@@ -295,12 +294,10 @@ class Shard:
         self._snapshots[number] = self.version
 
     def release(self, number: int) -> None:
-        """End a snapshot."""
         if self._snapshots.pop(number, None) is not None:
             self.rows.release(number)
 
     def stats(self) -> dict[str, Any]:
-        """Return the entry of ps.stats()."""
         return asdict(self.traffic) | {
             "rows": len(self.rows),
             "row_nbytes": self.rows.nbytes,
@@ -311,7 +308,6 @@ class Shard:
         }
 
     def row_nbytes(self) -> int:
-        """Return the bytes of the values of one row."""
         return self.dim * self.dtype.itemsize
 
     def metadata(self, keys: Keys) -> Array:
@@ -324,13 +320,11 @@ class Shard:
         return items
 
     def erase(self, keys: Keys) -> int:
-        """Take rows out; return how many there were."""
         erased = self.rows.erase(keys, self.stamp + 1)
         self.stamp += 1
         return erased
 
     def evict(self) -> int:
-        """Remove all rows that the policy drops; return how many."""
         return self._evict(self.now(), _EVERYTHING) if self.can_evict else 0
 
     def _evict(self, at: float, max_work: int) -> int:

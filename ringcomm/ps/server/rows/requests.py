@@ -81,27 +81,22 @@ class RowRequests:
         return self._link.view(request.source, meta.start, n_rows * shard.dim * itemsize)
 
     def acknowledge(self, action: do.Acknowledge, shard: Shard) -> None:
-        """Say that a push has been carried out already."""
         self._reply(action.request, clock=shard.version, meta=_NONE_REJECTED)
 
     def apply(self, action: do.Apply, shard: Shard) -> None:
-        """Update with a gradient."""
         rejected = shard.apply(action.payload)
         self._reply(action.request, clock=shard.version, meta=REJECTED.pack(rejected))
 
     def write(self, action: do.Write, shard: Shard) -> None:
-        """Replace rows."""
         rejected = shard.write(action.payload)
         self._reply(action.request, clock=shard.version, meta=REJECTED.pack(rejected))
 
     def hold(self, action: do.Hold, shard: Shard) -> None:
-        """Keep the mean of a round, and say how large it is."""
         meta = _NONE_REJECTED + shard.hold([each.payload for each in action.contributions])
         for each in action.contributions:
             self._reply(each.request, clock=shard.version, meta=meta)
 
     def end(self, action: do.End, shard: Shard) -> None:
-        """End a round."""
         gradients = [each.payload for each in action.contributions]
         why, rejected = shard.end(action.number, gradients, action.release, drops=action.drops)
         status = Status.LATE if why else Status.OK
@@ -110,13 +105,11 @@ class RowRequests:
             self._reply(each.request, status=status, clock=shard.version, meta=meta)
 
     def late(self, action: do.Late, shard: Shard) -> None:
-        """Say that a contribution came too late."""
         shard.traffic.late += 1
         request = action.contribution.request
         self._reply(request, status=Status.LATE, clock=shard.version, meta=_NONE_REJECTED)
 
     def released(self, action: do.Released, shard: Shard) -> None:
-        """Say that a round is over."""
         self._reply(action.request, clock=shard.version, meta=_NONE_REJECTED)
 
     # --- reads ----------------------------------------------------------------------------------
@@ -186,7 +179,6 @@ class RowRequests:
         return rest
 
     def maintain(self, request: Delivery, shard: Shard) -> None:
-        """Remove rows, or reply with their counts and ages."""
         header = request.header
         if header.kind == Kind.ERASE:
             self._reply(request, clock=shard.erase(request.body.view(np.uint64)))
@@ -225,7 +217,6 @@ def _pulls_of(request: Delivery) -> tuple[list[KeyedPull], Keys, NDArray[np.uint
 def _single(
     request: Delivery, pull: KeyedPull, meta: PullMeta, keys: Keys, places: Any
 ) -> Delivery:
-    """Return one of several pulls as a request of its own."""
     header = request.header._replace(
         kind=Kind.PULL, view=pull.epoch, sequence=pull.sequence, table=pull.table,
         clock=pull.clock, option=0,

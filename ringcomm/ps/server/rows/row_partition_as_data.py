@@ -38,7 +38,6 @@ class RowsPartition:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is known of any key."""
         rows = self.shard.rows.find(self.number)
         return rows is None or not (len(rows) or rows.n_candidates)
 
@@ -63,7 +62,6 @@ class RowsPartition:
         return sorted(applied.items())
 
     def merge_applied(self, applied: Iterable[Sequence[int]]) -> None:
-        """Take note of whose pushes are in it besides those that came here."""
         for rank, sequence in applied:
             self.shard.note_along(self.number, rank, sequence)
 

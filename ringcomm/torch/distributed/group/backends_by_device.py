@@ -24,7 +24,6 @@ class Devices:
 
     @property
     def types(self) -> list[torch.device]:
-        """The devices for which a backend has been made."""
         return [torch.device(each) for each in self._made]
 
     def of(self, *tensors: torch.Tensor) -> Any:
@@ -54,7 +53,6 @@ class Devices:
         return self._made[kind]
 
     def shutdown(self) -> None:
-        """Shut down the backends that were made."""
         for backend in self._made.values():
             backend.shutdown()
         self._made.clear()
@@ -69,7 +67,6 @@ def carries(group: Any, kind: str) -> bool:
 
 
 def is_foreign(group: Any, *tensors: torch.Tensor) -> bool:
-    """Return True if torch's own backend has to take the tensors; see Devices.of()."""
     if all(x.is_cpu for x in tensors):
         return False
     types = {x.device.type for x in tensors}

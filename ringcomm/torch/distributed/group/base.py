@@ -58,7 +58,6 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         add_backend_for_cpp(self)
 
     def _set_up(self, store: Any, group: Group) -> None:
-        """Work with this group of the engine."""
         self.group = group
         self._store = store
         self._devices = Devices(store, group.index, group.size, self._timeout_s)
@@ -220,7 +219,6 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
     _set_group_desc = setGroupDesc
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the backend for a device: this group for the CPU, and maybe for GPUs."""
         is_own = carries(self, torch.device(device).type)
         return self if is_own else self._devices.by_type(device)
 

@@ -68,7 +68,6 @@ def followed_by(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
 
 
 def require_one_each(what: str, xs: Tensors, size: int) -> None:
-    """Raise ValueError unless xs has one tensor per rank."""
     if len(xs) != size:
         raise ValueError(
             f"{what} has {len(xs)} tensors, and the group has {size} ranks: pass one per rank"
@@ -76,7 +75,6 @@ def require_one_each(what: str, xs: Tensors, size: int) -> None:
 
 
 def scaled_(x: Tensor, reduction: Reduction) -> Op:
-    """Multiply x by the factor of a PREMUL_SUM; return the operator for the reduction of x."""
     if reduction.factor is not None:
         with writing(x):
             x.mul_(reduction.factor)
@@ -89,7 +87,6 @@ def _scaled(line: Tensor, reduction: Reduction) -> Tensor:
 
 # --- reductions -----------------------------------------------------------------------------------
 def allreduce(g: Group, x: Tensor, line: Tensor, op: Op) -> Plan[Any]:
-    """Plan to replace x, whose flat form is `line`, by its reduction."""
     plan: Plan[Any] = plan_allreduce(g, None, line, ReductionOptions(op), in_place=True)
     if line is x or line.data_ptr() == x.data_ptr():
         return plan
@@ -97,7 +94,6 @@ def allreduce(g: Group, x: Tensor, line: Tensor, op: Op) -> Plan[Any]:
 
 
 def allreduce_all(g: Group, xs: Tensors, reduction: Reduction) -> Plan[Any]:
-    """Plan to replace each of xs by its reduction."""
     for x in xs:
         scaled_(x, reduction)
     lines, options = [flatten(x) for x in xs], ReductionOptions(reduction.op)
@@ -110,7 +106,6 @@ def allreduce_all(g: Group, xs: Tensors, reduction: Reduction) -> Plan[Any]:
 
 
 def reduce(g: Group, x: Tensor, reduction: Reduction, root: int) -> Plan[Any]:
-    """Plan to replace root's x by its reduction."""
     is_root = g.rank == root
     line = _scaled(flatten(x), reduction)
     options = ReductionOptions(reduction.op)
@@ -119,14 +114,12 @@ def reduce(g: Group, x: Tensor, reduction: Reduction, root: int) -> Plan[Any]:
 
 
 def reduce_scatter(g: Group, out: Tensor, parts: Tensors, reduction: Reduction) -> Plan[Any]:
-    """Plan to fill `out` with the reduction of parts[rank]."""
     require_one_each("input_list", parts, g.size)
     counts = unless_equal([part.numel() for part in parts])
     return _reduce_scatter(g, out, concatenate(parts), reduction, counts)
 
 
 def reduce_scatter_single(g: Group, out: Tensor, x: Tensor, reduction: Reduction) -> Plan[Any]:
-    """Plan to fill `out` with this rank's part of the reduction of x."""
     return _reduce_scatter(g, out, flatten(x), reduction, None)
 
 
@@ -156,20 +149,17 @@ def allreduce_sparse(g: Group, x: Tensor, reduction: Reduction) -> Plan[Any]:
 
 # --- data -----------------------------------------------------------------------------------------
 def broadcast(g: Group, x: Tensor, root: int) -> Plan[Any]:
-    """Plan to replace x by the root's x."""
     line = flatten(x)
     plan: Plan[Any] = plan_broadcast(g, None, bytes_of(line), root, in_place=True)
     return followed_by(plan, lambda _: write_back(x, line))
 
 
 def empty_line_for(outs: Tensors) -> Tensor:
-    """Return a new line with room for the elements of all outs."""
     count = sum(out.numel() for out in outs)
     return outs[0].new_empty(count) if outs else torch.empty(count)
 
 
 def allgather(g: Group, outs: Tensors, x: Tensor, whole: Tensor) -> Plan[Any]:
-    """Plan to fill outs[r] and the r-th part of `whole` with rank r's x."""
     require_one_each("tensor_list", outs, g.size)
     counts = unless_equal([out.numel() * _width(x) for out in outs])
     plan: Plan[Any] = plan_allgather_into(g, None, bytes_of(whole), bytes_of(flatten(x)), counts)
@@ -177,14 +167,12 @@ def allgather(g: Group, outs: Tensors, x: Tensor, whole: Tensor) -> Plan[Any]:
 
 
 def allgather_single(g: Group, out: Tensor, x: Tensor) -> Plan[Any]:
-    """Plan to fill `out` with all ranks' x, in rank order."""
     target = flatten(out)
     plan: Plan[Any] = plan_allgather_into(g, None, bytes_of(target), bytes_of(flatten(x)))
     return followed_by(plan, lambda _: write_back(out, target))
 
 
 def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
-    """Plan to fill root's outs[r] with rank r's x."""
     if g.rank == root:
         require_one_each("gather_list", outs, g.size)
     plan: Plan[Any] = plan_gather(g, None, bytes_of(flatten(x)), root)
@@ -238,7 +226,6 @@ def scatter(g: Group, out: Tensor, parts: Tensors, root: int) -> Plan[Any]:
 def alltoall_single(
     g: Group, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
 ) -> Plan[Any]:
-    """Plan to send rows of x to each rank, and to fill `out` with the rows that this rank gets."""
     line = flatten(out)
     target, source = bytes_of(line), bytes_of(flatten(x))
     received = _elements(out, out_splits, g.size, "output")
@@ -248,7 +235,6 @@ def alltoall_single(
 
 
 def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
-    """Plan to send xs[r] to rank r, and to fill outs[r] with the tensor from rank r."""
     require_one_each("output_tensor_list", outs, g.size)
     require_one_each("input_tensor_list", xs, g.size)
     whole = empty_line_for(outs)
@@ -274,5 +260,4 @@ def _elements(x: Tensor, splits: Sequence[int], size: int, what: str) -> list[in
 
 
 def _width(x: Tensor) -> int:
-    """Return how many elements bytes_of() makes of one element of x."""
     return bytes_of(x.new_empty(1)).numel()

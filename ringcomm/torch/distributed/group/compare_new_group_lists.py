@@ -39,7 +39,6 @@ def are_consistent(passed: dict[int, tuple[int, ...]]) -> bool:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Return the ranks as text; a long list as its first ranks and a checksum."""
     if len(ranks) <= _SHOWN:
         return str(list(ranks))
     digest = zlib.crc32(repr(list(ranks)).encode())

@@ -35,7 +35,6 @@ class Path(NamedTuple):
     steps: str
 
     def then(self, step: str) -> Path:
-        """Return this path with one more step."""
         steps = f"{self.steps}>{step}"
         if len(steps) > _LONGEST:
             digest = hashlib.blake2b(steps.encode(), digest_size=12).hexdigest()
@@ -43,7 +42,6 @@ class Path(NamedTuple):
         return Path(self.group, steps)
 
     def name_in(self, group: int) -> str:
-        """Return the name that the operation at the end of this path has in `group`."""
         return self.steps if group == self.group else f"group {self.group}, {self.steps}"
 
 
@@ -77,7 +75,6 @@ def path_here(group: int) -> Path | None:
 
 
 def is_in_callback() -> bool:
-    """Return True if this thread runs a callback, so that operations get names."""
     return _this_thread.callback is not None and _this_thread.callback.path is not None
 
 

@@ -93,7 +93,6 @@ def one_tensor(tensors: Any) -> list[torch.Tensor]:
 
 
 def one_list(tensors: Any) -> list[torch.Tensor]:
-    """Return a list of tensors, which the caller passed bare or in a list."""
     listed = list(tensors)
     if listed and not isinstance(listed[0], torch.Tensor):
         if len(listed) != 1:

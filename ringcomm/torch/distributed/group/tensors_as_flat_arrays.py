@@ -26,12 +26,10 @@ def flatten(x: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(line: torch.Tensor) -> torch.Tensor:
-    """Return a line, or its bytes if the engine does not know its dtype."""
     return line if line.dtype in _KNOWN else line.view(torch.uint8)
 
 
 def write_back(x: torch.Tensor, line: torch.Tensor) -> None:
-    """Fill x with the elements of a line, which may share the memory of x."""
     if line.data_ptr() != x.data_ptr():
         keep_while_read(line)
         with writing(x):
@@ -39,7 +37,6 @@ def write_back(x: torch.Tensor, line: torch.Tensor) -> None:
 
 
 def write_parts(xs: Sequence[torch.Tensor], line: torch.Tensor) -> None:
-    """Fill the tensors of xs with consecutive parts of a line."""
     start = 0
     keep_while_read(line)
     for x in xs:
@@ -58,10 +55,8 @@ def keep_while_read(line: torch.Tensor) -> None:
 
 
 def concatenate(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of all xs as a new line."""
     return torch.cat([flatten(x) for x in xs])
 
 
 def unless_equal(counts: Sequence[int]) -> Sequence[int] | None:
-    """Return None if all counts are equal, else the counts."""
     return None if len(set(counts)) <= 1 else counts

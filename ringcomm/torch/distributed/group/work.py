@@ -65,15 +65,12 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
         return True
 
     def synchronize(self) -> None:
-        """Return once the operation is over."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return True if wait() would return or raise at once."""
         return self._handle is None or self._handle.done()
 
     def is_success(self) -> bool:
-        """Return True if the operation is over, without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
@@ -87,7 +84,6 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """Wait for the operation and return the tensors that it fills."""
         self.wait()
         return self._results
 
@@ -139,8 +135,6 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
 
 
 class CombinedWork(Work):
-    """Several operations as one Work."""
-
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__(None, [], works[0].path if works else None)
         self._works = list(works)
@@ -153,11 +147,9 @@ class CombinedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True if all operations are over."""
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that the operations fill, in order."""
         return [each for work in self._works for each in work.result()]
 
     def _make_future(self) -> Any:
