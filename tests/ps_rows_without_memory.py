@@ -14,7 +14,7 @@ import numpy as np
 from ringcomm import _core
 from ringcomm.ps import optim
 from ringcomm.ps.row_policies import Admit
-from ringcomm.ps.server.rows.options_for_cpp import row_spec
+from ringcomm.ps.server.rows.hash_shard import row_spec
 
 DIM, N_PARTITIONS = 1000, 8
 SGD = optim.SGD(1.0)

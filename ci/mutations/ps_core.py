@@ -124,7 +124,7 @@ PS_CORE = [
     Mutation(
         "ps-one-waiting-request-per-change",
         "ps",
-        "ps/server/core/waiting_requests.py",
+        "ps/server/core/unit.py",
         "while self._heap and self._heap[0].wanted <= progress:",
         "if self._heap and self._heap[0].wanted <= progress:",
         "of several workers that wait for a round one goes on, and the others time out",
@@ -224,7 +224,7 @@ PS_CORE = [
     Mutation(
         "ps-pushes-of-who-left-are-dropped",
         "ps",
-        "ps/server/core/waiting_requests.py",
+        "ps/server/core/unit.py",
         """\
             if each.then.request.source != rank or (isinstance(each.then, Retry) and not is_dead)
 """,

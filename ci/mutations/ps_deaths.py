@@ -31,7 +31,7 @@ PS_DEATHS = [
     Mutation(
         "ps-a-push-of-the-dead-waits-for-values",
         "ps",
-        "ps/server/core/waiting_requests.py",
+        "ps/server/core/unit.py",
         "(isinstance(each.then, Retry) and not is_dead)",
         "isinstance(each.then, Retry)",
         "a push of a dead worker is carried out later",

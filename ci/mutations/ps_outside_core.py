@@ -152,7 +152,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-credit-for-all",
         "ps",
-        "ps/client/flow_control.py",
+        "ps/client/outstanding_requests.py",
         "is_small = not (n and held) or held + n <= CREDIT_NBYTES",
         "is_small = held >= 0",
         "a slow server's memory fills up",
@@ -277,7 +277,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-no-table-has-a-place-of-its-own",
         "ps",
-        "ps/client/flow_control.py",
+        "ps/client/outstanding_requests.py",
         "return is_first or not there.n_pushes.get(table, 0)",
         "return is_first",
         "workers that push large tables in different orders wait for each other",

@@ -119,7 +119,7 @@ OPTIMIZER = [
     Mutation(
         "sparse-sums-in-16-bits",
         "optimizer",
-        "torch/optim/sparse.py",
+        "torch/optim/finish_backward.py",
         "rows.unsqueeze(0), wide(values), self._shape",
         "rows.unsqueeze(0), values, self._shape",
         "the mean of sparse gradients of 40,000 in float16 is infinite",

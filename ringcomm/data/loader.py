@@ -4,18 +4,117 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import queue
+import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain, pairwise, repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from ringcomm.arrays import adapter_for
 from ringcomm.config import read_settings
 from ringcomm.data.check_sampler_state import State
-from ringcomm.data.collate import map_arrays, stack
-from ringcomm.data.prefetch import LateError, prefetched
 from ringcomm.data.sampler import Batches, Constant, ShardedSampler, require_sampler
+
+# --- results that are made ahead ------------------------------------------------------------------
+T = TypeVar("T")
+R = TypeVar("R")
+_END = object()
+_END_S = 5.0  # seconds to wait for a load() that is under way when the generator is closed
+
+
+class LateError(Exception):
+    pass
+
+
+def prefetched(
+    load: Callable[[T], R], items: Iterable[T], *, ahead: int, timeout_s: float | None
+) -> Generator[R, None, None]:
+    """Yield load(item) for each item, in order; a thread keeps up to `ahead` results ready.
+
+    Raises an error of `items` or load() in place of the result, and LateError if a result takes
+    longer than timeout_s. Closing the generator ends the thread.
+    """
+    room = threading.Semaphore(ahead)
+    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    is_closed = threading.Event()
+
+    def work() -> None:
+        try:
+            for item in items:
+                room.acquire()
+                if is_closed.is_set():
+                    return
+                results.put((load(item), None))
+            results.put((_END, None))
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            results.put((None, error))
+
+    thread = threading.Thread(target=work, name="ringcomm-loader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            try:
+                result, error = results.get(timeout=timeout_s)
+            except queue.Empty:
+                raise LateError from None
+            if error is not None:
+                raise error
+            if result is _END:
+                return
+            room.release()
+            yield result
+    finally:
+        is_closed.set()
+        room.release()
+        with contextlib.suppress(RuntimeError):  # the interpreter is exiting
+            thread.join(_END_S)
+
+
+# --- batches of samples ---------------------------------------------------------------------------
+def stack(samples: Sequence[Any]) -> Any:
+    """Return a batch of one or more samples of the same structure.
+
+    Stacks numbers and numpy arrays into a numpy array with a new first dimension, and tensors into
+    a tensor. Tuples, lists and dicts become one such object of batches. Others become a list.
+    """
+    first = samples[0]
+    if isinstance(first, dict):
+        return {key: stack([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(stack, zip(*samples, strict=True)))
+    if isinstance(first, tuple | list):
+        return type(first)(map(stack, zip(*samples, strict=True)))
+    if isinstance(first, bool | int | float | complex | np.generic | np.ndarray):
+        return np.stack([np.asarray(sample) for sample in samples])
+    try:
+        adapter = adapter_for(first)
+    except TypeError:
+        return list(samples)
+    batch = adapter.empty(first, (len(samples), *adapter.shape(first)))
+    for place, sample in enumerate(samples):
+        if sample.shape != first.shape:
+            raise ValueError(
+                f"cannot stack samples of shapes {tuple(first.shape)} and {tuple(sample.shape)}: "
+                "pass collate="
+            )
+        batch[place] = sample
+    return batch
+
+
+def map_arrays(change: Callable[[Any], Any], batch: Any) -> Any:
+    """Return the batch with change() applied to each array, and to each list without arrays."""
+    if isinstance(batch, dict):
+        return {key: map_arrays(change, value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        values = [map_arrays(change, value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
+    if isinstance(batch, list) and any(hasattr(value, "shape") for value in batch):
+        return [map_arrays(change, value) for value in batch]
+    return change(batch)
+
 
 _NAMED = 8  # samples that an error names
 

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, get_args
 from ringcomm.data.check_sampler_state import State, natural, require_complete, whole_state
 from ringcomm.data.epoch_order import (
     REMAINDERS,
+    EpochShare,
     Phases,
     Remainder,
     batch_lengths,
@@ -19,7 +20,6 @@ from ringcomm.data.epoch_order import (
     share_length,
     share_of,
 )
-from ringcomm.data.epoch_share import EpochShare
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine, is_initialized
 from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join

@@ -5,20 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 import traceback
 from collections.abc import Callable
 from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 
+import numpy as np
+
 from ringcomm.elastic.current_view_and_listeners import tell_listeners
 from ringcomm.elastic.refuse_newcomers import refuse_newcomers
 from ringcomm.elastic.state import HostsUpdatedInterrupt, State
-from ringcomm.elastic.wait_for_enough_ranks import await_enough_ranks
+from ringcomm.engine.api import collectives
 from ringcomm.engine.api.begin_next_view import (
+    elastic_world,
     end_with_others,
     evict,
     finish_run,
     heal,
     is_given_up,
+    stop_for_another_size,
 )
 from ringcomm.engine.api.init_rank_size import init, rank, shutdown
 from ringcomm.engine.api.spares_and_reserves import end_outside, request_size, take_place
@@ -32,6 +37,36 @@ from ringcomm.errors import (
     RingcommError,
     ServerLostError,
 )
+
+# --- enough ranks ---------------------------------------------------------------------------------
+_NAP_S = 20e-3
+
+
+def await_enough_ranks() -> bool:
+    """Return True once the view has RINGCOMM_ELASTIC_MIN ranks, False if no others come.
+
+    Collective; the same on all ranks. Waits for at most RINGCOMM_TIMEOUT_S.
+    """
+    world, membership = elastic_world()
+    settings, n = world.engine.settings, world.transport.size
+    if n >= settings.elastic_min:
+        return True
+    too_few = f"elastic.run: {n} ranks are left, and RINGCOMM_ELASTIC_MIN is {settings.elastic_min}"
+    if world.transport.rank == 0:
+        _log.warning("%s: the job waits for others", too_few)
+    deadline = time.monotonic() + settings.timeout_or_inf
+    while True:
+        others = set(membership.state.everyone) - set(membership.state.colleagues)
+        may_hope = n + len(others) >= settings.elastic_min and time.monotonic() < deadline
+        mine = np.array([may_hope], np.int64)
+        if not collectives.broadcast(mine, 0, name="elastic: wait for others")[0]:
+            break
+        stop_for_another_size()
+        time.sleep(_NAP_S)
+    if world.transport.rank == 0:
+        _log.error("%s; no others have come. The job ends: start it again to go on", too_few)
+    return False
+
 
 _log = logging.getLogger("ringcomm")
 TOO_FEW: Final = os.EX_TEMPFAIL  # 75: start the job again to go on

@@ -3,7 +3,7 @@
 The codecs (ringcomm.codec) are the one list of ways to send fewer bytes. Ranks add what was sent,
 so they use the codecs that send numbers: Identity, FP16 and BF16. hvd.Compression has these by
 Horovod's names. A compressor turns a tensor into the tensor to send, and back; for a whole bucket,
-BucketReduction (ringcomm/torch/optim/bucket_reduction.py) does so.
+BucketReduction (ringcomm/torch/optim/buckets.py) does so.
 """
 
 from __future__ import annotations

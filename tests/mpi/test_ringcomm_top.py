@@ -27,7 +27,6 @@ from harness import (
     wait_until,
 )
 
-from ringcomm.launch.watch.late_rank import History, late_rank
 from ringcomm.launch.watch.rank_rows import (
     COLUMNS,
     Process,
@@ -37,6 +36,7 @@ from ringcomm.launch.watch.rank_rows import (
     row_of,
 )
 from ringcomm.launch.watch.top import Jobs, _by_rank, _rich
+from ringcomm.launch.watch.what_is_slow import History, late_rank
 from ringcomm.status.page_enums import Ending
 
 JOB = """

@@ -16,7 +16,7 @@ from ringcomm.collectives.scale_factors import scale
 from ringcomm.engine.operations.adasum import combine
 from ringcomm.ps import initializers, optim
 from ringcomm.ps.protocol.frame_meta import MISSING
-from ringcomm.ps.server.rows.options_for_cpp import row_spec
+from ringcomm.ps.server.rows.hash_shard import row_spec
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or platform.libc_ver()[0] != "glibc",

@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from ringcomm.launch.watch.other_hosts import Report, traffic_by_host
+from ringcomm.launch.watch.other_hosts import Report, traffic_by_host, traffic_of
 from ringcomm.launch.watch.slow_link import Traffic, slow_link
-from ringcomm.launch.watch.tcp_counters import traffic_of
 
 MB = 10**6
 

@@ -13,8 +13,7 @@ from ringcomm._core import NodeMemory, StatusPage, take, view
 from ringcomm.transport.node import neighbours, node_discovery
 from ringcomm.transport.node.divide_host import separations
 from ringcomm.transport.node.neighbours import Neighbour, Neighbours, Offer
-from ringcomm.transport.node.node_discovery import meet
-from ringcomm.transport.node.pass_descriptors import Inbox, give
+from ringcomm.transport.node.node_discovery import Inbox, give, meet
 
 
 class Comm:

@@ -12,8 +12,8 @@ import ringcomm as rc
 from ringcomm import codec, ps
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.ps import end_of_job
-from ringcomm.ps.client import flow_control, send_calls_and_wait
-from ringcomm.ps.client.flow_control import Credit, Turns
+from ringcomm.ps.client import outstanding_requests, send_calls_and_wait
+from ringcomm.ps.client.outstanding_requests import Credit, Turns
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import Move
@@ -98,7 +98,7 @@ def hashed(**options):
 )
 @pytest.mark.parametrize("has_credit", [True, False], ids=["bounded", "without credit"])
 def test_memory_stays_bounded_when_the_server_is_slow(make, kind, has_credit, monkeypatch):
-    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", CREDIT if has_credit else 1 << 40)
+    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", CREDIT if has_credit else 1 << 40)
     slow = []
 
     def body(_):
@@ -123,7 +123,7 @@ def test_memory_stays_bounded_when_the_server_is_slow(make, kind, has_credit, mo
 def test_memory_stays_bounded_when_another_worker_is_slow(compression, has_credit, monkeypatch):
     """Rounds wait at the server; compressed pushes do so as they are."""
     limit = CREDIT if compression is None else CREDIT // 50
-    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", limit if has_credit else 1 << 40)
+    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", limit if has_credit else 1 << 40)
     may_go, n_waits = threading.Semaphore(0), []
 
     def body(rank):
@@ -183,7 +183,7 @@ def hash_tables(names, n_blocks, block_nbytes):
 def test_workers_may_push_large_tables_in_different_orders(make, n_servers, monkeypatch):
     """Each has more than its credit under way, which waits for what the others push later."""
     block, n_blocks = 32_000, 8
-    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 3 * block)
+    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 3 * block)
     monkeypatch.setattr(send_calls_and_wait, "STALL_S", 0.02)
     most = []
 
@@ -237,7 +237,7 @@ def test_an_earlier_block_does_not_wait_for_a_later_one_that_moved_to_its_server
         assert push.wait().applied
         return t.pull().wait().tolist()
 
-    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 10)
+    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 10)
     monkeypatch.setattr(send_calls_and_wait, "STALL_S", 0.02)
     monkeypatch.setattr(Server, "on_request", hear_late)
     assert run_workers(2, body, 2) == [[1.0] * 40] * 2
@@ -247,7 +247,7 @@ def test_an_earlier_block_does_not_wait_for_a_later_one_that_moved_to_its_server
 def test_who_leaves_behind_pushes_that_wait_for_credit_stops_no_move_that_others_wait_for(
     monkeypatch,
 ):
-    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 10)
+    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 10)
     monkeypatch.setattr(send_calls_and_wait, "STALL_S", 0.02)
     has_settled, settle = threading.Event(), end_of_job._settle
 
@@ -277,8 +277,8 @@ def test_a_table_has_one_push_under_way_whatever_others_wait_for(monkeypatch):
     def request(table, nbytes=100, kind=Kind.PUSH, server=0):
         return Request(kind, (table, 0), server=server, body=np.empty(nbytes, np.uint8))
 
-    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 250)
-    monkeypatch.setattr(flow_control, "CREDIT_REQUESTS", 3)
+    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 250)
+    monkeypatch.setattr(outstanding_requests, "CREDIT_REQUESTS", 3)
     bound = Credit()
     for _ in range(2):
         bound.count(request(1), 1)

@@ -15,7 +15,7 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.meet_and_leave import leave
-from ringcomm.ps.client import flow_control
+from ringcomm.ps.client import outstanding_requests
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.link import Link
 
@@ -461,7 +461,7 @@ def test_a_wait_that_is_too_long_names_the_server_and_can_be_taken_up_again():
 
 
 def test_more_than_the_credit_waits_and_goes_on(monkeypatch):
-    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 200_000)
+    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 200_000)
     most = []
 
     def body(rank):

@@ -15,8 +15,7 @@ from ringcomm.ps.protocol import link
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frame_meta import PushMeta
 from ringcomm.ps.protocol.frames import HEADER_NBYTES, Header, Kind, Where, frames, packed
-from ringcomm.ps.protocol.link import INLINE_MAX, Link
-from ringcomm.ps.protocol.long_frames import Joiner, pieces
+from ringcomm.ps.protocol.link import INLINE_MAX, Joiner, Link, pieces
 from ringcomm.ps.protocol.memory_for_bodies import KEPT_NBYTES, MemoryForBodies
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.transport import unannounced_messages

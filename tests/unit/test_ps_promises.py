@@ -15,7 +15,7 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.job import session
-from ringcomm.ps.protocol import send_large_bodies
+from ringcomm.ps.protocol import link
 from ringcomm.ps.protocol.frame_meta import PullMeta, PushMeta
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.server.server import Server
@@ -32,13 +32,13 @@ def ones(count, value=1.0):
 @pytest.fixture
 def late_bodies(monkeypatch):
     """Bodies that are messages leave a little after the frames that announce them."""
-    test = send_large_bodies._Sending.test
+    test = link._Sending.test
 
     def test_later(later):
         due = later.__dict__.setdefault("due", time.monotonic() + 0.002)
         return time.monotonic() >= due and test(later)
 
-    monkeypatch.setattr(send_large_bodies._Sending, "test", test_later)
+    monkeypatch.setattr(link._Sending, "test", test_later)
 
 
 # --- always -------------------------------------------------------------------------------------

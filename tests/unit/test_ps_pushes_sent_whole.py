@@ -11,8 +11,8 @@ from ps_ranks_as_threads import deadline, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.codec import TopK
-from ringcomm.ps.client import flow_control
-from ringcomm.ps.client.flow_control import Credit
+from ringcomm.ps.client import outstanding_requests
+from ringcomm.ps.client.outstanding_requests import Credit
 from ringcomm.ps.job import session
 from ringcomm.ps.server.server import Server
 
@@ -43,7 +43,7 @@ def table(**options):
 
 @pytest.fixture
 def deaf(monkeypatch):
-    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 8 * BLOCK)
+    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 8 * BLOCK)
     return Deaf(monkeypatch)
 
 

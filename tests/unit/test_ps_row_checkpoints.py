@@ -18,7 +18,7 @@ from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frame_meta import MISSING
 from ringcomm.ps.server.own_or_copied_clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed
-from ringcomm.ps.server.rows.options_for_cpp import row_spec
+from ringcomm.ps.server.rows.hash_shard import row_spec
 from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition
 
 DIM, UNIVERSE = 5, 300

@@ -15,7 +15,7 @@ from ringcomm import _core
 from ringcomm.ps import initializers, optim, row_policies
 from ringcomm.ps.protocol.frame_meta import MISSING
 from ringcomm.ps.row_policies import Admit, Evict
-from ringcomm.ps.server.rows.options_for_cpp import row_spec
+from ringcomm.ps.server.rows.hash_shard import row_spec
 
 SGD = optim.SGD(1.0)
 HELPERS = Path(__file__).parents[1]

@@ -11,8 +11,7 @@ from ps_ranks_as_threads import run_workers
 from ringcomm import ps
 from ringcomm.ps.client.dense.table import Table
 from ringcomm.ps.server.core.actions import Retry, Serve
-from ringcomm.ps.server.core.unit import Unit
-from ringcomm.ps.server.core.waiting_requests import Waiting
+from ringcomm.ps.server.core.unit import Unit, Waiting
 
 
 class Counted(int):

@@ -13,8 +13,8 @@ from ps_ranks_as_threads import deadline, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
-from ringcomm.ps.client.flow_control import CREDIT_NBYTES
 from ringcomm.ps.client.future import Future
+from ringcomm.ps.client.outstanding_requests import CREDIT_NBYTES
 from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.client.wait_for_replies import reasons_text

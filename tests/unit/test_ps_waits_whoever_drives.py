@@ -13,12 +13,9 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
-from ringcomm.ps.client import flow_control
-from ringcomm.ps.client.flow_control import Credit
+from ringcomm.ps.client import outstanding_requests
 from ringcomm.ps.client.future import Future
-from ringcomm.ps.client.outstanding_requests import Outstanding
-from ringcomm.ps.client.partition_owners import PartitionOwners
-from ringcomm.ps.client.send_queue import SendQueue
+from ringcomm.ps.client.outstanding_requests import Credit, Outstanding, PartitionOwners, SendQueue
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
@@ -233,7 +230,7 @@ def test_no_thread_looks_at_what_others_change_without_the_lock(monkeypatch):
             locks[id(each)] = self.lock
 
     monkeypatch.setattr(Outstanding, "__init__", making)
-    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 4000)
+    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 4000)
 
     def body(rank):
         w = ps.table("w", 2000, updater=ps.optim.Add(), block_nbytes=1000)

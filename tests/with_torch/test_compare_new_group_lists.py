@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringcomm.torch.distributed.group.compare_new_group_lists import are_consistent
+from ringcomm.torch.distributed.group.base import are_consistent
 
 HALVES = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
 

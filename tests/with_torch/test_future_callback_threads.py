@@ -5,12 +5,12 @@ import time
 
 from harness import wait_until
 
-from ringcomm.torch.distributed.group import future_callback_threads
+from ringcomm.torch.distributed.group import work
 
 
 def test_idle_threads_end_and_no_job_is_lost(monkeypatch):
-    monkeypatch.setattr(future_callback_threads, "_IDLE_S", 0.01)
-    elastic, done = future_callback_threads.ElasticPool(), []
+    monkeypatch.setattr(work, "_IDLE_S", 0.01)
+    elastic, done = work.ElasticPool(), []
     before = threading.active_count()
     for n in range(300):
         elastic.submit(lambda n=n: done.append(n))

@@ -9,7 +9,7 @@ from training_models import wrap
 
 import ringcomm.torch as hvd
 from ringcomm.integers import is_integer
-from ringcomm.torch.distributed.group.compare_new_group_lists import compare
+from ringcomm.torch.distributed.group.base import compare
 from ringcomm.torch.distributed.group.read_arguments import call_options
 
 N = np.int64

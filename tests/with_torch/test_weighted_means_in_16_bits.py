@@ -10,8 +10,7 @@ from training_models import SMALL, wrap
 
 import ringcomm as rc
 import ringcomm.torch as hvd
-from ringcomm.torch.optim.bucket_reduction import BucketReduction
-from ringcomm.torch.optim.buckets import unit_for
+from ringcomm.torch.optim.buckets import BucketReduction, unit_for
 
 SIZE, N_PARAMETERS = 3, 4
 EPSILON = {"fp16": 2**-11, "bf16": 2**-8}

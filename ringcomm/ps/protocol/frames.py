@@ -46,7 +46,7 @@ class Kind(IntEnum):
     STATE = 16
     ROWS = 17
     STOP = 18
-    PIECE = 19  # of a frame that is too long for a message, see ringcomm.ps.protocol.long_frames
+    PIECE = 19  # of a frame that is too long for a message, see ringcomm.ps.protocol.link
     ENTER = 20  # rounds of ps.FirstOf(k), see ringcomm.ps.client.rounds_of_first_k_workers
     PULLS = 21  # of several hash tables, see ringcomm.ps.client.rows.pull_many
     MISSING = 22  # for which workers do requests of the sender wait?

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
+from ringcomm._core import WireFault
 from ringcomm.arrays.base import Bytes
+from ringcomm.errors import RingcommError
 from ringcomm.ps.protocol.frames import (
+    HEADER_NBYTES,
     INLINE_MAX,
     META_MAX,
     Frame,
@@ -29,9 +32,7 @@ from ringcomm.ps.protocol.frames import (
     header_of_request,
     packed,
 )
-from ringcomm.ps.protocol.long_frames import Joiner, pieces
 from ringcomm.ps.protocol.memory_for_bodies import MemoryForBodies
-from ringcomm.ps.protocol.send_large_bodies import BodiesToSend, is_over
 from ringcomm.transport.base import Request, Transport
 from ringcomm.transport.tags import P2P
 from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX, ShortMessages
@@ -40,6 +41,137 @@ if TYPE_CHECKING:
     from ringcomm.ps.placement.partition_places_and_moves import Partition
     from ringcomm.ps.protocol.node_pipes import Pipes
     from ringcomm.ps.server.dense.partition import DensePartition
+
+
+# --- large bodies ---------------------------------------------------------------------------------
+class BodiesToSend:
+    """Sends bodies; MPI goes on with all of them at the same time.
+
+    Args:
+        transport: what carries them.
+        survivable: ranks without which the job goes on if they die.
+
+    Attributes:
+        new: bodies that wait for go_on().
+        under_way: those with which it has begun.
+    """
+
+    def __init__(self, transport: Transport, survivable: Collection[int]) -> None:
+        self._transport, self._survivable = transport, survivable
+        self.new: deque[_Sending] = deque()  # any thread appends
+        self.under_way: list[_Sending] = []
+        self._dead: set[int] = set()
+
+    def add(
+        self, body: Bytes, dest: int, tag: int, is_filled: Callable[[], bool] | None = None
+    ) -> None:
+        """Send a body to a rank; any thread. It leaves at the next go_on() once it is filled."""
+        self.new.append(_Sending(self._transport, body, dest, tag, is_filled))
+
+    def go_on(self) -> int:
+        """Go on with all of them, as far as that is possible without waiting.
+
+        Returns:
+            How many have left.
+        """
+        while self.new:
+            sending = self.new.popleft()
+            if sending.dest not in self._dead:
+                self.under_way.append(sending)
+        may_die = self._survivable
+        left = [each for each in self.under_way if not is_over(each, may_die=each.dest in may_die)]
+        n_left = len(self.under_way) - len(left)
+        self.under_way = left
+        return n_left
+
+    def forget(self, rank: int) -> list[Request]:
+        """Send nothing to a dead rank any more; return what has begun, for abandon()."""
+        self._dead.add(rank)
+        for_it = [each.request for each in self.under_way if each.dest == rank]
+        self.under_way = [each for each in self.under_way if each.dest != rank]
+        return [request for request in for_it if request is not None]
+
+
+class _Testable(Protocol):
+    def test(self) -> bool: ...
+
+
+class _Sending:
+    """A message that the thread that drives the loop puts on the wire."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        body: Bytes,
+        dest: int,
+        tag: int,
+        is_filled: Callable[[], bool] | None,
+    ) -> None:
+        self._transport, self._body, self._tag = transport, body, tag
+        self._is_filled = is_filled
+        self.dest = dest
+        self.request: Request | None = None
+
+    def test(self) -> bool:
+        if self.request is None:
+            if self._is_filled is not None and not self._is_filled():
+                return False
+            self.request = self._transport.isend(self._body, self.dest, self._tag)
+        return self.request.test()
+
+
+def is_over(request: _Testable, *, may_die: bool) -> bool:
+    """Test a request; if its rank dies, it is over with forget(), once that is known."""
+    try:
+        return request.test()
+    except WireFault:
+        if may_die:
+            return False
+        raise
+
+
+# --- frames that are longer than a message --------------------------------------------------------
+def pieces(frame: bytes, number: int, most: int) -> Iterator[bytes]:
+    """Yield a frame in pieces, each of which is a frame itself.
+
+    Args:
+        frame: as bytes.
+        number: that no other long frame of this sender has.
+        most: bytes of a piece; a multiple of 8.
+    """
+    room = most - HEADER_NBYTES
+    for at in range(0, len(frame), room):
+        header = Header(Kind.PIECE, sequence=number, clock=len(frame), place=at)
+        yield packed(header, b"", frame[at : at + room])
+
+
+class Joiner:
+    """Joins the pieces that one rank receives; other frames may come between them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], bytearray] = {}
+
+    def forget(self, source: int) -> None:
+        self._parts = {key: whole for key, whole in self._parts.items() if key[0] != source}
+
+    def add(self, source: int, piece: Frame) -> Frame | None:
+        """Take a piece; return the frame if it was the last.
+
+        Raises:
+            RingcommError: one before it is missing.
+        """
+        header, key = piece.header, (source, piece.header.sequence)
+        whole = self._parts.setdefault(key, bytearray())
+        if len(whole) != header.place:
+            raise RingcommError(
+                f"ps: of a frame of {header.clock} bytes from rank {source} came {len(whole)} "
+                f"bytes, and then those from {header.place} on"
+            )
+        whole += piece.inline
+        if len(whole) < header.clock:
+            return None
+        return frame_of(bytes(self._parts.pop(key)))
+
 
 _NO_BODY: Final = np.empty(0, np.uint8)
 

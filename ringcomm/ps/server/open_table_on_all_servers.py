@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -28,7 +30,6 @@ from ringcomm.ps.placement.partition_places_and_moves import (
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.row_policies import Evict
-from ringcomm.ps.server.available_memory import available_nbytes
 from ringcomm.ps.server.core.actions import Close, Moved
 from ringcomm.ps.server.core.table_owners_and_units import Table
 from ringcomm.ps.server.core.unit import Applied, AppliedHere, Unit
@@ -37,7 +38,7 @@ from ringcomm.ps.server.parts_of_a_table import Contents
 from ringcomm.ps.server.replies import NOTHING, as_body
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.table_spec import Spec
-from ringcomm.system_text import host_name
+from ringcomm.system_text import host_name, read_text
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -47,6 +48,25 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.core.actions import Action
     from ringcomm.ps.server.core.core import Core
     from ringcomm.ps.server.replies import Replies
+
+# --- memory of this host --------------------------------------------------------------------------
+_MEMINFO: Final = Path("/proc/meminfo")
+_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")  # of a container; "max" where it has none
+
+
+def available_nbytes() -> int:
+    """Return the bytes of memory that this machine, or container, can give at most.
+
+    Linux gives memory before it has it: a process that uses more is killed, and says nothing.
+    """
+    found = re.search(r"MemAvailable: +(\d+) kB", read_text(_MEMINFO))
+    available = 1 << 63 if found is None else int(found[1]) * 1024
+    try:
+        limit = read_text(_LIMIT).strip()
+    except OSError:
+        return available
+    return min(available, int(limit)) if limit.isdecimal() else available
+
 
 ADOPT, ADOPT_ALL, ADOPTED, DROP = range(4)  # options of Kind.VIEW
 

@@ -21,9 +21,10 @@ from ringcomm.collectives.operators import AVERAGE
 from ringcomm.elastic import on_new_view
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.world import is_outside
+from ringcomm.engine.core.group import Group
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.begin_and_end import Passes
-from ringcomm.torch.backward.consistency_check import OptimizerSummary
+from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
 from ringcomm.torch.backward.interleave_collectives import CollectiveTask, finish_together
 from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
     checked_samples,
@@ -38,7 +39,43 @@ from ringcomm.torch.optim.equalize_weights import FirstWeights
 from ringcomm.torch.optim.finish_backward import Exchange, FailedPass
 from ringcomm.torch.optim.gradient_shard import GradientShard
 from ringcomm.torch.optim.gradient_slot import GradientSlot, GradientState
-from ringcomm.torch.optim.optimizer_agreement import Agreement
+
+
+# --- agreement of optimizers ----------------------------------------------------------------------
+class Agreement:
+    """Compares an optimizer with those of the other ranks, in the first backward().
+
+    That one sends no gradient before its end: how many are sent before the ranks agree would depend
+    on how fast they are, and a backward() that fails on all ranks would leave unlike buckets.
+
+    Attributes:
+        check: the comparison, in progress or over; None: begin() starts the next one.
+        is_reached: True if the ranks are known to agree.
+    """
+
+    def __init__(self, weights: FirstWeights) -> None:
+        self.weights = weights
+        self.forget()
+
+    def forget(self) -> None:
+        self.check: ConsistencyCheck | None = None
+        self.is_reached = False
+
+    def begin(self, mine: OptimizerSummary, named: Named, name: str, group: Group) -> None:
+        """Begin to compare, without waiting. Collective."""
+        self.check = ConsistencyCheck(mine, name, group, self.weights.digest(named))
+
+    def reach(self) -> CollectiveTask[None]:
+        """Wait for the agreement. Raises MismatchError if the ranks differ."""
+        if self.is_reached:
+            return
+        check = self.check
+        assert check is not None
+        yield check.handle
+        self.check = None  # if they differ, the next backward() compares again
+        self.weights.note(check.wait())
+        self.check, self.is_reached = check, True
+
 
 P = ParamSpec("P")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Literal, TypeVar
 
@@ -32,7 +33,7 @@ from ringcomm.torch.ps.count_steps_and_embeddings import (
     require_something_served,
     same_number_if_called_again,
 )
-from ringcomm.torch.ps.distributed_optimizer_options import ServerOptions
+from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
 from ringcomm.torch.ps.exchange_state_with_servers import (
     Recovery,
     gather_state,
@@ -42,9 +43,44 @@ from ringcomm.torch.ps.exchange_state_with_servers import (
     require_between_steps,
     unrounded_state,
 )
-from ringcomm.torch.ps.nested_optimizer_steps import NestedOptimizers
 from ringcomm.torch.ps.push_during_backward import Feeder
 from ringcomm.torch.ps.send_chief_buffers import buffers_of
+
+
+# --- steps within steps ---------------------------------------------------------------------------
+class NestedOptimizers:
+    """The optimizers that are attributes of an optimizer, whose workers make the updates.
+
+    Outside of the whole optimizer's step(), .grad is this worker's own, and each worker would train
+    by itself: there a step() of a part raises RingcommError.
+    """
+
+    def __init__(self, whole: Optimizer) -> None:
+        self._is_stepping = False
+        ref = weakref.ref(self)
+
+        def require_whole(part: Optimizer, *_: object) -> None:
+            nested = ref()
+            if nested is not None and not nested._is_stepping:
+                raise RingcommError(
+                    f"{WHO}: {type(part).__name__}.step() was called outside of step() of the "
+                    "optimizer of which it is a part, with gradients of this worker alone. Call "
+                    "step() of the whole optimizer (SAM: with a closure), or use hybrid='ring'"
+                )
+
+        for part in vars(whole).values():
+            if isinstance(part, Optimizer):
+                part.register_step_pre_hook(require_whole)
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Return the context of the whole optimizer's own step()."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import operator
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -21,7 +23,28 @@ from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.optim.averaging_optimizer import StateSharding
 from ringcomm.torch.training import checkpoint_files as files
 from ringcomm.torch.training.broadcast_states import broadcast_tree
-from ringcomm.torch.training.random_state import random_state, set_random_state
+
+
+# --- states of random numbers ---------------------------------------------------------------------
+def random_state() -> dict[str, Any]:
+    """Return the states of the generators as numbers and texts, which any file format can hold."""
+    version, words, gauss = random.getstate()
+    of_numpy = np.random.get_state(legacy=False)
+    assert isinstance(of_numpy, dict)
+    state = of_numpy["state"]
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": {**of_numpy, "state": {**state, "key": state["key"].tolist()}},
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+
 
 P = ParamSpec("P")
 R = TypeVar("R")

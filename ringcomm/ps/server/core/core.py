@@ -8,7 +8,7 @@
 | steps of workers, places in rounds | core.worker_clocks_and_first_of_rounds |
 | snapshots | core.snapshot_moments |
 | moves and pauses | core.migration_facade, core.migration_leader, core.migration_participant |
-| when a table that was closed goes | core.drop_closed_tables |
+| when a table that was closed goes | ClosedTables |
 | what follows when a rank leaves, dies or joins | core.departures |
 | who takes the place of one that died | placement.replacement_workers |
 | when a job whose server died begins anew | core.recovery_meetings |
@@ -19,7 +19,7 @@ round) ends with Left, or with Died: each part has leave(rank), and some have di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from ringcomm.ps.placement.replacement_workers import Members, Newcomers, Present
@@ -28,6 +28,7 @@ from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import (
     Action,
     Carry,
+    Discard,
     End,
     Hold,
     Key,
@@ -37,13 +38,59 @@ from ringcomm.ps.server.core.actions import (
     Retry,
 )
 from ringcomm.ps.server.core.departures import Departures
-from ringcomm.ps.server.core.drop_closed_tables import ClosedTables
 from ringcomm.ps.server.core.migration_facade import Migration
 from ringcomm.ps.server.core.recovery_meetings import Recovery
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table_owners_and_units import Table
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.server.core.worker_clocks_and_first_of_rounds import Progress
+
+
+# --- tables that are closed -----------------------------------------------------------------------
+# | event | what follows |
+# |---|---|
+# | Closed | the request waits |
+# | all who have opened the table have closed it, or left | Discard, and replies to all |
+# | something moves, or somebody has a pause | that waits until nothing does |
+#
+# Within a pause the table stays: a snapshot, or a checkpoint, says which tables there are.
+class ClosedTables:
+    """The tables that somebody has closed.
+
+    Args:
+        tables: by number.
+        left: ranks that ask nothing more.
+        is_quiet: returns True if nothing moves, and nobody has a pause.
+
+    Attributes:
+        numbers: of the tables.
+    """
+
+    def __init__(
+        self, tables: Mapping[int, Table], left: Collection[int], is_quiet: Callable[[], bool]
+    ) -> None:
+        self._tables, self._left, self._is_quiet = tables, left, is_quiet
+        self.numbers: set[int] = set()
+
+    def on_closed(self, event: on.Closed, _: float) -> list[Action]:
+        """A rank uses a table no more. Raises KeyError: there is no such table."""
+        table = self._tables.get(event.table)
+        if table is None:
+            raise KeyError(f"there is no table {event.table}")
+        table.openers.discard(event.request.source)
+        table.closing.append(event.request)
+        self.numbers.add(table.number)
+        return []
+
+    def due(self) -> list[Action]:
+        """Return the actions that drop the tables which may go now; after each event."""
+        actions: list[Action] = []
+        for number in sorted(self.numbers) if self._is_quiet() else ():
+            table = self._tables[number]
+            if all(rank in self._left for rank in table.openers):
+                actions += [Discard(number), *map(Reply, table.closing)]
+                self.numbers.discard(number)
+        return actions
 
 
 class Core:

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from ringcomm import _core
 from ringcomm.arrays.base import Bytes
+from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.errors import RingcommError
+from ringcomm.ps.initializers import Initializer, table_number, zeros
 from ringcomm.ps.initializers import from_json as initializer_of
-from ringcomm.ps.initializers import table_number
 from ringcomm.ps.optim import Assign, Updater, from_json
 from ringcomm.ps.protocol.frame_meta import SQUARES, PushMeta
 from ringcomm.ps.protocol.frames import Header
@@ -35,8 +36,48 @@ from ringcomm.ps.server.rows.decode_and_hold_row_pushes import (
     require_updater,
     unpacked,
 )
-from ringcomm.ps.server.rows.options_for_cpp import row_spec
 from ringcomm.ps.table_spec import Spec
+
+
+# --- options for C++ ------------------------------------------------------------------------------
+def row_spec(
+    dim: int,
+    updater: Updater,
+    *,
+    table: int = 0,
+    dtype: str = "float32",
+    init: Initializer | None = None,
+    admit: Admit | None = None,
+    evict: Evict | None = None,
+) -> _core.RowSpec:
+    """Return the options from which `_core.Shard` makes partitions.
+
+    Args:
+        dim: columns of a row.
+        updater: its class, and those of its hyper-parameters that decide on state, are fixed.
+        table: initializers.table_number(name).
+        dtype: of values and state, float32 or float64.
+        init: zeros() if not given.
+        admit: every key at once if not given.
+        evict: no row if not given.
+    """
+    admission: dict[str, Any] = {} if admit is None else admit.to_json()
+    init = zeros() if init is None else init
+    if evict is not None:
+        admission |= {"ttl_s": evict.ttl_s, "is_lfu": evict.policy == "lfu"}
+        admission |= {} if evict.max_rows is None else {"max_rows": evict.max_rows}
+    return _core.RowSpec(
+        dim=dim,
+        dtype=DTYPES[np.dtype(dtype).name].kernel,
+        code=updater.code,
+        hyper=updater.hyper,
+        init_code=init.code,
+        init_parameters=init.packed,
+        seed=init.seed,
+        table=table,
+        **admission,
+    )
+
 
 Array = NDArray[Any]
 METADATA_ITEM: Final = np.dtype([("time", "<f8"), ("pushes", "<u4"), ("steps", "<u4")])

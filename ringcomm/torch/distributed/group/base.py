@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import json
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -10,32 +15,215 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from ringcomm.arrays.torch import TORCH
+from ringcomm.elastic.current_view_and_listeners import tell_listeners
+from ringcomm.engine.api.begin_next_view import heal, require_all_live
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.init_rank_size import size as job_size
+from ringcomm.engine.api.world import World, current
 from ringcomm.engine.api.world import current as current_world
+from ringcomm.engine.control.commands_missed_in_a_loss import take_missed_commands
+from ringcomm.engine.core.agreement import gather_bytes
+from ringcomm.engine.core.call import Call, explain_mismatch
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.operations.barrier import plan_barrier
-from ringcomm.errors import NotInitializedError, RingcommError
+from ringcomm.engine.operations.base import int_of
+from ringcomm.errors import (
+    CommTimeoutError,
+    ConfigError,
+    MismatchError,
+    NotInitializedError,
+    PeerFailedError,
+    RingcommError,
+)
 from ringcomm.torch.distributed.compat import (
     DEFAULT_TIMEOUT,
+    VERSION,
+    CppBackend,
     c10d,
     divide_by_present_size,
     renumber_default_group,
 )
 from ringcomm.torch.distributed.group.backends_by_device import Devices, carries
-from ringcomm.torch.distributed.group.compare_new_group_lists import compare
 from ringcomm.torch.distributed.group.name_operations_in_callbacks import (
     Path,
     is_in_callback,
     path_here,
 )
-from ringcomm.torch.distributed.group.pass_on_calls_from_cpp import add_backend_for_cpp
 from ringcomm.torch.distributed.group.read_arguments import CallOptions, call_options
-from ringcomm.torch.distributed.group.reconfigure import go_on_with, own_handle
 from ringcomm.torch.distributed.group.work import CombinedWork, Work
 from ringcomm.torch.distributed.rendezvous_by_mpi import make_store
+from ringcomm.transport.channel import Channel
+
+# --- reconfiguration ------------------------------------------------------------------------------
+_PREFIX = "ringcomm process "
+_NAP_S = 1e-3
+
+
+def own_handle() -> str:
+    """Return the text that names this process to other ranks, in all views."""
+    transport = _world().transport
+    return f"{_PREFIX}{transport.view.members[transport.rank]}"
+
+
+def go_on_with(handles: Collection[str], timeout_s: float) -> None:
+    """Return once the view of this job has these processes, in this order. Collective among them.
+
+    Args:
+        handles: those of own_handle(); a set stands for the order of the view.
+        timeout_s: how long to wait until the other processes of the view are lost.
+
+    Raises:
+        ValueError: a handle is none, or names no process of the view, or they are in another order.
+        ConfigError: this job does not go on without lost ranks.
+        CommTimeoutError: other processes of the view live.
+        PeerFailedError: another process was lost in the new view: call this again without it.
+    """
+    wanted = [_process_of(handle) for handle in handles]
+    deadline = time.monotonic() + timeout_s
+    _world().engine.extensions.require_view("reconfigure")
+    while True:
+        world = _world()
+        members = world.transport.view.members
+        unknown = sorted(set(wanted) - set(members))
+        if unknown:
+            raise ValueError(
+                f"reconfigure: the handles name processes {unknown}, and the job has {members} "
+                "now: take the handles of ranks that live"
+            )
+        others = [rank for rank, number in enumerate(members) if number not in wanted]
+        if not others:
+            break
+        heal(_wait_for_loss(world, others, deadline))
+        take_missed_commands(in_new_view=True)
+        tell_listeners()
+    if not isinstance(handles, set | frozenset) and wanted != list(members):
+        raise ValueError(
+            f"reconfigure: the handles give the order {wanted}, but ranks keep theirs, which is "
+            f"{list(members)}: pass the handles in that order, or as a set"
+        )
+
+
+def _process_of(handle: str) -> int:
+    number = handle.removeprefix(_PREFIX)
+    if number == handle or not number.isdecimal():
+        raise ValueError(
+            f"reconfigure: {handle!r} is no handle of dist._get_reconfigure_handle() of ringcomm"
+        )
+    return int(number)
+
+
+def _wait_for_loss(world: World, others: Iterable[int], deadline: float) -> PeerFailedError:
+    """Return the loss of a rank of the view, once one of the others is lost."""
+    if not world.heals:
+        raise ConfigError(world.gap_text("reconfigure"))
+    while time.monotonic() < deadline:
+        try:
+            world.presence.look(at_once=True)
+            require_all_live()
+        except PeerFailedError as error:
+            return error
+        failure = world.engine.state.error
+        if isinstance(failure, PeerFailedError) and failure.rank in others:
+            return failure
+        world.presence.parking.sleep(_NAP_S)
+    ranks = list(others)
+    raise CommTimeoutError(
+        f"reconfigure: no handles of ranks {ranks} were passed, but they live. A process group of "
+        "ringcomm is reconfigured to all processes that live: let these end, or wait for them",
+        missing=ranks,
+    )
+
+
+def _world() -> World:
+    world = current()
+    if world is None:
+        raise ConfigError("reconfigure: call torch.distributed.init_process_group() first")
+    return world
+
+
+# --- calls from C++ -------------------------------------------------------------------------------
+# C++, such as the operators of torch.ops.c10d, calls the backend that a group has for a device.
+# From torch 2.14 on a class in Python can be that backend. torch.distributed still calls the group
+# itself: a Work of such a backend loses is_completed(), result() and the source of a message.
+_PASSED_ON = (
+    "_end_coalescing", "_get_sequence_number_for_group", "_set_sequence_number_for_group",
+    "_start_coalescing", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
+    "allgather", "allgather_coalesced", "allreduce", "allreduce_coalesced", "allreduce_sparse",
+    "alltoall", "barrier", "broadcast", "gather", "getBackendName", "monitored_barrier", "name",
+    "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "scatter", "send", "set_timeout", "shutdown",
+)  # fmt: skip
+
+
+def add_backend_for_cpp(group: Any) -> None:
+    """Give a process group a backend for CPU and GPU, if this torch accepts backends in Python."""
+    if CppBackend is not None:
+        inner = _inner_class()(group)
+        custom = c10d.ProcessGroup.BackendType.CUSTOM
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            group._register_backend(torch.device(device), custom, inner)
+        if VERSION >= (2, 15):  # torch's flight recorder reads names of the default backend
+            group._set_default_backend(custom)
+
+
+@functools.cache
+def _inner_class() -> Any:
+    base: Any = CppBackend
+
+    class Inner(base):  # type: ignore[misc] # it is there from torch 2.14 on
+        supports_splitting = supports_coalescing = supports_time_estimate = False
+
+        def __init__(self, group: Any) -> None:
+            super().__init__(group.rank(), group.size())
+            self.find_group = weakref.ref(group)  # weak: the group holds this backend
+
+    for name in _PASSED_ON:
+        setattr(Inner, name, _passing_on(name))
+    return Inner
+
+
+def _passing_on(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        return getattr(self.find_group(), name)(*args, **named)
+
+    call.__name__ = name
+    return call
+
+
+# --- new groups, compared -------------------------------------------------------------------------
+_SHOWN = 16  # ranks that an error text lists
+
+
+def compare(mine: Sequence[int], callers: Sequence[int], number: int) -> Plan[None]:
+    """Plan to check that all members of each new group pass the same list of ranks.
+
+    `mine` is the list that this rank passes. The `callers` may pass lists of several groups, as in
+    new_subgroups(group=...). `number` is the operation's number, for the error text.
+    """
+
+    async def run(t: Channel) -> None:
+        passed = [tuple(json.loads(each)) for each in await gather_bytes(packed, t)]
+        if not are_consistent(dict(zip(callers, passed, strict=True))):
+            calls = [Call(f"new_group({_listed(each)})") for each in passed]
+            raise MismatchError(explain_mismatch(calls, number, callers))
+
+    packed = json.dumps([int_of("new_group: a rank", rank) for rank in mine]).encode()
+    return Plan(Call("new_group"), len(packed), run)
+
+
+def are_consistent(passed: dict[int, tuple[int, ...]]) -> bool:
+    """Return True if all ranks in a list have passed this list; `passed` has the lists by rank."""
+    return all(passed.get(rank, each) == each for each in set(passed.values()) for rank in each)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if len(ranks) <= _SHOWN:
+        return str(list(ranks))
+    digest = zlib.crc32(repr(list(ranks)).encode())
+    return f"[{', '.join(map(str, ranks[:_SHOWN]))}, ...: {len(ranks)} ranks, crc {digest:08x}]"
+
 
 Tensors = Sequence[torch.Tensor]
 
