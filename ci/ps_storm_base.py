@@ -18,7 +18,7 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.client.json_requests import ignore
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.protocol.frames import Kind, Step
+from ringcomm.ps.protocol.frames import FrameKind, StepOption
 from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.session import session
@@ -26,11 +26,11 @@ from ringcomm.ps.session import session
 SHARE, BLOCKS, K, BOUND = 840, 6, 2, 2
 MODES = {"sync": "sync", "async": "async", "ssp": ps.SSP(BOUND), "first_of": ps.FirstOf(K)}
 OF_REQUESTS = {
-    "push": (Kind.PUSH,),
-    "moving": (Kind.MOVE,),
-    "snapshot": (Kind.SNAPSHOT,),
-    "saving": (Kind.SAVE,),
-    "recovering": (Kind.RECOVER, Kind.RESTORE, Kind.VIEW),
+    "push": (FrameKind.PUSH,),
+    "moving": (FrameKind.MOVE,),
+    "snapshot": (FrameKind.SNAPSHOT,),
+    "saving": (FrameKind.SAVE,),
+    "recovering": (FrameKind.RECOVER, FrameKind.RESTORE, FrameKind.VIEW),
 }
 
 
@@ -63,7 +63,7 @@ def ask_for_move(table, step):
     client = session().client
     servers = client.servers
     body = as_body([(table.number, step % BLOCKS, 0, servers[step // 5 % len(servers)])])
-    request = Request(Kind.MOVE, server=client.leader, option=Step.ASK, body=body)
+    request = Request(FrameKind.MOVE, server=client.leader, option=StepOption.ASK, body=body)
     client.call_one("move", request, ignore)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.server import Server
 
 N, STEPS, DIES_AT = 2000, 60, 150
@@ -73,7 +73,7 @@ def kill_server_0() -> None:
     on_request, gradients = Server.on_request, itertools.count(1)
 
     def on_request_or_die(server, request):
-        is_gradient = server.index == 0 and request.header.kind == Kind.PUSH
+        is_gradient = server.index == 0 and request.header.kind == FrameKind.PUSH
         if is_gradient and next(gradients) == DIES_AT:
             os.kill(os.getpid(), signal.SIGKILL)
         on_request(server, request)

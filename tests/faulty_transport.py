@@ -16,11 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringcomm.arrays.base import Bytes
-from ringcomm.transport.base import Event, Request, Transport
-from ringcomm.transport.control_header import LETTERS, Header, Kind
+from ringcomm.transport.base import Event, Transport, WireRequest
+from ringcomm.transport.control_header import LETTERS, ControlHeader, ControlKind
 
 _CONTROL = -1  # stands for a tag: control messages of one peer do not overtake each other
-_OF_OPERATIONS = (*LETTERS, Kind.JOINED, Kind.INVITE)  # an operation may need these to complete
+_OF_OPERATIONS = (
+    *LETTERS,
+    ControlKind.JOINED,
+    ControlKind.INVITE,
+)  # an operation may need these to complete
 
 
 class PlannedDeath(BaseException):
@@ -55,11 +59,11 @@ class Faults:
 class _Held:
     """A send that is not on the wire yet."""
 
-    post: Callable[[], Request | None]
+    post: Callable[[], WireRequest | None]
     line: deque[_Held]  # sends of the same peer and tag, oldest first: these never overtake
     looks: int = 0
     not_before: float = 0.0
-    sent: Request | None = None
+    sent: WireRequest | None = None
     is_out: bool = False
     source: int = field(default=-1)
 
@@ -110,18 +114,18 @@ class FaultyTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def isend(self, data: Bytes, dest: int, tag: int) -> Request:
+    def isend(self, data: Bytes, dest: int, tag: int) -> WireRequest:
         """Start to send, or not."""
         return self._send(lambda: self._inner.isend(data, dest, tag), (dest, tag))
 
-    def irecv(self, out: Bytes, source: int, tag: int) -> Request:
+    def irecv(self, out: Bytes, source: int, tag: int) -> WireRequest:
         """Start to receive."""
         self._count()
         return self._inner.irecv(out, source, tag)
 
     def control(self, dest: int, message: bytes) -> None:
         """Send a control message, or not."""
-        header, _ = Header.unpack(message)
+        header, _ = ControlHeader.unpack(message)
         if header.kind in _OF_OPERATIONS:
             self._send(lambda: self._inner.control(dest, message), (dest, _CONTROL))
         elif not self._faults.drop_control:
@@ -134,9 +138,9 @@ class FaultyTransport:
                 held.test()
         return self._inner.poll()
 
-    def abandon(self, requests: list[Request]) -> None:
+    def abandon(self, requests: list[WireRequest]) -> None:
         """Withdraw what is held back; the inner transport keeps the rest."""
-        inner: list[Request] = []
+        inner: list[WireRequest] = []
         for request in requests:
             if isinstance(request, _Held):
                 request.cancel()
@@ -153,7 +157,7 @@ class FaultyTransport:
                 line[0].looks, line[0].not_before = 0, 0.0
                 line[0].test()
 
-    def _send(self, post: Callable[[], Request | None], lane: tuple[int, int]) -> Request:
+    def _send(self, post: Callable[[], WireRequest | None], lane: tuple[int, int]) -> WireRequest:
         self._count()
         number = self._n_sent
         self._n_sent += 1

@@ -15,7 +15,7 @@ RANK = """
     from ringcomm._core import StatusPage
     from ringcomm.errors import PeerFailedError
     from ringcomm.status.last_words import LastWords
-    from ringcomm.status.page_enums import OpState, State
+    from ringcomm.status.page_enums import OpState, PageState
     page = StatusPage.create("test", "here", {rank}, 2, {rank}, {nonce})
     words = LastWords(page, on_failure=lambda failure: print("told:", failure, flush=True))
     print(page.fd, flush=True)

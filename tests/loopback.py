@@ -15,7 +15,7 @@ from typing import Any
 from ringcomm import _core
 from ringcomm._core import NodeMemory
 from ringcomm.arrays.base import Bytes
-from ringcomm.transport.base import Arrived, Died, Event, Request
+from ringcomm.transport.base import ArrivedMessage, Event, PeerDied, WireRequest
 from ringcomm.transport.membership.view import View
 from ringcomm.transport.node.shared_memory import SharedNode
 from ringcomm.transport.tags import WIDEST
@@ -41,7 +41,7 @@ class LoopbackHub:
         self.nodes = tuple(range(size)) if nodes is None else nodes
         self.is_native = is_native
         self.messages = _core.LoopbackHub(size)
-        self.grave: list[Request] = []  # given up, and peers may still touch the buffers
+        self.grave: list[WireRequest] = []  # given up, and peers may still touch the buffers
         self._lock = threading.Lock()
         self._events: list[deque[Event]] = [deque() for _ in range(size)]
         self._dead: set[int] = set()
@@ -74,7 +74,7 @@ class LoopbackHub:
             if rank in self._dead:
                 return
             self._dead.add(rank)
-        death = Died(rank, reason, rank if blames is None else blames)
+        death = PeerDied(rank, reason, rank if blames is None else blames)
         for other in range(self.size):
             if other != rank:
                 self.post_event(other, death)
@@ -109,13 +109,13 @@ class LoopbackTransport:
         self.runner = hub.messages.runner(rank) if hub.is_native else None
         self._hub = hub
 
-    def isend(self, data: Bytes, dest: int, tag: int) -> Request:
+    def isend(self, data: Bytes, dest: int, tag: int) -> WireRequest:
         """Start to send; complete when matched."""
         message = self._hub.messages.send(self.rank, data, dest, self._checked(tag))
         message.start()
         return message
 
-    def irecv(self, out: Bytes, source: int, tag: int) -> Request:
+    def irecv(self, out: Bytes, source: int, tag: int) -> WireRequest:
         """Start to receive."""
         message = self._hub.messages.receive(self.rank, out, source, self._checked(tag))
         message.start()
@@ -136,7 +136,7 @@ class LoopbackTransport:
 
     def control(self, dest: int, message: bytes) -> None:
         """Put the message into the other's mailbox."""
-        self._hub.post_event(dest, Arrived(self.rank, message))
+        self._hub.post_event(dest, ArrivedMessage(self.rank, message))
 
     def short_messages(self) -> ShortMessages:
         """Return the messages of this rank."""
@@ -154,7 +154,7 @@ class LoopbackTransport:
         """End the park() of this rank."""
         self._hub.messages.ring(self.rank)
 
-    def abandon(self, requests: list[Request]) -> None:
+    def abandon(self, requests: list[WireRequest]) -> None:
         """Withdraw receives; sends may be matched all the same."""
         for request in requests:
             request.cancel()

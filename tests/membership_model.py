@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ringcomm.data import ShardedSampler
 from ringcomm.transport.membership import events_and_actions as ea
-from ringcomm.transport.membership.messages import Message
+from ringcomm.transport.membership.messages import MembershipMessage
 from ringcomm.transport.membership.state_machine import Membership, Phase, handle
 from ringcomm.transport.membership.view import View
 from ringcomm.transport.membership.who_may_evict import Eviction, eviction
@@ -53,14 +53,14 @@ class Job:
             self.is_working.discard(rank)
         for action in actions:
             match action:
-                case ea.Send(to, message):
+                case ea.SendMessage(to, message):
                     for dest in to:
                         assert dest != rank
                         if most_sends == 0:
                             self.dead.add(rank)
                             return
                         most_sends = None if most_sends is None else most_sends - 1
-                        self.queues[rank, dest].append(Message.of(message.numbers()))
+                        self.queues[rank, dest].append(MembershipMessage.of(message.numbers()))
                 case ea.Clear():
                     self.to_clear[rank] = self.states[rank].changes
                 case ea.Install(view):
@@ -182,7 +182,7 @@ class Job:
             self.handle(rank, ea.GiveUp())
         else:
             self.evicted.add((rank, missing))
-            self.handle(rank, ea.Evict(missing))
+            self.handle(rank, ea.EvictRanks(missing))
         return True
 
     def assert_may_give_up(self, rank):

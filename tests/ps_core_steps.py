@@ -3,10 +3,10 @@
 from ps_simulation import Members
 from ps_simulation_message_types import Request
 
-from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 
 KEY = (1, 0)
@@ -15,14 +15,16 @@ KEY = (1, 0)
 def core_of(mode, workers=(1, 2), *, index=0, is_ready=True):
     """Return server 0 or 1 of two; server 0 leads, and has the one partition of a dense table."""
     core = Core(index, lambda: Members(workers, (9,), (0, 1), 0))
-    core.add_table(Table(1, "w", mode, True, [0]))
+    core.add_table(ServedTable(1, "w", mode, True, [0]))
     if index == 0:
         core.add_unit(Unit(KEY, mode, AppliedHere(), workers, is_ready=is_ready))
     return core
 
 
 def push(worker, sequence, *, view=0, clock=0):
-    header = Header(Kind.PUSH, origin=worker, sequence=sequence, view=view, table=1, clock=clock)
+    header = FrameHeader(
+        FrameKind.PUSH, origin=worker, sequence=sequence, view=view, table=1, clock=clock
+    )
     return Request(worker, header, body=f"of {worker}")
 
 

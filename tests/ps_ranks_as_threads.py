@@ -20,7 +20,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps import end_of_job
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frame_meta import RELEASE, PushMeta
-from ringcomm.ps.protocol.frames import Entry, Kind
+from ringcomm.ps.protocol.frames import EntryOption, FrameKind
 from ringcomm.ps.server.server import Server
 
 
@@ -162,8 +162,13 @@ def cross_gradients(monkeypatch):
     def hear_crossed(server, delivery):
         header = delivery.header
         place = server.index, header.table, header.partition, header.clock
-        is_gradient = header.kind == Kind.PUSH and not PushMeta.of(delivery.meta).flags & RELEASE
-        is_decision = header.kind == Kind.ENTER and header.option in (Entry.IN, Entry.OUT)
+        is_gradient = (
+            header.kind == FrameKind.PUSH and not PushMeta.of(delivery.meta).flags & RELEASE
+        )
+        is_decision = header.kind == FrameKind.ENTER and header.option in (
+            EntryOption.IN,
+            EntryOption.OUT,
+        )
         is_behind = any(each.header.origin == header.origin for each in kept.get(place, ()))
         if not (is_on.is_set() and (is_gradient or (is_decision and is_behind))):
             hear(server, delivery)

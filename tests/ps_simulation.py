@@ -12,7 +12,7 @@ from ps_simulation_message_types import FIRST_SERVER, Request
 from ps_simulation_newcomer import SpareClient
 from ps_simulation_server import Server
 
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.core import events as on
 
 MISTAKES = 8  # a server may refuse a partition, one time in so many
@@ -210,7 +210,7 @@ class World:
         message, receiver = self.channels[pair].popleft(), self.ranks[pair[1]]
         if isinstance(receiver, Client) and receiver.has_left and not receiver.stands_by:
             return
-        if isinstance(message, Request) and message.header.kind == Kind.PUSH:
+        if isinstance(message, Request) and message.header.kind == FrameKind.PUSH:
             self.delivered[pair] = message
         receiver.receive(message)
         for client in self.clients.values():

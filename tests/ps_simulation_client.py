@@ -11,7 +11,7 @@ from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
 from ringcomm.ps.client.request_order import RequestOrder
 from ringcomm.ps.placement.partition_places_and_moves import Move
-from ringcomm.ps.protocol.frames import Entry, Header, Kind, Status, Step
+from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.server.core.actions import Key
 from ringcomm.ps.snapshot_numbers_and_phases import moment_number
 
@@ -26,7 +26,7 @@ def nothing(_):
 class Ask:
     """A request, or a call to a hash table, until it is answered."""
 
-    kind: Kind
+    kind: FrameKind
     key: tuple[int, int] | None = None  # a partition; None: a server, or a hash table
     clock: int = 0
     flag: str = ""
@@ -91,11 +91,11 @@ class Client:
             sequence = self.sequence
         part = 0 if ask.key is None else ask.key[1]
         table = ask.key[0] if ask.key else table
-        header = Header(
+        header = FrameHeader(
             ask.kind, view=view, origin=self.rank, sequence=sequence, table=table, partition=part,
             clock=ask.clock, option=ask.option,
         )  # fmt: skip
-        content = body if ask.kind in (Kind.SNAPSHOT, Kind.MOVE, Kind.JOIN) else None
+        content = body if ask.kind in (FrameKind.SNAPSHOT, FrameKind.MOVE, FrameKind.JOIN) else None
         request = Request(self.rank, header, ask.flag, body, content)
         self.asked[sequence] = ask
         self.world.ask(self.rank, FIRST_SERVER + server, request)
@@ -149,7 +149,7 @@ class Client:
             body = {part: name for piece in ask.back for part, name in piece.items()}
             ask.back, ask.epoch, pieces = [], 0, {}
             has_rounds = self.world.shapes[number].mode.has_rounds
-            if ask.kind == Kind.PUSH and has_rounds and ask.flag != "assign":
+            if ask.kind == FrameKind.PUSH and has_rounds and ask.flag != "assign":
                 pieces = {server: {} for server in range(self.world.n_servers)}
             for part, name in body.items():
                 pieces.setdefault(self.owners[number][part], {})[part] = name
@@ -219,7 +219,7 @@ class Client:
     def note_ack(self, reply):
         """Take note of what must be in the values, whatever dies."""
         header, shape = reply.to.header, self.world.shapes.get(reply.to.header.table)
-        is_update = header.kind == Kind.PUSH and reply.to.flag in ("", "assign")
+        is_update = header.kind == FrameKind.PUSH and reply.to.flag in ("", "assign")
         if is_update and not shape.is_held and reply.status == Status.OK:
             places = reply.to.body.items()
             self.world.acked.update((header.table, part, name) for part, name in places)
@@ -249,9 +249,9 @@ class Client:
             self.say_noted(key, epoch)
 
     def say_noted(self, key, epoch):
-        header = Header(
-            Kind.MOVE, origin=self.rank, table=key[0], partition=key[1], clock=epoch,
-            option=Step.NOTED,
+        header = FrameHeader(
+            FrameKind.MOVE, origin=self.rank, table=key[0], partition=key[1], clock=epoch,
+            option=StepOption.NOTED,
         )  # fmt: skip
         if not self.has_left or self.stands_by:
             for server in range(self.world.n_servers):
@@ -318,14 +318,14 @@ class Client:
                 self.know(number, *reply.owners, {})
 
         leader = [self.world.members.leader]
-        self.ask_servers(Kind.CREATE, note, leader, table=number)
+        self.ask_servers(FrameKind.CREATE, note, leader, table=number)
 
     def begin(self, number):
         for part in range(self.world.shapes[number].n_partitions):
             self.push_part(number, part, "initial", (self.rank, "initial"))
 
     def push_part(self, number, part, flag, name, clock=0, *, on_done=nothing):
-        ask = Ask(Kind.PUSH, (number, part), clock, flag, body={part: name}, on_done=on_done)
+        ask = Ask(FrameKind.PUSH, (number, part), clock, flag, body={part: name}, on_done=on_done)
         self.ask_partition(ask)
 
     def parts_of(self, number, *, all_of_them=False):
@@ -347,7 +347,9 @@ class Client:
             for part in parts:
                 self.push_part(number, part, "assign", name)
         else:
-            self.call(number, Ask(Kind.PUSH, None, 0, "assign", body=dict.fromkeys(parts, name)))
+            self.call(
+                number, Ask(FrameKind.PUSH, None, 0, "assign", body=dict.fromkeys(parts, name))
+            )
 
     def push(self, number):
         shape = self.world.shapes[number]
@@ -387,9 +389,9 @@ class Client:
         def answered(is_in):
             if is_in:
                 self.world.let_in(number, clock, name, parts)
-            option = Entry.IN if is_in else Entry.OUT
+            option = EntryOption.IN if is_in else EntryOption.OUT
             for part in parts:
-                self.ask_partition(Ask(Kind.ENTER, (number, part), clock, option=option))
+                self.ask_partition(Ask(FrameKind.ENTER, (number, part), clock, option=option))
 
         self.enter(number, clock, answered)
 
@@ -413,7 +415,7 @@ class Client:
 
         flag = "hold" if self.world.shapes[number].is_held else ""
         body = dict.fromkeys(parts, name)
-        self.call(number, Ask(Kind.PUSH, None, clock, flag, body=body, on_done=note))
+        self.call(number, Ask(FrameKind.PUSH, None, clock, flag, body=body, on_done=note))
 
     def enter(self, number, clock, on_answer):
         self.undecided += 1
@@ -423,7 +425,9 @@ class Client:
             on_answer(replies[0].status == Status.OK)
 
         server = [number % self.world.n_servers]
-        self.ask_servers(Kind.ENTER, note, server, table=number, option=Entry.ASK, clock=clock)
+        self.ask_servers(
+            FrameKind.ENTER, note, server, table=number, option=EntryOption.ASK, clock=clock
+        )
 
     def pushed(self, number, clock, statuses):
         """A push has been answered by all: it counts everywhere, or nowhere."""
@@ -446,7 +450,7 @@ class Client:
             for part in self.parts_of(number, all_of_them=True):
                 self.push_part(number, part, flag, None, clock)
         else:
-            self.call(number, Ask(Kind.PUSH, None, clock, flag, body={}))
+            self.call(number, Ask(FrameKind.PUSH, None, clock, flag, body={}))
 
     def read(self, number):
         shape = self.world.shapes[number]
@@ -470,9 +474,9 @@ class Client:
         if shape.is_dense:
             for part in parts:
                 if not self.read_memory(number, part, expected[part]):
-                    self.ask_partition(Ask(Kind.PULL, (number, part), wanted, on_done=note))
+                    self.ask_partition(Ask(FrameKind.PULL, (number, part), wanted, on_done=note))
         else:
-            ask = Ask(Kind.PULL, None, wanted, body=dict.fromkeys(parts))
+            ask = Ask(FrameKind.PULL, None, wanted, body=dict.fromkeys(parts))
 
             def notes(replies):
                 for reply in replies:
@@ -510,7 +514,7 @@ class Client:
 
     def step(self):
         self.clock += 1
-        self.ask_servers(Kind.TICK, nothing, clock=self.clock)
+        self.ask_servers(FrameKind.TICK, nothing, clock=self.clock)
 
     def wait_for_steps(self):
         wanted = self.world.choices.below(3)
@@ -518,7 +522,7 @@ class Client:
         def note(replies):
             assert replies[0].status == Status.LATE or replies[0].clock >= wanted
 
-        self.ask_servers(Kind.TICK, note, [self.world.members.leader], option=1, clock=wanted)
+        self.ask_servers(FrameKind.TICK, note, [self.world.members.leader], option=1, clock=wanted)
 
     def move(self, number):
         below, n = self.world.choices.below, self.world.n_servers
@@ -529,7 +533,7 @@ class Client:
             assert self.world.may_have_problems or not problems, problems
 
         leader = [self.world.members.leader]
-        self.ask_servers(Kind.MOVE, note, leader, content=moves, option=Step.ASK)
+        self.ask_servers(FrameKind.MOVE, note, leader, content=moves, option=StepOption.ASK)
 
     def snapshot(self):
         """Ask for a moment, read it, and let it go."""
@@ -544,7 +548,7 @@ class Client:
             if self.is_leaving:
                 return
             content = (what, number, *more)
-            self.ask_servers(Kind.SNAPSHOT, on_done, servers, content=content)
+            self.ask_servers(FrameKind.SNAPSHOT, on_done, servers, content=content)
 
         def granted(replies):
             known.update(replies[0].content)
@@ -594,7 +598,7 @@ class Client:
 
         def granted(_):
             n_moved[0] = self.n_moved
-            self.ask_servers(Kind.MOVE, settled, option=Step.SETTLE)
+            self.ask_servers(FrameKind.MOVE, settled, option=StepOption.SETTLE)
 
         def settled(_):
             self.when_settled = go_on
@@ -607,10 +611,10 @@ class Client:
 
         content = "pause", moment_number(self.rank), 0.0
         leader = [self.world.members.leader]
-        self.ask_servers(Kind.SNAPSHOT, granted, leader, content=content)
+        self.ask_servers(FrameKind.SNAPSHOT, granted, leader, content=content)
 
     def say_left(self):
-        self.ask_servers(Kind.LEAVE, nothing)
+        self.ask_servers(FrameKind.LEAVE, nothing)
         self.has_left = True
 
     def say_rested(self):
@@ -619,12 +623,12 @@ class Client:
         def rested(_):
             leader = [self.world.members.leader]
             content = "release", moment_number(self.rank), True
-            self.ask_servers(Kind.SNAPSHOT, resumed, leader, content=content)
+            self.ask_servers(FrameKind.SNAPSHOT, resumed, leader, content=content)
 
         def resumed(_):
             self.is_blocked = False
 
-        self.ask_servers(Kind.LEAVE, rested, option=1)
+        self.ask_servers(FrameKind.LEAVE, rested, option=1)
 
     def look(self):
         """Go on leaving or resting if all is settled; return True if so."""
@@ -645,5 +649,7 @@ class Client:
         """Be dead: each server hears of it behind all that was sent."""
         self.has_left = True
         for server in range(self.world.n_servers):
-            request = Request(self.rank, Header(Kind.LEAVE, origin=self.rank), content="died")
+            request = Request(
+                self.rank, FrameHeader(FrameKind.LEAVE, origin=self.rank), content="died"
+            )
             self.world.ask(self.rank, FIRST_SERVER + server, request)

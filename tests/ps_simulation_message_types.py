@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from ringcomm.ps.protocol.frames import Header, Status
+from ringcomm.ps.protocol.frames import FrameHeader, Status
 from ringcomm.ps.server.core.actions import Key
 from ringcomm.ps.update_modes import Mode
 
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
 class Request(NamedTuple):
     source: int
-    header: Header
+    header: FrameHeader
     flag: str = ""  # of a push: initial, assign, hold, release
     body: Any = None  # of a push: the name of its update, by partition
     content: Any = None

@@ -7,7 +7,7 @@ servers, and gives the place back to all of them if one answers that it is too l
 from ps_simulation_client import Client
 
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
-from ringcomm.ps.protocol.frames import Join, Kind, Status
+from ringcomm.ps.protocol.frames import FrameKind, Join, Status
 
 
 class SpareClient(Client):
@@ -34,14 +34,14 @@ class SpareClient(Client):
         newcomer = Newcomer(self.rank, "worker", place, number)
         servers = self.world.members.server_numbers
         said = newcomer, Beginning(self.clock, rounds), beside.rank, servers
-        self.ask_servers(Kind.JOIN, self.answered, content=said, option=Join.TAKE)
+        self.ask_servers(FrameKind.JOIN, self.answered, content=said, option=Join.TAKE)
 
     def counts(self, number):
         return self.world.shapes[number].mode.has_rounds
 
     def answered(self, replies):
         if any(reply.status == Status.LATE for reply in replies):
-            self.ask_servers(Kind.JOIN, self.returned, option=Join.RETRACT)
+            self.ask_servers(FrameKind.JOIN, self.returned, option=Join.RETRACT)
             return
         self.world.filled[self.place] = self.rank
         self.let_go()

@@ -24,7 +24,7 @@ from ps_simulation_with_copies import (
 
 from ringcomm.ps import optim
 from ringcomm.ps.protocol.frame_meta import COMMIT, PushMeta, packed_json
-from ringcomm.ps.protocol.frames import Kind, Meeting, Status
+from ringcomm.ps.protocol.frames import FrameKind, MeetingOption, Status
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.snapshot_numbers_and_phases import (
     HOLD,
@@ -34,7 +34,7 @@ from ringcomm.ps.snapshot_numbers_and_phases import (
     moment_number,
 )
 
-GO_ON = (Kind.LEAVE, Kind.TICK)  # at servers that live, if another dies
+GO_ON = (FrameKind.LEAVE, FrameKind.TICK)  # at servers that live, if another dies
 SAVES_OF = 6  # the chief saves once in so many steps
 
 
@@ -112,9 +112,9 @@ class RecoveringClient(Client):
         def ask(what, on_done, home=None, **more):
             meta = packed_json({"do": what, "id": number, **more})
             if home is None:
-                self.ask_all(Kind.SNAPSHOT, meta, on_done)
+                self.ask_all(FrameKind.SNAPSHOT, meta, on_done)
             else:
-                self.ask(home, Kind.SNAPSHOT, meta, take=lambda _: on_done())
+                self.ask(home, FrameKind.SNAPSHOT, meta, take=lambda _: on_done())
 
         def hold():
             ask(HOLD, keep, rounds=dict(rounds), save_to="saves")
@@ -144,7 +144,7 @@ class RecoveringClient(Client):
 
             meta = packed_json({"do": STOP, "id": number})
             for home in self.layout.server_numbers:
-                self.ask(home, Kind.SNAPSHOT, meta, take=stopped(home))
+                self.ask(home, FrameKind.SNAPSHOT, meta, take=stopped(home))
 
         ask(PAUSE, stop, self.layout.leader, patience_s=0)
 
@@ -165,11 +165,13 @@ class RecoveringClient(Client):
             self.recovers, self.has_met, self.waits, self.moment = True, False, False, None
 
     def meet(self):
-        if self.has_met or any(header.kind == Kind.TICK for _, header, *_ in self.asked.values()):
+        if self.has_met or any(
+            header.kind == FrameKind.TICK for _, header, *_ in self.asked.values()
+        ):
             return False
         self.has_met = True
         self.come(
-            Meeting.BEGIN,
+            MeetingOption.BEGIN,
             {"tables": {"w": [self.table, self.net.spec.to_json()]}, "found": True},
             self.reopened,
         )
@@ -177,7 +179,7 @@ class RecoveringClient(Client):
 
     def come(self, meeting, said, take):
         meta = packed_json({"servers": self.layout.server_numbers, "said": said})
-        self.ask(self.layout.leader, Kind.RECOVER, meta, option=meeting, take=take)
+        self.ask(self.layout.leader, FrameKind.RECOVER, meta, option=meeting, take=take)
 
     def reopened(self, reply):
         answer = json.loads(reply.body.tobytes() or reply.meta)
@@ -191,27 +193,29 @@ class RecoveringClient(Client):
     def restore(self, rank):
         """Restore if this is the worker to do so, then meet the others; see ps.recover()."""
         if rank != self.rank:
-            self.come(Meeting.DONE, None, self.go_on)
+            self.come(MeetingOption.DONE, None, self.go_on)
             return
         self.n_moments += 1
         number = moment_number(self.rank, self.n_moments)
 
         def pause():  # and nothing moves until it is over
             meta = packed_json({"do": PAUSE, "id": number, "patience_s": 0})
-            self.ask(self.layout.leader, Kind.SNAPSHOT, meta, take=lambda _: load())
+            self.ask(self.layout.leader, FrameKind.SNAPSHOT, meta, take=lambda _: load())
 
         def load():
             self.net.prepare(self)
             meta = packed_json({"id": 1, "do": COMMIT, "values_only": False, "is_same_job": True})
-            self.ask_all(Kind.RESTORE, meta, release)
+            self.ask_all(FrameKind.RESTORE, meta, release)
 
         def release():
             meta = {"do": RELEASE, "id": number, "is_taken": False, "moves": True}
-            self.ask(self.layout.leader, Kind.SNAPSHOT, packed_json(meta), take=lambda _: meet())
+            self.ask(
+                self.layout.leader, FrameKind.SNAPSHOT, packed_json(meta), take=lambda _: meet()
+            )
 
         def meet():
             said = {"manifest": {"clock": self.net.checkpoint.step}}
-            self.come(Meeting.DONE, said, self.go_on)
+            self.come(MeetingOption.DONE, said, self.go_on)
 
         pause()
 
@@ -225,7 +229,7 @@ class RecoveringClient(Client):
         self.step = answer["said"]["manifest"]["clock"]
         self.recovers, self.net.is_recovered = False, True
         for home in self.layout.server_numbers:
-            self.ask(home, Kind.TICK, clock=self.step)
+            self.ask(home, FrameKind.TICK, clock=self.step)
         self.net.n_recovered += 1
 
     # --- what it pushes
@@ -244,7 +248,9 @@ class RecoveringClient(Client):
             assert reply.header.status == Status.OK
             self.net.acked[place][at] += 1
 
-        self.ask_part(part, Kind.PUSH, meta, gradient.view(np.uint8), clock=clock, take=answered)
+        self.ask_part(
+            part, FrameKind.PUSH, meta, gradient.view(np.uint8), clock=clock, take=answered
+        )
 
     def read(self, part):
         place = self.table, part
@@ -254,7 +260,7 @@ class RecoveringClient(Client):
         def require(reply):
             self.net.require(place, reply.body.view(np.float64), acked)
 
-        self.ask_part(part, Kind.PULL, clock=clock, take=require)
+        self.ask_part(part, FrameKind.PULL, clock=clock, take=require)
 
 
 class LossyNet(Net):

@@ -13,7 +13,7 @@ from ps_simulation_with_copies import BLOCK, NOTHING, Client, Net, Wire
 
 from ringcomm import _core
 from ringcomm.ps.protocol.frame_meta import KNOWN_BLOCK, PLACE
-from ringcomm.ps.protocol.frames import Header, Kind, Where, frame_of, packed
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Where, frame_of, packed
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.homes.pushes_without_python import make_pushes
 
@@ -42,7 +42,7 @@ class PipeWire(Wire):
         if dest in self.net.heard[self.rank]:
             return
         body = body.reshape(-1).view(np.uint8)
-        if header.kind == Kind.PUSH and header.sequence % 2:
+        if header.kind == FrameKind.PUSH and header.sequence % 2:
             memory = self.net.memories[self.rank]
             place = self._bodies.get(header.sequence)
             if place is None:
@@ -86,7 +86,7 @@ class PipeWire(Wire):
             arrived = self._endpoint.collect()
             acks = self._endpoint.take_acks()
             for sequence, clock in acks:
-                header = Header(Kind.REPLY, sequence=sequence, clock=clock)
+                header = FrameHeader(FrameKind.REPLY, sequence=sequence, clock=clock)
                 receive(Delivery(0, header, b"", NOTHING))
             for source, data in arrived:
                 if source in self.net.heard[self.rank]:
@@ -118,7 +118,7 @@ class PipeClient(Client):
 
     def take(self, reply):
         header = reply.header
-        if header.option & KNOWN_BLOCK and header.kind == Kind.REPLY:
+        if header.option & KNOWN_BLOCK and header.kind == FrameKind.REPLY:
             memory = self.net.memories[reply.source]
             block = _core.view(memory, *PLACE.unpack(reply.meta))
             self.blocks[header.partition] = header.view, memory, block

@@ -10,11 +10,11 @@ from typing import Any
 
 from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
-from ringcomm.ps.protocol.frames import Entry, Join, Kind, Status, Step
+from ringcomm.ps.protocol.frames import EntryOption, FrameKind, Join, Status, StepOption
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 
 
@@ -52,7 +52,7 @@ class Server:
     # --- tables
     def install(self, number, shape):
         owners = self.world.first_owners(number)
-        self.core.add_table(Table(number, f"t{number}", shape.mode, shape.is_dense, owners))
+        self.core.add_table(ServedTable(number, f"t{number}", shape.mode, shape.is_dense, owners))
         own = [part for part, owner in enumerate(owners) if owner == self.index]
         units = [[part] for part in own] if shape.is_dense else [own]
         for parts in units:
@@ -101,32 +101,32 @@ class Server:
             self.handle(on.Died(request.source))
         elif request.source in self.core.dead:
             return
-        elif kind in (Kind.PUSH, Kind.PULL):
+        elif kind in (FrameKind.PUSH, FrameKind.PULL):
             self.arrived(request)
-        elif kind == Kind.ENTER and header.option == Entry.ASK:
+        elif kind == FrameKind.ENTER and header.option == EntryOption.ASK:
             self.handle(on.Entered(request))
-        elif kind == Kind.ENTER:
+        elif kind == FrameKind.ENTER:
             self.arrived(request)
-        elif kind == Kind.TICK:
+        elif kind == FrameKind.TICK:
             self.handle(on.Awaited(request) if header.option else on.Ticked(request))
-        elif kind == Kind.LEAVE:
+        elif kind == FrameKind.LEAVE:
             self.handle(on.Left(request.source, request, still_asks=bool(header.option)))
-        elif kind == Kind.JOIN and header.option == Join.TAKE:
+        elif kind == FrameKind.JOIN and header.option == Join.TAKE:
             self.handle(on.TookPlace(request, *content))
-        elif kind == Kind.JOIN:
+        elif kind == FrameKind.JOIN:
             self.handle(on.Retracted(request))
-        elif kind == Kind.CREATE:
+        elif kind == FrameKind.CREATE:
             self.create(request)
-        elif kind == Kind.MOVE:
+        elif kind == FrameKind.MOVE:
             self.on_move(request)
         else:
             self.on_moment(request)
 
     def on_move(self, request):
         header = request.header
-        if header.option == Step.ASK:
+        if header.option == StepOption.ASK:
             self.handle(on.MovesAsked(request, request.content))
-        elif header.option == Step.SETTLE:
+        elif header.option == StepOption.SETTLE:
             self.handle(on.Settling(request))
         else:
             key = header.table, header.partition
@@ -173,7 +173,7 @@ class Server:
         header = request.header
         table = self.core.tables[header.table]
         key, round_of = table.key_of(header.partition), None
-        if header.kind == Kind.PUSH and table.mode.has_rounds:
+        if header.kind == FrameKind.PUSH and table.mode.has_rounds:
             round_of = None if request.flag in ("assign", "initial") else header.clock
         if self.is_at_once(key, request):
             self.carry_out_at_once(key, request)
@@ -188,7 +188,7 @@ class Server:
     def is_at_once(self, key, request):
         """Return True for a push that C++ carries out without the core."""
         values, table = self.values.get(key), self.core.tables[key[0]]
-        is_plain = request.header.kind == Kind.PUSH and not request.flag
+        is_plain = request.header.kind == FrameKind.PUSH and not request.flag
         if not is_plain or not table.is_dense or table.mode.has_rounds or values is None:
             return False
         return values.opened == request.header.view and self.core.unit_of(key).is_ready
@@ -227,7 +227,7 @@ class Server:
     def answer(self, request, status=Status.OK, **more):
         version = 0
         key = request.header.table, request.header.partition
-        if request.header.kind in (Kind.PUSH, Kind.PULL) and status != Status.WRONG_VIEW:
+        if request.header.kind in (FrameKind.PUSH, FrameKind.PULL) and status != Status.WRONG_VIEW:
             version = self.values[self.core.tables[key[0]].key_of(key[1])].version
         self.world.settle(request, self.rank)
         more.setdefault("clock", version)
@@ -239,10 +239,10 @@ class Server:
     def carry(self, action):
         request = action.request
         header, key = request.header, self.key_of(request)
-        if header.kind == Kind.PULL:
+        if header.kind == FrameKind.PULL:
             self.handle(on.Read(key, request))
-        elif header.kind == Kind.ENTER:
-            self.handle(on.Decided(key, request, header.option == Entry.IN))
+        elif header.kind == FrameKind.ENTER:
+            self.handle(on.Decided(key, request, header.option == EntryOption.IN))
         elif request.flag in ("release", "drop"):
             self.handle(on.Released(key, request, None, drops=request.flag == "drop"))
         elif request.flag in ("initial", "assign"):

@@ -14,7 +14,7 @@ from hypothesis_for_event_orders import hypothesis_settings
 from ringcomm.ps import optim
 from ringcomm.ps.client.outstanding_requests import PartitionOwners
 from ringcomm.ps.protocol.frame_meta import PushMeta, packed_json
-from ringcomm.ps.protocol.frames import Entry, Header, Kind, Status, Step
+from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.homes.homes_of_this_process import Homes
@@ -92,7 +92,7 @@ class Process:
         self.takeovers = Takeovers(self.layout)
 
     def receive(self, frame):
-        if frame.header.kind == Kind.HOMES:
+        if frame.header.kind == FrameKind.HOMES:
             said = json.loads(frame.meta)
             self.note_copied(frame.source, frame.header.clock, said["copied"])
             for home in self.takeovers.said(frame.source, frame.header.clock, said["runs"]):
@@ -142,7 +142,7 @@ class Client(Process):
         self.n_rounds = 0
         self.has_left = self.waits = False
         self.table = 1
-        self.ask(0, Kind.CREATE, meta=packed_json(net.spec.to_json()), take=self.created)
+        self.ask(0, FrameKind.CREATE, meta=packed_json(net.spec.to_json()), take=self.created)
 
     def created(self, reply):
         self.know(json.loads(reply.body.tobytes() or reply.meta))
@@ -155,7 +155,7 @@ class Client(Process):
 
     def ask(self, home, kind, meta=b"", body=NOTHING, *, take=None, **more):
         self.sequence += 1
-        header = Header(kind, origin=self.rank, sequence=self.sequence, **more)
+        header = FrameHeader(kind, origin=self.rank, sequence=self.sequence, **more)
         self.asked[self.sequence] = home, header, meta, body, take
         self.send(self.sequence)
 
@@ -176,7 +176,7 @@ class Client(Process):
             self.say_noted(home, partition, epoch)
 
     def take(self, reply):
-        if reply.header.kind == Kind.MOVE:
+        if reply.header.kind == FrameKind.MOVE:
             self.noticed(reply.header, reply.meta)
             return
         sequence, asked = reply.header.sequence, self.asked.get(reply.header.sequence)
@@ -189,7 +189,7 @@ class Client(Process):
             if reply.header.view == header.view and asked[0] is not None:  # else it came twice
                 self.again(partition, self.owners.returned(partition, sequence, reply.meta))
             return
-        is_of_places = header.kind == Kind.MOVE and header.option == Step.PLACES
+        is_of_places = header.kind == FrameKind.MOVE and header.option == StepOption.PLACES
         may_be_refused = is_of_places and reply.header.status == Status.REFUSED
         assert reply.header.status in (Status.OK, Status.LATE) or may_be_refused, reply.meta
         del self.asked[sequence]
@@ -206,7 +206,7 @@ class Client(Process):
     def again(self, partition, sequences):
         order = self.owners.orders[partition]
         for sequence, (_, header, *more) in self.asked.items():
-            asks_leader = header.kind == Kind.ENTER and header.option == Entry.ASK
+            asks_leader = header.kind == FrameKind.ENTER and header.option == EntryOption.ASK
             is_of_it = (header.table, header.partition) == partition and not asks_leader
             if is_of_it and order.sent_in(sequence) is None:
                 self.asked[sequence] = None, header, *more
@@ -219,9 +219,9 @@ class Client(Process):
                 self.say_noted(home, each, epoch)
 
     def say_noted(self, home, partition, epoch):
-        header = Header(
-            Kind.MOVE, origin=self.rank, table=partition[0], partition=partition[1], clock=epoch,
-            option=Step.NOTED,
+        header = FrameHeader(
+            FrameKind.MOVE, origin=self.rank, table=partition[0], partition=partition[1],
+            clock=epoch, option=StepOption.NOTED,
         )  # fmt: skip
         self.send_frame(home, header)
 
@@ -241,7 +241,7 @@ class Client(Process):
             self.net.n_moved += answer["moved"]
 
         body = as_body([[self.table, part, -1, dest]])
-        self.ask(0, Kind.MOVE, body=body, option=Step.ASK, take=moved)
+        self.ask(0, FrameKind.MOVE, body=body, option=StepOption.ASK, take=moved)
 
     def change_places(self):
         server = self.net.choices.below(len(self.net.servers))
@@ -255,7 +255,7 @@ class Client(Process):
 
     def ask_places(self, change, take=None):
         meta = packed_json({**change, "hosts": [*self.layout.ranks_of_servers().items()]})
-        self.ask(0, Kind.MOVE, meta, option=Step.PLACES, take=take)
+        self.ask(0, FrameKind.MOVE, meta, option=StepOption.PLACES, take=take)
 
     def part_at(self, home):
         """Return a partition that a home has."""
@@ -271,9 +271,9 @@ class Client(Process):
             self.has_left = True
             layout = self.layout
             for home in {*range(len(layout.servers))} - layout.lost - {*layout.server_numbers}:
-                self.send_frame(home, Header(Kind.LEAVE, origin=self.rank))
+                self.send_frame(home, FrameHeader(FrameKind.LEAVE, origin=self.rank))
             for home in layout.server_numbers:
-                self.ask(home, Kind.LEAVE)
+                self.ask(home, FrameKind.LEAVE)
             return True
         self.step += 1
         if self.net.moves and self.net.choices.below(3) == 1:
@@ -287,7 +287,7 @@ class Client(Process):
             self.read(self.net.choices.below(N_PARTS))
         else:
             for home in self.layout.server_numbers:
-                self.ask(home, Kind.TICK, clock=self.step)
+                self.ask(home, FrameKind.TICK, clock=self.step)
         if self.net.mode.has_rounds and choice >= 4:
             self.read(choice % N_PARTS)
         return True
@@ -309,17 +309,17 @@ class Client(Process):
         def decided(reply):
             self.waits = False
             is_in = reply.header.status == Status.OK
-            option = Entry.IN if is_in else Entry.OUT
+            option = EntryOption.IN if is_in else EntryOption.OUT
             for part in range(N_PARTS):
                 self.push_part(part, clock)
-                self.ask_part(part, Kind.ENTER, clock=clock, option=option)
+                self.ask_part(part, FrameKind.ENTER, clock=clock, option=option)
             self.n_rounds = max(self.n_rounds, reply.header.clock)
 
-        self.ask(0, Kind.ENTER, table=1, clock=clock, option=Entry.ASK, take=decided)
+        self.ask(0, FrameKind.ENTER, table=1, clock=clock, option=EntryOption.ASK, take=decided)
 
     def ask_part(self, part, kind, meta=b"", body=NOTHING, *, take=None, **more):
         self.sequence += 1
-        header = Header(
+        header = FrameHeader(
             kind, origin=self.rank, sequence=self.sequence, table=self.table, partition=part, **more
         )
         self.asked[self.sequence] = None, header, meta, body, take
@@ -340,7 +340,7 @@ class Client(Process):
                 self.net.acked[part][at] += 1
 
         body = gradient.view(np.uint8)
-        self.ask_part(part, Kind.PUSH, meta, body, clock=clock, take=answered)
+        self.ask_part(part, FrameKind.PUSH, meta, body, clock=clock, take=answered)
 
     def read(self, part):
         least = self.net.least(part)
@@ -348,7 +348,7 @@ class Client(Process):
         def require(reply):
             self.net.require(part, reply.body.view(np.float64), least)
 
-        self.ask_part(part, Kind.PULL, clock=self.clock_of_pull, take=require)
+        self.ask_part(part, FrameKind.PULL, clock=self.clock_of_pull, take=require)
 
     @property
     def clock_of_pull(self):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ringcomm._core import WireFault
-from ringcomm.transport.base import Arrived
+from ringcomm.transport.base import ArrivedMessage
 
 DEADLINE_S = 10
 
@@ -83,7 +83,7 @@ def control_messages_arrive_beside_the_data(t):
     seen, deadline = {}, time.monotonic() + DEADLINE_S
     while len(seen) < t.size - 1:
         for event in t.poll():
-            assert isinstance(event, Arrived)
+            assert isinstance(event, ArrivedMessage)
             seen[event.source] = event.message
         t.park(1e-4)
         assert time.monotonic() < deadline

@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.figure_and_goal import Figure, verdict
 
 from ringcomm.errors import ConfigError
-from ringcomm.launch.bench.table import Row
+from ringcomm.launch.bench.table import BenchRow
 
 K, M = 1 << 10, 1 << 20
 # Allreduce in place, float32, sum: times faster than the fastest MPI, (registered, private).
@@ -61,7 +61,7 @@ def read(path):
     """Return the run in a file: what the JSON has, its rows as Row."""
     try:
         run = json.loads(path.read_text())
-        rows = [Row(**row) for row in run["rows"]]
+        rows = [BenchRow(**row) for row in run["rows"]]
         if run["ringcomm_bench"] == 2:
             return run | {"rows": rows}
     except (OSError, ValueError, KeyError, TypeError) as error:

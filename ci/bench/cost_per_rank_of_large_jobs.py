@@ -17,8 +17,8 @@ from ringcomm.engine.api.world import topology_of
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.meet_and_leave import leave, meet
-from ringcomm.transport.base import Arrived
-from ringcomm.transport.control_header import Header, Kind
+from ringcomm.transport.base import ArrivedMessage
+from ringcomm.transport.control_header import ControlHeader, ControlKind
 from ringcomm.transport.membership.view import View
 from ringcomm.transport.presence import PLACE
 from ringcomm.transport.ranks_as_text import ranges_of, ranks_in
@@ -100,13 +100,13 @@ class Mirror:
         self.n_bytes += len(message)
         distance = dest - self.rank
         source = (self.rank - distance) % self.size
-        self._events.append(Arrived(source, self._shifted(message, distance)))
+        self._events.append(ArrivedMessage(source, self._shifted(message, distance)))
         self.own_s += time.thread_time() - began
 
     def _shifted(self, message, distance):
         """Return what the rank `distance` before this one sends where this one sends `message`."""
-        header, text = Header.unpack(message)
-        if header.kind is not Kind.LEFT:
+        header, text = ControlHeader.unpack(message)
+        if header.kind is not ControlKind.LEFT:
             return message
         how, _, ranges = text.rpartition("\n")
         ranks = [(rank - distance) % self.size for rank in ranks_in(ranges)]

@@ -154,7 +154,7 @@ PS_COPIES = [
         "ps-a-copy-does-not-see-what-is-lost",
         "ps",
         "ps/server/homes/homes_of_this_process.py",
-        "                home.say(Copy.LOST, number)\n",
+        "                home.say(CopyOption.LOST, number)\n",
         "                home.server.on_loss(number)\n",
         "both copies place tables in different ways after a recovery",
         ("unit/test_ps_recovery_model.py",),

@@ -84,10 +84,10 @@ class _TorchAdapter(TorchTensors, ArrayAdapter):
 
     def flat(self, x: torch.Tensor) -> Flat:
         dtype = self.dtype(x)
-        return Flat(np.asarray(_Interface(x)), dtype)
+        return Flat(np.asarray(_TorchInterface(x)), dtype)
 
 
-class _Interface:
+class _TorchInterface:
     """Makes np.asarray() return the bytes of a contiguous tensor, and keeps its memory alive.
 
     After Tensor.numpy() a tensor could not be resized any more; DLPack takes 3 times as long.

@@ -25,7 +25,7 @@ class _TorchCudaAdapter(TorchTensors, DeviceAdapter):
         return x.device.index
 
     def wrap(self, memory: Span, shape: tuple[int, ...], device: int) -> torch.Tensor:
-        line = torch.as_tensor(_Interface(memory), device=f"cuda:{device}")
+        line = torch.as_tensor(_CudaInterface(memory), device=f"cuda:{device}")
         return line.view(getattr(torch, memory.dtype.name)).view(shape)
 
     def current_device(self) -> int:
@@ -44,7 +44,7 @@ class _TorchCudaAdapter(TorchTensors, DeviceAdapter):
         return torch.cuda.stream(external)
 
 
-class _Interface:
+class _CudaInterface:
     """Shows memory as bytes, in the protocol by which libraries exchange arrays on GPUs."""
 
     def __init__(self, memory: Span) -> None:

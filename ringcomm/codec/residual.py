@@ -15,7 +15,7 @@ from ringcomm.codec.encoded_header import Buffer, Bytes, Floats, dtype_of, read_
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptPart:
     dropped: Floats  # float32 or float64, in the units of gradients that are applied with `lr`
     lr: float | None
 
@@ -38,7 +38,7 @@ class Residual:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _KeptPart] = {}
         self._scratch = (_Scratch(), _Scratch())
 
     def encode(
@@ -135,11 +135,13 @@ class Residual:
             )
         rates = {name: float(lr) for name, lr in state["lr"].items()}
         self._kept = {
-            name: _Kept(_checked(name, dropped).copy(), _checked_rate(name, rates.get(name)))
+            name: _KeptPart(_checked(name, dropped).copy(), _checked_rate(name, rates.get(name)))
             for name, dropped in state["dropped"].items()
         }
 
-    def _find(self, name: str, count: int, dtype: np.dtype[Any], lr: float | None) -> _Kept | None:
+    def _find(
+        self, name: str, count: int, dtype: np.dtype[Any], lr: float | None
+    ) -> _KeptPart | None:
         _require_rate(name, lr)
         kept = self._kept.get(name)
         if kept is None:
@@ -188,10 +190,10 @@ class Residual:
                 total[part] = kept
         return buffer, total
 
-    def _keep(self, name: str, kept: _Kept | None, dropped: Floats, lr: float | None) -> None:
+    def _keep(self, name: str, kept: _KeptPart | None, dropped: Floats, lr: float | None) -> None:
         """Add `dropped` to `kept`, in units of the larger rate, so that no factor is above 1."""
         if kept is None:
-            self._kept[name] = _Kept(dropped.astype(_kept_in(dropped.dtype)), lr)
+            self._kept[name] = _KeptPart(dropped.astype(_kept_in(dropped.dtype)), lr)
         elif lr is None or kept.lr is None or kept.lr >= lr:
             kept.dropped += dropped * kept.dropped.dtype.type(_ratio(lr, kept.lr))
         else:

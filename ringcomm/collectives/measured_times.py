@@ -13,7 +13,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class TimeTable:
     """Times on one topology."""
 
     layout: str  # of ranks over hosts, see ranks_by_host.describe()
@@ -47,7 +47,7 @@ class Table:
         return json.dumps({"format": _FORMAT, **vars(self)}, indent=2) + "\n"
 
     @classmethod
-    def loads(cls, text: str) -> Table:
+    def loads(cls, text: str) -> TimeTable:
         """Return the table of a text form. Raises ValueError if the text is not valid."""
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:

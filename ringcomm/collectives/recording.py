@@ -17,7 +17,7 @@ from ringcomm._core import Schedule
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.message_patterns import Parts
-from ringcomm.transport.base import Request
+from ringcomm.transport.base import WireRequest
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.performer import Performer, Reduction
 
@@ -137,7 +137,7 @@ def _run_through(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class _RecordedMessage(Request):
+class _RecordedMessage(WireRequest):
     number: int  # its number in the schedule
 
     def test(self) -> bool:
@@ -164,16 +164,16 @@ class _Recorder(Performer):
         part._members = tuple(self._members[rank] for rank in ranks)
         return part
 
-    def isend(self, data: Bytes, dest: int) -> Request:
+    def isend(self, data: Bytes, dest: int) -> WireRequest:
         return _RecordedMessage(self._schedule.send(_span(data), self._number_of(dest)))
 
-    def irecv(self, out: Bytes, source: int) -> Request:
+    def irecv(self, out: Bytes, source: int) -> WireRequest:
         return _RecordedMessage(self._schedule.receive(_span(out), self._number_of(source)))
 
     def _number_of(self, rank: int) -> int:
         return self.peers.setdefault(self._members[rank], len(self.peers))
 
-    async def wait(self, *requests: Request) -> None:
+    async def wait(self, *requests: WireRequest) -> None:
         self._schedule.wait([cast(_RecordedMessage, request).number for request in requests])
 
     def scratch(self, like: Flat, count: int) -> Flat:

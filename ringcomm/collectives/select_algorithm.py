@@ -15,7 +15,7 @@ from math import ceil
 from typing import Final, Literal, NamedTuple
 
 from ringcomm.arrays.dtypes import DTYPES, DType
-from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.measured_times import TimeTable
 from ringcomm.collectives.message_patterns import WIRE_SEGMENT_NBYTES, circulant_hops, segment_count
 from ringcomm.collectives.operators import SUM, Op
 from ringcomm.collectives.ranks_by_host import describe, host_order, hosts
@@ -51,7 +51,7 @@ class Choice:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(case: Case, forced: str | None = None, table: Table | None = None) -> Choice:
+def choose(case: Case, forced: str | None = None, table: TimeTable | None = None) -> Choice:
     """Return the algorithm for `case`, which must be the same on all ranks of the group.
 
     `forced` is the user's choice for this collective. `table` is used if it is for this layout.

@@ -26,7 +26,7 @@ from ringcomm.errors import (
     PeerFailedError,
     RingcommError,
 )
-from ringcomm.transport.control_header import TEXT_MAX, Header, Kind
+from ringcomm.transport.control_header import TEXT_MAX, ControlHeader, ControlKind
 
 _AGAIN_S: Final = 1.0  # a question is asked again: who keeps the queue may not have had it yet
 _PAUSE_S: Final = 0.01  # before a rank asks again while others have the last parts
@@ -38,7 +38,7 @@ _Spec = dict[str, Any]
 
 
 @dataclass
-class _Kept:
+class _KeptQueue:
     """A queue that this rank keeps: as `first`, the rank that asked first, has described it."""
 
     first: int
@@ -57,12 +57,12 @@ class Queues:
 
     def __init__(self, engine: Engine, home: int) -> None:
         self._engine, self.home = engine, home
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _KeptQueue] = {}
         self._asked: dict[str, tuple[int, _Spec]] = {}  # by queue: who keeps it; of which object
         self._answers: dict[str, tuple[int, Any]] = {}  # by queue: number of the question
         self._numbers = itertools.count(_NO_ANSWER + 1)  # a late answer is none to another object
         self._lock = threading.RLock()  # a loop that ends within it gives its part back
-        engine.watch.listeners[Kind.WORK] = self._hear
+        engine.watch.listeners[ControlKind.WORK] = self._hear
 
     def require_unused(self, name: str, home: int, spec: _Spec) -> None:
         """Raise RingcommError if another object of this rank has asked about such a queue.
@@ -109,7 +109,7 @@ class Queues:
                     "queue; raise the limit with RINGCOMM_TIMEOUT_S",
                     missing=[home],
                 )
-            engine.watch.tell(home, Kind.WORK, text, value=number)
+            engine.watch.tell(home, ControlKind.WORK, text, value=number)
             drive_until(engine, is_there, f"queue[{name}]", min(_AGAIN_S, limit_s))
         return self._answers.pop(name)[1]
 
@@ -133,9 +133,11 @@ class Queues:
         if self._engine.job_rank == self.home:
             self._answer(self.home, question)
         else:
-            self._engine.watch.tell(self.home, Kind.WORK, _text_of(question), value=_NO_ANSWER)
+            self._engine.watch.tell(
+                self.home, ControlKind.WORK, _text_of(question), value=_NO_ANSWER
+            )
 
-    def _hear(self, source: int, header: Header, text: str) -> None:
+    def _hear(self, source: int, header: ControlHeader, text: str) -> None:
         content = json.loads(text)
         if header.flag:
             self._answers[content["name"]] = header.value, content["answer"]
@@ -144,7 +146,7 @@ class Queues:
         if header.value == _NO_ANSWER:
             return
         self._engine.watch.tell(
-            source, Kind.WORK, json.dumps(answer), value=header.value, flag=True
+            source, ControlKind.WORK, json.dumps(answer), value=header.value, flag=True
         )
 
     def _answer(self, rank: int, question: _Spec) -> Any:
@@ -152,7 +154,7 @@ class Queues:
             name, spec = question["name"], question["spec"]
             kept = self._kept.get(name)
             if kept is None:
-                kept = _Kept(rank, spec, Leases(spec["parts"], spec["state"]))
+                kept = _KeptQueue(rank, spec, Leases(spec["parts"], spec["state"]))
                 self._kept[name] = kept
             if kept.spec != spec and not kept.mismatch:
                 kept.mismatch = _mismatch_of(name, kept, rank, spec)
@@ -172,7 +174,7 @@ class Queues:
             return {"part": part, "holders": leases.holders if part == WAIT else []}
 
 
-def _mismatch_of(name: str, kept: _Kept, rank: int, spec: _Spec) -> str:
+def _mismatch_of(name: str, kept: _KeptQueue, rank: int, spec: _Spec) -> str:
     names = [each for each in spec if spec[each] != kept.spec[each] and each != "parts"]
     passed, first = (
         ", ".join(f"{each}={reprlib.repr(said[each])}" for each in names)

@@ -11,7 +11,7 @@ FAMILIES: Final[tuple[Family, ...]] = ("openmpi", "mpich")
 
 
 @dataclass(frozen=True)
-class Kind:
+class MpiKind:
     """An MPI implementation. Implementations of one family can use each other's launchers."""
 
     name: str  # "Open MPI"; if it is not recognised, the first line of its version text
@@ -22,7 +22,7 @@ class Kind:
         return f"{self.name} {self.version}".rstrip()
 
 
-def kind_of(version_text: str) -> Kind:
+def kind_of(version_text: str) -> MpiKind:
     """Return the kind of a library or of an mpirun.
 
     Args:
@@ -31,9 +31,9 @@ def kind_of(version_text: str) -> Kind:
     for pattern, name, family in _KINDS:
         match = re.search(pattern, version_text)
         if match:
-            return Kind(name, match[1], family)
+            return MpiKind(name, match[1], family)
     first_line = version_text.strip(" \t\r\n\0").partition("\n")[0]
-    return Kind(" ".join(first_line.split()) or "an MPI without a version text")
+    return MpiKind(" ".join(first_line.split()) or "an MPI without a version text")
 
 
 _KINDS: Final[tuple[tuple[str, str, Family], ...]] = (
@@ -49,7 +49,7 @@ _KINDS: Final[tuple[tuple[str, str, Family], ...]] = (
 Fit = Literal["fits", "clashes", "unsure"]
 
 
-def fit(library: Kind, launcher: Kind) -> Fit:
+def fit(library: MpiKind, launcher: MpiKind) -> Fit:
     """Return whether `launcher` can start ranks that use `library`.
 
     If they clash, each process is "rank 0 of 1", without any message.
@@ -63,5 +63,5 @@ def fit(library: Kind, launcher: Kind) -> Fit:
     return "fits"
 
 
-def _major(kind: Kind) -> str:
+def _major(kind: MpiKind) -> str:
     return kind.version.partition(".")[0]

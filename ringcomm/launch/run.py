@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from ringcomm.atomic_files import BrokenFileError, replacing
 from ringcomm.config import environment
 from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError, RingcommError
-from ringcomm.launch.run_rank import CALL, FAILED_BEFORE_MPI, Report, dumps, report_path
+from ringcomm.launch.run_rank import CALL, FAILED_BEFORE_MPI, RankReport, dumps, report_path
 from ringcomm.trusted_files import read_trusted
 
 if TYPE_CHECKING:
-    from ringcomm.launch.run_child_with_deadline import Outcome
+    from ringcomm.launch.run_child_with_deadline import ChildOutcome
 
 R = TypeVar("R")
 # The guardian names the first rank that failed. MPICH ends the other ranks before they can name it.
@@ -160,10 +160,10 @@ class _Start:
         return time.monotonic() > self._patient_until
 
 
-def _read(folder: Path, rank: int) -> Report | None:
+def _read(folder: Path, rank: int) -> RankReport | None:
     path = report_path(folder, rank)
     try:
-        report: Report = pickle.loads(read_trusted(path))
+        report: RankReport = pickle.loads(read_trusted(path))
     except FileNotFoundError:
         return None
     except BrokenFileError as error:
@@ -175,7 +175,7 @@ def _read(folder: Path, rank: int) -> Report | None:
 
 
 def _raise_late(
-    reports: list[Report | None], timeout_s: float | None, outcome: Outcome
+    reports: list[RankReport | None], timeout_s: float | None, outcome: ChildOutcome
 ) -> NoReturn:
     missing = [rank for rank, report in enumerate(reports) if report is None]
     raise CommTimeoutError(
@@ -185,7 +185,7 @@ def _raise_late(
     )
 
 
-def _raise_failure(reports: list[Report | None], outcome: Outcome) -> NoReturn:
+def _raise_failure(reports: list[RankReport | None], outcome: ChildOutcome) -> NoReturn:
     failed = [(r, report) for r, report in enumerate(reports) if report and report.error]
     first = [(r, report) for r, report in failed if report.blames is None]
     if first:
@@ -208,13 +208,13 @@ def _raise_failure(reports: list[Report | None], outcome: Outcome) -> NoReturn:
     raise PeerFailedError(f"run: rank {rank} {reason}.{_tail(outcome)}", rank=rank, reason=reason)
 
 
-def _cause(report: Report) -> BaseException | None:
+def _cause(report: RankReport) -> BaseException | None:
     with contextlib.suppress(Exception):  # this process may lack the class of the exception
         error = pickle.loads(report.exception) if report.exception else None
         return error if isinstance(error, BaseException) else None
     return None
 
 
-def _tail(outcome: Outcome) -> str:
+def _tail(outcome: ChildOutcome) -> str:
     lines = outcome.last_lines(_TAIL)
     return "\n".join([" Its last lines of output:", *lines]) if lines else " It printed nothing"

@@ -22,7 +22,7 @@ _MPI_FILE = r" (/dev/shm/(?:mpich_shm_|sm_segment\.|vader_segment\.|Intel_MPI_)\
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChildOutcome:
     code: int | None  # -N: signal N; 127: it could not be started; None: the deadline passed
     output: str  # stdout and stderr together
     seconds: float
@@ -38,7 +38,7 @@ def run_child(
     *,
     deadline_s: float,
     is_in_vain: Callable[[], bool] = lambda: False,
-) -> Outcome:
+) -> ChildOutcome:
     """Run `argv` with an empty stdin; after `deadline_s`, end it and its children.
 
     So it does once is_in_vain() is true, which is asked twice a second. The code is not None then.
@@ -56,11 +56,11 @@ def run_child(
                 start_new_session=True,
             )
         except OSError as error:
-            return Outcome(_CANNOT_START, str(error), time.monotonic() - start)
+            return ChildOutcome(_CANNOT_START, str(error), time.monotonic() - start)
         code = _wait(process, deadline_s, is_in_vain)
         seconds = time.monotonic() - start
         output.seek(0)
-        return Outcome(code, output.read().decode(errors="replace"), seconds)
+        return ChildOutcome(code, output.read().decode(errors="replace"), seconds)
 
 
 def outside_of_a_job(environ: Mapping[str, str]) -> dict[str, str]:

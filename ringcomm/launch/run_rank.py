@@ -21,7 +21,7 @@ FAILED_BEFORE_MPI: Final = "failed-before-mpi"  # a rank did; others may wait fo
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     result: bytes = b""  # pickled; empty after an error
     error: str = ""  # the traceback
     reason: str = ""  # the error in one line
@@ -37,7 +37,7 @@ def main(folder: str) -> None:
     try:
         func, args, kwargs = _loaded(read_trusted(Path(folder, CALL)))
         result = func(*args, **kwargs)
-        _write(path, Report(result=_packed(result)))
+        _write(path, RankReport(result=_packed(result)))
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             _write(path, _failure(error))
@@ -83,10 +83,10 @@ def _packed(result: Any) -> bytes:
         ) from error
 
 
-def _failure(error: BaseException) -> Report:
+def _failure(error: BaseException) -> RankReport:
     is_about_sending = isinstance(error, _SendingError)
     words = "".join(traceback.format_exception_only(error)).strip()
-    return Report(
+    return RankReport(
         error="".join(traceback.format_exception(error)),
         reason=str(error) if is_about_sending else f"raised {words}",
         exception=_pickled(error),
@@ -111,6 +111,6 @@ def _pickled(error: BaseException) -> bytes:
     return packed
 
 
-def _write(path: Path, report: Report) -> None:
+def _write(path: Path, report: RankReport) -> None:
     with replacing(path, mode=0o600) as file:
         file.write(pickle.dumps(report))

@@ -14,7 +14,7 @@ import numpy as np
 import ringcomm as rc
 from ringcomm._version import __version__
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.measured_times import TimeTable
 from ringcomm.collectives.message_patterns import chunks
 from ringcomm.collectives.ranks_by_host import describe
 from ringcomm.collectives.recording import perform
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     with progress_bar("tune", n_all, shows=rc.rank() == 0) as bar:
         seconds = {collective: dict(_measured(collective, args, bar)) for collective in COLLECTIVES}
     if rc.rank() == 0:
-        table = Table(layout, current.transport.implementation, __version__, seconds)
+        table = TimeTable(layout, current.transport.implementation, __version__, seconds)
         print(_printed(table))
         if current.groups.default.shares_memory:
             print("\nranks of one host always use its shared memory (node), not this table")
@@ -152,7 +152,7 @@ def _seconds(collective: str, name: str, x: Flat) -> float:
     return taken
 
 
-def _printed(table: Table) -> str:
+def _printed(table: TimeTable) -> str:
     lines = [f"{table.layout}, {table.implementation}, ringcomm {table.version}; us, float32"]
     for collective, rows in table.seconds.items():
         names = list(dict.fromkeys(name for row in rows.values() for name in sorted(row)))

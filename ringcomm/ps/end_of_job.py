@@ -14,7 +14,7 @@ from ringcomm.engine.progress.deadlines import refuse_hopeless
 from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Header, Kind, Pausing, Step, Stop
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Pausing, StepOption, Stop
 from ringcomm.ps.snapshot_numbers_and_phases import PAUSE, RELEASE, moment_number
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class EndOfTraining:
 
     Args:
         me: this rank.
-        send: sends a frame of Kind.STOP: to whom, its option and its clock.
+        send: sends a frame of FrameKind.STOP: to whom, its option and its clock.
     """
 
     def __init__(self, me: int, send: Callable[[int, Stop, int], object]) -> None:
@@ -232,9 +232,9 @@ def _say_gone(client: Client, label: str, *, rests: bool) -> None:
     """Report it to all servers; spares without a place do not answer, and may die meanwhile."""
     servers, layout = client.servers, client.layout
     for number in {*range(len(layout.servers))} - layout.lost - {*servers}:
-        header = Header(Kind.LEAVE, origin=client.rank, option=int(rests))
+        header = FrameHeader(FrameKind.LEAVE, origin=client.rank, option=int(rests))
         client.link.send(layout.rank_of(number), header)
-    ask_servers(client, label, Kind.LEAVE, servers, ignore, option=int(rests)).wait()
+    ask_servers(client, label, FrameKind.LEAVE, servers, ignore, option=int(rests)).wait()
 
 
 def _settle(client: Client) -> None:
@@ -250,14 +250,16 @@ def _settle(client: Client) -> None:
     _ask_leader(client, {"do": PAUSE, "id": moment_number(client.rank), "patience_s": 0})
     while n_resent != outstanding.n_resent:  # returned requests must be there before LEAVE
         n_resent = outstanding.n_resent
-        ask_servers(client, _LABEL, Kind.MOVE, client.servers, ignore, option=Step.SETTLE).wait()
+        ask_servers(
+            client, _LABEL, FrameKind.MOVE, client.servers, ignore, option=StepOption.SETTLE
+        ).wait()
         client.wait_until_settled(_LABEL)
 
 
 def _ask_leader(client: Client, question: dict[str, Any]) -> None:
     meta = packed_json(question)
     ask_servers(
-        client, _LABEL, Kind.SNAPSHOT, [client.leader], ignore, option=Pausing.ENDS, meta=meta
+        client, _LABEL, FrameKind.SNAPSHOT, [client.leader], ignore, option=Pausing.ENDS, meta=meta
     ).wait()
 
 

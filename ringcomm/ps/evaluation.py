@@ -15,7 +15,7 @@ from ringcomm.ps.client.future import require_timeout
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, release
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Header, Kind, Status
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.session import Session, require_not_begun, session
 
@@ -94,7 +94,7 @@ def report(step: int, metrics: dict[str, float]) -> None:
         raise TypeError(f"ps.report: metrics must be a dict of name -> number, not {metrics!r}")
     current = session()
     chief = current.layout.chief
-    header = Header(Kind.REPORT, origin=current.engine.job_rank)
+    header = FrameHeader(FrameKind.REPORT, origin=current.engine.job_rank)
     numbers = {name: float(x) for name, x in metrics.items()}
     current.client.link.send(chief, header, packed_json([int(step), numbers]))
     current.engine.nudge()
@@ -175,7 +175,7 @@ def wait_for_step(step: int, timeout_s: float | None = None) -> int | None:
     None if all left before.
     """
     client = session().client
-    request = Request(Kind.TICK, server=client.leader, clock=step, option=1)
+    request = Request(FrameKind.TICK, server=client.leader, clock=step, option=1)
 
     def read(reply: Delivery) -> int | None:
         return reply.header.clock if reply.header.status == Status.OK else None

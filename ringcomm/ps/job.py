@@ -28,7 +28,7 @@ from ringcomm.ps.members.let_in import end_step, hear
 from ringcomm.ps.members.stand_by import stand_by
 from ringcomm.ps.protocol.death_listeners import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
-from ringcomm.ps.protocol.frames import STEPS_MAX, Header, Kind
+from ringcomm.ps.protocol.frames import STEPS_MAX, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery, Link
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.ps.roles import InitOptions, Layout, Role, assign, refuse_what_cannot_be
@@ -258,7 +258,10 @@ def _start(
     training = EndOfTraining(
         me,
         lambda to, option, clock: link.send(
-            to, Header(Kind.STOP, view=layout.n_losses, origin=me, option=option, clock=clock)
+            to,
+            FrameHeader(
+                FrameKind.STOP, view=layout.n_losses, origin=me, option=option, clock=clock
+            ),
         ),
     )
 
@@ -266,11 +269,11 @@ def _start(
         if frame.header.view >= layout.n_losses:  # else it is older than ps.recover()
             training.on_frame(frame.source, frame.header.option, frame.header.clock)
 
-    dispatcher.takes[Kind.STOP] = on_stop
+    dispatcher.takes[FrameKind.STOP] = on_stop
     tables: dict[str, Any] = {}
     replaced = Replacements(
         me,
-        lambda to, option: link.send(to, Header(Kind.REPLACED, origin=me, option=option)),
+        lambda to, option: link.send(to, FrameHeader(FrameKind.REPLACED, origin=me, option=option)),
         lambda: [table.note_replaced() for table in [*tables.values()]],
     )
     dispatcher.link, dispatcher.client = link, client.outstanding
@@ -300,9 +303,9 @@ def _start(
         engine, layout, group, dispatcher, client, training, replaced, names, tables=tables
     )
     dispatcher.deaths.listeners.append(current.on_death)
-    dispatcher.takes[Kind.REPLACED] = partial(_hear_of_values, current)
-    dispatcher.takes[Kind.HOMES] = current.on_homes
-    dispatcher.takes[Kind.NEWCOMER] = partial(hear, current)
+    dispatcher.takes[FrameKind.REPLACED] = partial(_hear_of_values, current)
+    dispatcher.takes[FrameKind.HOMES] = current.on_homes
+    dispatcher.takes[FrameKind.NEWCOMER] = partial(hear, current)
     keep_queues(engine, layout.rank_of(layout.leader))
     engine.extensions.add_service(dispatcher)
     engine.extensions.add_waits(lambda: client.waits.label)

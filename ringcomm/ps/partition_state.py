@@ -25,7 +25,7 @@ _LINE: Final = 64
 
 
 @dataclass(frozen=True)
-class State:
+class PartitionState:
     """The values of a partition, and the state of its updater.
 
     Attributes:
@@ -50,7 +50,7 @@ class State:
         return pieces
 
     @classmethod
-    def unpacked(cls, data: Bytes) -> State:
+    def unpacked(cls, data: Bytes) -> PartitionState:
         """Read it; the arrays are views of `data`.
 
         Raises:
@@ -73,7 +73,7 @@ class State:
         return cls(head["meta"], arrays)
 
 
-def recut(spec: Spec, start: int, stop: int, pieces: Sequence[State]) -> State:
+def recut(spec: Spec, start: int, stop: int, pieces: Sequence[PartitionState]) -> PartitionState:
     """Return elements [start, stop) of a dense table out of slices that were cut otherwise.
 
     Numbers that a block has once, its steps and NAdam's mu_product, are those of the slice with the
@@ -106,7 +106,7 @@ def recut(spec: Spec, start: int, stop: int, pieces: Sequence[State]) -> State:
                 whole[first - start : last - start] = each.arrays[name][first - own : last - own]
         arrays[name] = whole
     arrays |= merged([each.arrays for each in touched])
-    return State({**oldest.meta, "start": start, "stop": stop}, arrays)
+    return PartitionState({**oldest.meta, "start": start, "stop": stop}, arrays)
 
 
 def slots_by_element(updater: Updater) -> list[str]:
@@ -114,7 +114,7 @@ def slots_by_element(updater: Updater) -> list[str]:
     return [f"slot{k}" for k, slot in enumerate(slots) if slot.size == 2]
 
 
-def _overlap(state: State, start: int, stop: int) -> int:
+def _overlap(state: PartitionState, start: int, stop: int) -> int:
     return max(0, min(stop, int(state.meta["stop"])) - max(start, int(state.meta["start"])))
 
 

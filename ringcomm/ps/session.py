@@ -35,7 +35,7 @@ from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.end_of_job import EndOfTraining, leave, rest, serve
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
-from ringcomm.ps.protocol.frames import INLINE_MAX, Header, Kind
+from ringcomm.ps.protocol.frames import INLINE_MAX, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.protocol.lost_server import Loss
 from ringcomm.ps.roles import Layout
@@ -143,7 +143,9 @@ class Session:
         me, link = self.engine.job_rank, self.client.link
         self.refusals = Refusals(
             me,
-            lambda to, option: link.send(to, Header(Kind.REPLACED, origin=me, option=option)),
+            lambda to, option: link.send(
+                to, FrameHeader(FrameKind.REPLACED, origin=me, option=option)
+            ),
             self._note_survivable,
         )
 
@@ -166,7 +168,7 @@ class Session:
         """Report to the servers that this worker has completed a step, behind its pushes."""
         self.client.wait_until_sent("tick")
         clock = self.clock + 1 if clock is None else clock
-        ask_servers(self.client, "tick", Kind.TICK, self.client.servers, ignore, clock=clock)
+        ask_servers(self.client, "tick", FrameKind.TICK, self.client.servers, ignore, clock=clock)
         self.clock = clock
 
     @property

@@ -10,7 +10,7 @@ BUSY: Final = "busy_s"  # the scalar of a server by which `ringcomm top` tells t
 SPARE, RESERVE = "spare", "reserve"  # roles of processes without a place in an elastic job
 
 
-class State(IntEnum):
+class PageState(IntEnum):
     STARTING = 0
     RUNNING = 1
     LEAVING = 2

@@ -33,7 +33,7 @@ _made: dict[int, int] = {}  # pid -> memfd
 
 
 @dataclass(frozen=True)
-class Frame:
+class StackFrame:
     """A line that a thread executes."""
 
     file: str
@@ -72,19 +72,19 @@ def stacks_of(page: Mapping[str, Any]) -> str:
     return ""
 
 
-def main_stack(text: str, main_thread: int) -> list[Frame]:
+def main_stack(text: str, main_thread: int) -> list[StackFrame]:
     """Return the frames of the main thread, the innermost first. Pure."""
-    frames: list[Frame] = []
+    frames: list[StackFrame] = []
     is_main = False
     for line in text.splitlines():
         if head := _HEAD.match(line):
             is_main = int(head[1], 16) == main_thread
         elif is_main and (frame := _FRAME.match(line)):
-            frames.append(Frame(*frame.groups()))
+            frames.append(StackFrame(*frame.groups()))
     return frames
 
 
-def users_frame(frames: list[Frame]) -> Frame | None:
+def users_frame(frames: list[StackFrame]) -> StackFrame | None:
     paths = sysconfig.get_paths()
     foreign = tuple({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     package = str(Path(__file__).parents[1])
@@ -97,7 +97,7 @@ def where_is(page: Mapping[str, Any]) -> str:
     return place_of(main_stack(stacks_of(page), page["main_thread"]))
 
 
-def place_of(frames: list[Frame]) -> str:
+def place_of(frames: list[StackFrame]) -> str:
     """Return the user's line of these frames, and whether MPI has been called there. Pure."""
     frame = users_frame(frames)
     if frame is None:

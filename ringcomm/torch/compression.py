@@ -28,7 +28,7 @@ class Compressor(Protocol):
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor: ...
 
 
-class _Cast:
+class _CastCompressor:
     """Sends floating-point tensors of a wider dtype in the codec's dtype, others unchanged."""
 
     codec: ClassVar[Identity | FP16 | BF16]
@@ -45,19 +45,19 @@ class _Cast:
         return tensor if ctx is None else tensor.to(ctx)
 
 
-class NoneCompressor(_Cast):
+class NoneCompressor(_CastCompressor):
     """Sends tensors unchanged."""
 
     codec, wire = Identity(), torch.float64
 
 
-class FP16Compressor(_Cast):
+class FP16Compressor(_CastCompressor):
     """float16: 11 bits of precision; magnitudes above 65504 become infinite."""
 
     codec, wire = FP16(), torch.float16
 
 
-class BF16Compressor(_Cast):
+class BF16Compressor(_CastCompressor):
     """bfloat16: 8 bits of precision, the range of float32."""
 
     codec, wire = BF16(), torch.bfloat16
@@ -71,7 +71,7 @@ class Compression:
     bf16 = BF16Compressor
 
 
-_BY_CODEC: dict[object, type[_Cast]] = {
+_BY_CODEC: dict[object, type[_CastCompressor]] = {
     each.codec: each for each in (NoneCompressor, FP16Compressor, BF16Compressor)
 }
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ANY_SOURCE = -1
 
 
-class Request(Protocol):
+class WireRequest(Protocol):
     """A message under way, or another event that an operation waits for.
 
     The transport owns the buffer of a message until test() returns True.
@@ -34,7 +34,7 @@ class Request(Protocol):
 
 
 @dataclass(frozen=True)
-class Arrived:
+class ArrivedMessage:
     """A control message: a packed ringcomm.transport.control_header.Header, then text."""
 
     source: int
@@ -42,13 +42,13 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Died:
+class PeerDied:
     rank: int
     reason: str  # how it ended, in words
     blames: int  # the rank that failed first: `rank`, or another whose failure ended `rank`
 
 
-Event = Arrived | Died
+Event = ArrivedMessage | PeerDied
 
 
 class Transport(Protocol):
@@ -91,11 +91,11 @@ class Transport(Protocol):
         """Return the numbers by which `runner` knows these ranks."""
         ...
 
-    def isend(self, data: Bytes, dest: int, tag: int) -> Request:
+    def isend(self, data: Bytes, dest: int, tag: int) -> WireRequest:
         """Start to send; `data` must not change until the request is complete."""
         ...
 
-    def irecv(self, out: Bytes, source: int, tag: int) -> Request:
+    def irecv(self, out: Bytes, source: int, tag: int) -> WireRequest:
         """Start to receive exactly out.nbytes bytes from source."""
         ...
 
@@ -118,7 +118,7 @@ class Transport(Protocol):
         """End the park() of another thread; if there is none, the next park() returns at once."""
         ...
 
-    def abandon(self, requests: list[Request]) -> None:
+    def abandon(self, requests: list[WireRequest]) -> None:
         """Cancel receives, but not sends.
 
         Keeps all requests and buffers alive for ever, as peers may still use them.

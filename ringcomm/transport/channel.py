@@ -24,8 +24,8 @@ from ringcomm._core import (
     divide,
 )
 from ringcomm.arrays.base import Bytes, Flat
-from ringcomm.transport.base import ANY_SOURCE, Request, Transport
-from ringcomm.transport.control_header import Kind
+from ringcomm.transport.base import ANY_SOURCE, Transport, WireRequest
+from ringcomm.transport.control_header import ControlKind
 from ringcomm.transport.control_messages import Letter, Watch
 from ringcomm.transport.group_members import Members
 from ringcomm.transport.node.steps import MEET, Meeting, NodeCopy, NodeReduction
@@ -49,9 +49,9 @@ _UNSEEN = contextlib.nullcontext()
 class Wait:
     """Awaitable that yields requests to the progress loop; the await ends when all are complete."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[WireRequest, ...]
 
-    def __await__(self) -> Generator[tuple[Request, ...], None, None]:
+    def __await__(self) -> Generator[tuple[WireRequest, ...], None, None]:
         yield self.requests
 
 
@@ -115,7 +115,7 @@ class Channel(Performer):
         self.meeting = self._place_of_meeting()
         self.has_met = False
         self.linger_s = 0.0
-        self._posted: set[Request] = set()
+        self._posted: set[WireRequest] = set()
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -132,17 +132,17 @@ class Channel(Performer):
     def phase(self, name: str) -> AbstractContextManager[None]:
         return _UNSEEN if self._phases is None else self._phases.phase(name)
 
-    def isend(self, data: Bytes, dest: int) -> Request:
+    def isend(self, data: Bytes, dest: int) -> WireRequest:
         request = self.transport.isend(data, self.members[dest], self.tag)
         self._posted.add(request)
         return request
 
-    def irecv(self, out: Bytes, source: int) -> Request:
+    def irecv(self, out: Bytes, source: int) -> WireRequest:
         request = self.transport.irecv(out, self.members[source], self.tag)
         self._posted.add(request)
         return request
 
-    async def wait(self, *requests: Request) -> None:
+    async def wait(self, *requests: WireRequest) -> None:
         with self.phase("wait"):
             await Wait(requests)
         self._posted.difference_update(requests)
@@ -255,10 +255,10 @@ class Channel(Performer):
         with self.phase("reduce"):
             combine_at_once(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
 
-    def tell(self, dest: int, kind: Kind, text: str = "", **fields: Any) -> None:
+    def tell(self, dest: int, kind: ControlKind, text: str = "", **fields: Any) -> None:
         self._watch.tell(self.members[dest], kind, text, **fields)
 
-    async def hear(self, kind: Kind, key: int, source: int, round_: int = 0) -> Letter:
+    async def hear(self, kind: ControlKind, key: int, source: int, round_: int = 0) -> Letter:
         """Return the next control message of this kind about `key` from a rank of the group."""
         letter = self._watch.letter(
             kind, key, ANY_SOURCE if source == ANY_SOURCE else self.members[source], round_

@@ -11,7 +11,7 @@ NBYTES = _FORMAT.size  # 36
 TEXT_MAX = 3000  # bytes of a text of News; a message has at most 4096, with ranks at its end
 
 
-class Kind(IntEnum):
+class ControlKind(IntEnum):
     """Kinds of control messages. Names in backticks are fields of the Header."""
 
     AGREE = 1  # the sender's operation: `key`, `fingerprint`; `value`: proposal; `flag`: all agree
@@ -37,9 +37,19 @@ class Kind(IntEnum):
     WORK = 16  # question number `value` about a WorkQueue; `flag`: its answer. The text is JSON
 
 
-LETTERS = (Kind.AGREE, Kind.OFFER, Kind.ANSWER)  # an operation waits for these, as for data
+LETTERS = (
+    ControlKind.AGREE,
+    ControlKind.OFFER,
+    ControlKind.ANSWER,
+)  # an operation waits for these, as for data
 # Ranks pass these on, see News. The last line of the text lists the ranks from which they come.
-OF_NEWS = (Kind.ABSENT, Kind.LEFT, Kind.FAILED, Kind.GAVE_UP, Kind.BROKE)
+OF_NEWS = (
+    ControlKind.ABSENT,
+    ControlKind.LEFT,
+    ControlKind.FAILED,
+    ControlKind.GAVE_UP,
+    ControlKind.BROKE,
+)
 
 
 def cut(text: str, nbytes: int) -> str:
@@ -47,10 +57,10 @@ def cut(text: str, nbytes: int) -> str:
     return text.encode(errors="replace")[:nbytes].decode(errors="ignore")
 
 
-class Header(NamedTuple):
+class ControlHeader(NamedTuple):
     """36 bytes, little-endian."""
 
-    kind: Kind
+    kind: ControlKind
     ring_epoch: int  # the sender's Transport.ring_epoch; earlier transports' messages are dropped
     key: int = 0  # 64 bits that identify an operation, the same on all ranks
     fingerprint: int = 0  # 64-bit digest of the sender's call
@@ -63,6 +73,6 @@ class Header(NamedTuple):
         return _FORMAT.pack(*self) + text.encode(errors="replace")
 
     @classmethod
-    def unpack(cls, message: bytes) -> tuple[Header, str]:
+    def unpack(cls, message: bytes) -> tuple[ControlHeader, str]:
         kind, *others = _FORMAT.unpack_from(message)
-        return cls(Kind(kind), *others), message[NBYTES:].decode(errors="replace")
+        return cls(ControlKind(kind), *others), message[NBYTES:].decode(errors="replace")

@@ -10,16 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ringcomm.transport.base import ANY_SOURCE, Arrived, Died, Transport
-from ringcomm.transport.control_header import LETTERS, OF_NEWS, TEXT_MAX, Header, Kind, cut
-from ringcomm.transport.failure_news import WAITS, Fact, Message, News
+from ringcomm.transport.base import ANY_SOURCE, ArrivedMessage, PeerDied, Transport
+from ringcomm.transport.control_header import (
+    LETTERS,
+    OF_NEWS,
+    TEXT_MAX,
+    ControlHeader,
+    ControlKind,
+    cut,
+)
+from ringcomm.transport.failure_news import WAITS, Fact, News, NewsMessage
 from ringcomm.transport.peer_state import GaveUp, PeerTable
 from ringcomm.transport.ranks_as_text import ranks_in
 
 # Called with a message: the rank that sent it, its header and its text.
-Listener = Callable[[int, Header, str], None]
-_Address = tuple[Kind, int, int]  # kind, key and round
-_Boxes = dict[_Address, deque[tuple[int, Header, str]]]
+Listener = Callable[[int, ControlHeader, str], None]
+_Address = tuple[ControlKind, int, int]  # kind, key and round
+_Boxes = dict[_Address, deque[tuple[int, ControlHeader, str]]]
 
 
 @dataclass(eq=False)
@@ -30,7 +37,7 @@ class Letter:
     address: _Address
     wanted: int
     source: int = ANY_SOURCE
-    header: Header | None = None
+    header: ControlHeader | None = None
     text: str = ""
 
     def test(self) -> bool:
@@ -66,7 +73,7 @@ class Watch:
         self.transport = transport
         self.peers = PeerTable(transport.rank, transport.size)
         self.own_failure: str | None = None
-        self.listeners: dict[Kind, Listener] = {}
+        self.listeners: dict[ControlKind, Listener] = {}
         self.before_poll: Callable[[], None] | None = None
         self.line_of: Callable[[int], str] = lambda _: ""
         self._left: str | None = None
@@ -79,7 +86,7 @@ class Watch:
         if self.before_poll is not None:
             self.before_poll()
         for event in self.transport.poll():
-            if isinstance(event, Died):
+            if isinstance(event, PeerDied):
                 if event.rank not in self.peers.dead and event.blames == event.rank:
                     self.announce_failed(event.rank, event.reason)  # other nodes cannot see it
                 self.peers.note_dead(event.rank, event.reason, blames=event.blames)
@@ -94,13 +101,13 @@ class Watch:
         """True once this rank has announced that it enters no operation any more."""
         return self._left is not None
 
-    def letter(self, kind: Kind, key: int, source: int, round_: int = 0) -> Letter:
+    def letter(self, kind: ControlKind, key: int, source: int, round_: int = 0) -> Letter:
         return Letter(self._boxes, (kind, key, round_), source)
 
-    def tell(self, dest: int, kind: Kind, text: str = "", **fields: Any) -> None:
+    def tell(self, dest: int, kind: ControlKind, text: str = "", **fields: Any) -> None:
         self.transport.control(dest, self._pack(kind, text, **fields))
 
-    def tell_all(self, kind: Kind, **fields: Any) -> None:
+    def tell_all(self, kind: ControlKind, **fields: Any) -> None:
         """Send a control message directly to every other live rank; compare _announce()."""
         message = self._pack(kind, "", **fields)
         for rank in range(self.transport.size):
@@ -108,7 +115,7 @@ class Watch:
                 self.transport.control(rank, message)
 
     def announce_gave_up(self, gave_up: GaveUp) -> None:
-        self._announce(Fact(Kind.GAVE_UP, gave_up.text()))
+        self._announce(Fact(ControlKind.GAVE_UP, gave_up.text()))
         self.peers.note_gave_up(self.transport.rank, gave_up)
 
     def announce_left(self, how: str, key: int = WAITS) -> None:
@@ -119,9 +126,9 @@ class Watch:
             key: WAITS if this rank waits until all have left, else RESTS; see failure_news.py.
         """
         self._left = how
-        self._announce(Fact(Kind.LEFT, how, key=key))
+        self._announce(Fact(ControlKind.LEFT, how, key=key))
         for kind, operation, _ in self._boxes:
-            if kind is Kind.AGREE:
+            if kind is ControlKind.AGREE:
                 self._say_absent(operation)
 
     def end_rest(self) -> None:
@@ -132,11 +139,11 @@ class Watch:
 
     def announce_failed(self, rank: int, reason: str) -> None:
         """Announce that `rank` failed: this rank, or the rank whose failure this rank noticed."""
-        self._announce(Fact(Kind.FAILED, reason, about=rank))
+        self._announce(Fact(ControlKind.FAILED, reason, about=rank))
 
     def announce_broken(self, rank: int, reason: str) -> None:
         """Announce that this rank takes part in no operation any more, because `rank` failed."""
-        self._announce(Fact(Kind.BROKE, reason, about=rank))
+        self._announce(Fact(ControlKind.BROKE, reason, about=rank))
 
     def _announce(self, fact: Fact) -> None:
         """Send a fact to every rank, directly or through others; any thread may call this."""
@@ -152,23 +159,23 @@ class Watch:
             due = self._news.due(time.monotonic())
         self._send(due)
 
-    def _send(self, messages: list[Message]) -> None:
+    def _send(self, messages: list[NewsMessage]) -> None:
         for dest, (kind, text, about, key), ranks, is_round in messages:
             self.tell(dest, kind, f"{text}\n{ranks}", about=about, key=key, flag=is_round)
 
-    def _pack(self, kind: Kind, text: str, **fields: Any) -> bytes:
-        return Header(kind, self.transport.ring_epoch, **fields).pack(text)
+    def _pack(self, kind: ControlKind, text: str, **fields: Any) -> bytes:
+        return ControlHeader(kind, self.transport.ring_epoch, **fields).pack(text)
 
-    def _hear(self, event: Arrived) -> None:
-        header, text = Header.unpack(event.message)
+    def _hear(self, event: ArrivedMessage) -> None:
+        header, text = ControlHeader.unpack(event.message)
         if header.ring_epoch != self.transport.ring_epoch:
             return  # a message of an earlier transport
         kind, peers, source = header.kind, self.peers, event.source
         if kind in LETTERS:
             self._deliver(source, header, text)
-        elif kind is Kind.HERE:
+        elif kind is ControlKind.HERE:
             peers.note_entered(source, header.key)
-        elif kind is Kind.ELSEWHERE:
+        elif kind is ControlKind.ELSEWHERE:
             waits_in = (header.fingerprint, header.value) if header.flag else None
             peers.note_elsewhere(source, header.key, text, waits_in)
         elif kind in OF_NEWS:
@@ -176,33 +183,33 @@ class Watch:
         elif kind in self.listeners:
             self.listeners[kind](source, header, text)
 
-    def _hear_news(self, header: Header, message: str) -> None:
+    def _hear_news(self, header: ControlHeader, message: str) -> None:
         text, _, ranges = message.rpartition("\n")
         kind, about, peers = header.kind, header.about, self.peers
         fact = Fact(kind, text, about, header.key)
         with self._lock:
             new = self._news.hear(fact, ranks_in(ranges), time.monotonic(), is_round=header.flag)
-            if kind is Kind.FAILED and about != self.transport.rank:
+            if kind is ControlKind.FAILED and about != self.transport.rank:
                 self._news.lose(about, time.monotonic())
         for rank in new:
-            if kind is Kind.FAILED and about != self.transport.rank:
+            if kind is ControlKind.FAILED and about != self.transport.rank:
                 peers.note_failed(about, text)
-            elif kind is Kind.ABSENT:
+            elif kind is ControlKind.ABSENT:
                 peers.note_absent(rank, header.key, text)
-            elif kind is Kind.GAVE_UP:
+            elif kind is ControlKind.GAVE_UP:
                 peers.note_gave_up(rank, GaveUp.of_text(text))
-            elif kind is Kind.BROKE:
+            elif kind is ControlKind.BROKE:
                 peers.note_broken(rank, about, text)
-            elif kind is Kind.LEFT:
+            elif kind is ControlKind.LEFT:
                 peers.note_left(rank, text)
 
-    def _deliver(self, source: int, header: Header, text: str) -> None:
+    def _deliver(self, source: int, header: ControlHeader, text: str) -> None:
         box = self._boxes.setdefault((header.kind, header.key, header.round), deque())
         box.append((source, header, text))
-        if self._left is not None and header.kind is Kind.AGREE:
+        if self._left is not None and header.kind is ControlKind.AGREE:
             self._say_absent(header.key)
 
     def _say_absent(self, key: int) -> None:
         """Announce that this rank has left and will never enter operation `key`."""
         assert self._left is not None
-        self._announce(Fact(Kind.ABSENT, self._left, key=key))
+        self._announce(Fact(ControlKind.ABSENT, self._left, key=key))

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ringcomm.transport.control_header import Kind
+from ringcomm.transport.control_header import ControlKind
 from ringcomm.transport.ranks_as_text import parts, ranges_of
 
 DIRECT = 16  # ranks of the largest job in which every rank sends its news to all others
@@ -39,13 +39,13 @@ _GAVE_UP_MAX = 64  # texts of GAVE_UP passed on; a rank that gets none ends at i
 class Fact(NamedTuple):
     """A piece of news that ranks send and pass on."""
 
-    kind: Kind  # LEFT, FAILED, BROKE, GAVE_UP or ABSENT
+    kind: ControlKind  # LEFT, FAILED, BROKE, GAVE_UP or ABSENT
     text: str  # see Kind
     about: int = 0  # the rank that failed
     key: int = 0  # key of the operation; if the kind is LEFT: WAITS or RESTS
 
 
-class Message(NamedTuple):
+class NewsMessage(NamedTuple):
     """A fact that comes from some ranks, for one other rank."""
 
     dest: int  # the receiver
@@ -93,16 +93,18 @@ class News:
         self._passed_on_at, self._pause_s = -math.inf, SOON_S
 
     def say(self, fact: Fact, now: float) -> None:
-        is_goodbye = fact.kind is Kind.LEFT and self._rank not in self._left
+        is_goodbye = fact.kind is ControlKind.LEFT and self._rank not in self._left
         is_round = is_goodbye and not self._is_direct
-        who = fact.about if fact.kind is Kind.FAILED else self._rank  # any rank may report FAILED
+        who = (
+            fact.about if fact.kind is ControlKind.FAILED else self._rank
+        )  # any rank may report FAILED
         self.hear(fact, (who,), now, is_round=is_round, is_own=True)
 
-    def end_of_rest(self) -> list[Message]:
+    def end_of_rest(self) -> list[NewsMessage]:
         """Return this rank's goodbye, addressed to each live rank that does not rest."""
         others = set(range(self._size)) - {self._rank} - self._dead - self._resting
         rests = self._left[self._rank]
-        return [Message(rank, rests, str(self._rank)) for rank in sorted(others)]
+        return [NewsMessage(rank, rests, str(self._rank)) for rank in sorted(others)]
 
     def hear(
         self,
@@ -118,7 +120,7 @@ class News:
         new = [rank for rank in ranks if rank not in said]
         if not new:
             return new
-        if fact.kind is Kind.LEFT:
+        if fact.kind is ControlKind.LEFT:
             self._left.update(dict.fromkeys(new, fact))
             self._is_slow |= not is_round
             self.due_at = min(self.due_at, now)
@@ -130,7 +132,7 @@ class News:
                 self._is_urgent = True
                 self._hasten(now)
             else:
-                grace_s = 0.0 if self._is_slow or fact.kind is not Kind.LEFT else GRACE_S
+                grace_s = 0.0 if self._is_slow or fact.kind is not ControlKind.LEFT else GRACE_S
                 self._hasten(max(now + grace_s, self._passed_on_at + self._pause_s))
         self._said.setdefault(fact, set()).update(new)
         if len(self._left.keys() | self._dead) == self._size and not self._is_direct:
@@ -162,7 +164,7 @@ class News:
             rank = (rank + 1) % self._size
         return rank
 
-    def due(self, now: float) -> list[Message]:
+    def due(self, now: float) -> list[NewsMessage]:
         if now < self.due_at:
             return []
         messages = [*self._goodbyes()]
@@ -177,15 +179,15 @@ class News:
         return messages
 
     def _is_worth_passing_on(self, fact: Fact) -> bool:
-        if fact.kind is not Kind.GAVE_UP or fact in self._said:
+        if fact.kind is not ControlKind.GAVE_UP or fact in self._said:
             return True
-        return sum(each.kind is Kind.GAVE_UP for each in self._said) < _GAVE_UP_MAX
+        return sum(each.kind is ControlKind.GAVE_UP for each in self._said) < _GAVE_UP_MAX
 
     def _hasten(self, at: float) -> None:
         self._pass_on_at = min(self._pass_on_at, at)
         self.due_at = min(self.due_at, at)
 
-    def _goodbyes(self) -> Iterator[Message]:
+    def _goodbyes(self) -> Iterator[NewsMessage]:
         """Yield the messages of the barrier's rounds that this rank has reached."""
         if self._rank not in self._left:
             return
@@ -199,7 +201,7 @@ class News:
                 words.setdefault(self._left[before], []).append(before)
             yield from _messages(edge.dest, words, is_round=True)
 
-    def _passed_on(self) -> Iterator[Message]:
+    def _passed_on(self) -> Iterator[NewsMessage]:
         """Yield the entries of the log that the receivers do not have yet."""
         for edge in self._edges:
             if edge.dest in self._dead or edge.dest == self._rank:
@@ -213,7 +215,7 @@ class News:
 
 def _messages(
     dest: int, words: dict[Fact, list[int]], *, is_round: bool = False
-) -> Iterator[Message]:
+) -> Iterator[NewsMessage]:
     for fact, ranks in words.items():
         for text in parts(ranges_of(ranks), _RANGES_MAX):
-            yield Message(dest, fact, text, is_round)
+            yield NewsMessage(dest, fact, text, is_round)

@@ -15,7 +15,7 @@ import numpy as np
 from ringcomm._core import Loop, WireFault
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
-from ringcomm.transport.base import Arrived, Died, Event, Request
+from ringcomm.transport.base import ArrivedMessage, Event, PeerDied, WireRequest
 from ringcomm.transport.presence import Presence
 from ringcomm.transport.programs_as_requests import StepRequest
 from ringcomm.transport.start_mpi import runner_over
@@ -106,7 +106,7 @@ class MpiTransport:
         self._short_messages: ShortMessages | None = None
         self._n_deaths = 0  # of presence.deaths, those that poll() has returned
         self._stopped: set[int] = set()  # members whose stop poll() has reported
-        self._abandoned: list[Request] = []
+        self._abandoned: list[WireRequest] = []
         if view.number and presence.is_fault_tolerant:
             for comm in (self._data, self._control):
                 comm.Ack_failed()  # else receives from any rank fail
@@ -127,15 +127,15 @@ class MpiTransport:
             raise ValueError("the communicator has a process that is lost")
         return tuple(rank for rank in ranks if rank is not None)
 
-    def isend(self, data: Bytes, dest: int, tag: int) -> Request:
+    def isend(self, data: Bytes, dest: int, tag: int) -> WireRequest:
         return self._begin(self._data.Isend, data, self.view.members[dest], tag)
 
-    def irecv(self, out: Bytes, source: int, tag: int) -> Request:
+    def irecv(self, out: Bytes, source: int, tag: int) -> WireRequest:
         return self._begin(self._data.Irecv, out, self.view.members[source], tag, is_receive=True)
 
     def _begin(
         self, call: Any, buffer: Bytes, peer: int, tag: int, *, is_receive: bool = False
-    ) -> Request:
+    ) -> WireRequest:
         requests: list[MPI.Request] = []
         begun = _MpiRequest(self._mpi, requests, buffer, is_receive=is_receive)
         try:
@@ -183,7 +183,7 @@ class MpiTransport:
             self._n_deaths += 1
             rank = self._rank_of.get(died.rank)
             if rank is not None:
-                events.append(Died(rank, died.reason, self._rank_of.get(died.blames, rank)))
+                events.append(PeerDied(rank, died.reason, self._rank_of.get(died.blames, rank)))
         return events
 
     def _stops(self) -> list[Event]:
@@ -200,7 +200,7 @@ class MpiTransport:
         lost = min((self._rank_of[each] for each in state.lost_members), default=None)
         reason = "has stopped, so that ranks can join or leave"
         ranks = sorted(self._rank_of[each] for each in news)
-        return [Died(rank, reason, rank if lost is None else lost) for rank in ranks]
+        return [PeerDied(rank, reason, rank if lost is None else lost) for rank in ranks]
 
     def park(self, seconds: float) -> None:
         self.presence.parking.sleep(seconds)
@@ -208,7 +208,7 @@ class MpiTransport:
     def wake(self) -> None:
         self.presence.parking.wake()
 
-    def abandon(self, requests: list[Request]) -> None:
+    def abandon(self, requests: list[WireRequest]) -> None:
         unfinished = [request for request in requests if not _is_over(request)]
         for request in unfinished:
             request.cancel()
@@ -261,14 +261,14 @@ class MpiTransport:
                 source = self._rank_of.get(self._status.source)
                 message.Recv(buffer)
                 if source is not None:  # else a spare that fails: its end is seen as well
-                    events.append(Arrived(source, buffer.tobytes()))
+                    events.append(ArrivedMessage(source, buffer.tobytes()))
         except self._mpi.Exception:
             if self.presence.is_fault_tolerant:
                 self._control.Ack_failed()  # else a wildcard probe fails for ever
         return events
 
 
-def _is_over(request: Request) -> bool:
+def _is_over(request: WireRequest) -> bool:
     try:
         return request.test()
     except WireFault:

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.arrays.dtypes import DType
-from ringcomm.transport.base import Request
+from ringcomm.transport.base import WireRequest
 
 
 class Reduction(Protocol):
@@ -58,15 +58,15 @@ class Performer(ABC):
         """
 
     @abstractmethod
-    def isend(self, data: Bytes, dest: int) -> Request:
+    def isend(self, data: Bytes, dest: int) -> WireRequest:
         """Start to send `data`, which must not change until wait() has returned."""
 
     @abstractmethod
-    def irecv(self, out: Bytes, source: int) -> Request:
+    def irecv(self, out: Bytes, source: int) -> WireRequest:
         """Start to receive exactly out.nbytes bytes."""
 
     @abstractmethod
-    async def wait(self, *requests: Request) -> None:
+    async def wait(self, *requests: WireRequest) -> None:
         """Return when all requests are complete. If they cannot complete, the operation fails."""
 
     @abstractmethod

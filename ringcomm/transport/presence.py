@@ -22,10 +22,10 @@ from ringcomm.errors import ConfigError, MismatchError
 from ringcomm.launched.launcher import is_fault_tolerant
 from ringcomm.status.ending_in_words import how_it_ended
 from ringcomm.status.guardian import Ward
-from ringcomm.status.page_enums import Ending, State
+from ringcomm.status.page_enums import Ending, PageState
 from ringcomm.status.stacks import offer_stacks, where_is
 from ringcomm.system_text import bytes_of, host_name, text_of
-from ringcomm.transport.base import Died
+from ringcomm.transport.base import PeerDied
 from ringcomm.transport.failure_news import DIRECT
 from ringcomm.transport.membership.events_and_actions import (
     Lost,
@@ -126,7 +126,7 @@ class Presence:
                 mpi, own[0], n_spares, n_reserves, is_fault_tolerant=self.is_fault_tolerant
             )
         self.views = [View.first(n_members if self.number < n_members else self.size)]
-        self.deaths: list[Died] = []
+        self.deaths: list[PeerDied] = []
         self._ended: set[int] = set()
         self._look_at = 0.0
         self._lock = threading.Lock()
@@ -294,25 +294,28 @@ class Presence:
         return frozenset(self._neighbours.ranks) - self._ended
 
     def is_at_end(self, number: int) -> bool:
-        return self._neighbours[number].page.snapshot()["state"] in (State.LEAVING, State.LEFT)
+        return self._neighbours[number].page.snapshot()["state"] in (
+            PageState.LEAVING,
+            PageState.LEFT,
+        )
 
     def _note_end(self, number: int) -> None:
         self._ended.add(number)
         self._neighbours.unwatch(number)
         if number not in self._neighbours:
-            self.deaths.append(Died(number, "died (so says MPI)", number))
+            self.deaths.append(PeerDied(number, "died (so says MPI)", number))
             return
         last_words = self._neighbours[number].page.snapshot()
-        if last_words["state"] == State.LEFT:
+        if last_words["state"] == PageState.LEFT:
             # It called shutdown(), so this is no failure, or it takes part no more. Then it has not
             # called MPI_Finalize, which would wait for it.
             if self.membership is not None and number in self.membership.state.changes.lost:
-                self.deaths.append(Died(number, _WITHDREW, number))
+                self.deaths.append(PeerDied(number, _WITHDREW, number))
             return
         blames = number
         if last_words["end_kind"] == Ending.PEER_FAILED:
             blames = last_words["end_code"]
-        self.deaths.append(Died(number, how_it_ended(last_words), blames))
+        self.deaths.append(PeerDied(number, how_it_ended(last_words), blames))
 
     def _kill(self, number: int) -> None:
         if number == self.number or number in self._ended or number not in self._neighbours:
@@ -334,10 +337,10 @@ class Presence:
         for number in sorted(membership.state.changes.lost - self._ended):
             self._ended.add(number)
             self._neighbours.unwatch(number)
-            self.deaths.append(Died(number, _WITHDREW, number))
+            self.deaths.append(PeerDied(number, _WITHDREW, number))
         while membership.gone_on:
             number = membership.gone_on.pop()
-            self.deaths.append(Died(number, "goes on without this rank, which leaves", number))
+            self.deaths.append(PeerDied(number, "goes on without this rank, which leaves", number))
         while membership.to_kill:
             self._kill(membership.to_kill.pop())
 

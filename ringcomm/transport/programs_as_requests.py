@@ -7,11 +7,11 @@ from typing import Any
 
 from ringcomm._core import Loop, NodeStep, Run, WireFault
 from ringcomm.arrays.base import Bytes
-from ringcomm.transport.base import Request
+from ringcomm.transport.base import WireRequest
 
 
 @dataclass(eq=False)
-class Running(Request):
+class Running(WireRequest):
     """Request that is complete once the whole algorithm is over."""
 
     run: Run
@@ -28,7 +28,7 @@ class Running(Request):
         self.loop.abandon(self.run)  # keeps for ever the requests that the algorithm has posted
 
 
-class NextMove(Request):
+class NextMove(WireRequest):
     """Request that is complete once the algorithm has made another step or is over.
 
     The deadline starts anew with each step, so a long operation that makes progress does not time
@@ -47,7 +47,7 @@ class NextMove(Request):
 
 
 @dataclass(eq=False)
-class StepRequest(Request):
+class StepRequest(WireRequest):
     """Request that waits for a step in shared memory."""
 
     step: NodeStep

@@ -11,7 +11,7 @@ import numpy as np
 import ringcomm as rc
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.transport import failure_news
-from ringcomm.transport.control_header import Header, Kind
+from ringcomm.transport.control_header import ControlHeader, ControlKind
 failure_news.DIRECT = int(os.environ.get("DIRECT", failure_news.DIRECT))
 X = np.ones(int(os.environ.get("COUNT", 1000)), np.float32)
 
@@ -31,7 +31,8 @@ def reborn():
     assert not rc.is_initialized()
     rc.init()
     wire = engine().transport
-    late = Header(Kind.FAILED, wire.ring_epoch - 1, 0, about=rc.rank()).pack("failed before\\n0")
+    late = ControlHeader(ControlKind.FAILED, wire.ring_epoch - 1, 0, about=rc.rank())
+    late = late.pack("failed before\\n0")
     wire.control((rc.rank() + 1) % rc.size(), late)
     for _ in range(3):
         assert rc.allreduce(X)[0] == rc.size()

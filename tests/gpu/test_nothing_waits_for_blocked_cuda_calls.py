@@ -23,7 +23,7 @@ from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
 from ringcomm.gpu.executor.prepare_and_enqueue_jobs import LoadedKernels
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.nccl import NcclTransport
-from ringcomm.gpu.transports.works import Job, Reduce
+from ringcomm.gpu.transports.works import GpuReduce, Job
 from ringcomm.transport.channel import Until, Wait
 
 FREED_S = 20.0  # a busy machine needs a second
@@ -316,7 +316,7 @@ def test_a_call_that_needs_idle_streams_waits_for_what_is_under_way(is_known):
     calls = IdleCalls(SimpleNamespace(has_loaded=lambda _: True), SimpleNamespace(call=call))
     calls.add_stream(lambda: bool(over))
     kernels, transport = LoadedKernels(), SimpleNamespace(kernels=lambda _: [], has_outlines=True)
-    jobs = [Job(Reduce(Span(0, 1, DTYPES["int8"]), None, rc.SUM))]
+    jobs = [Job(GpuReduce(Span(0, 1, DTYPES["int8"]), None, rc.SUM))]
     with pytest.raises(StopIteration):
         kernels.load(jobs, transport, calls, None).send(None)
     waiting = calls.call(lambda: made.append("the call"))

@@ -8,11 +8,11 @@ import pytest
 from ringcomm.config import GPU_TRANSPORTS
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.transports.slices import even_parts, passes
-from ringcomm.gpu.transports.transport_choice import TRANSPORTS, Facts, choose_transport
+from ringcomm.gpu.transports.transport_choice import TRANSPORTS, GpuFacts, choose_transport
 
 NAMES = ("a", "b")
-APART = [Facts(name, 0, NAMES, nccl=22703) for name in NAMES]
-SHARED = [Facts("a", 0, ("a",), nccl=22703) for _ in range(3)]
+APART = [GpuFacts(name, 0, NAMES, nccl=22703) for name in NAMES]
+SHARED = [GpuFacts("a", 0, ("a",), nccl=22703) for _ in range(3)]
 
 
 def changed(facts, rank, **fields):
@@ -61,7 +61,7 @@ def test_nccl_may_share_a_gpu_where_it_can_and_is_wanted():
 
 def test_facts_survive_the_wire():
     for facts in (*APART, *SHARED):
-        assert Facts.unpack(facts.pack()) == facts
+        assert GpuFacts.unpack(facts.pack()) == facts
 
 
 def test_the_transports_of_the_setting_are_those_there_are():

@@ -30,7 +30,7 @@ print({child}, flush=True)
 sys.stdin.readline()
 {end}
 """
-LEAVE = "page.set_state(State.LEAVING); page.set_state(State.LEFT)"
+LEAVE = "page.set_state(PageState.LEAVING); page.set_state(PageState.LEFT)"
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 DEAF = 'run("sh", "-c", "trap : TERM; echo ready >&2; while :; do sleep 60; done")'
 

@@ -14,14 +14,14 @@ from bench.figure_and_goal import Figure, verdict
 from bench.ps_workload import CASES, PUSH, Case, Work, cpu_s_of, key_sets
 
 from ringcomm.errors import ConfigError
-from ringcomm.launch.bench.table import Row
+from ringcomm.launch.bench.table import BenchRow
 
 K, M = 1 << 10, 1 << 20
 
 
 # --- compare_saved_runs -------------------------------------------------------------------------
 def row(engine="ringcomm", time_us=10.0, **changes):
-    plain = Row("allreduce", "sum", "float32", M, M // 4, engine, "private", True, 0, time_us)
+    plain = BenchRow("allreduce", "sum", "float32", M, M // 4, engine, "private", True, 0, time_us)
     times = {} if time_us is None else {"call_p50_us": time_us, "p99_us": 2 * time_us}
     return dataclasses.replace(plain, **{**times, **changes})
 

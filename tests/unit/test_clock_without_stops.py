@@ -12,7 +12,7 @@ import ringcomm as rc
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.progress import clock_without_stops, loop
 from ringcomm.engine.progress.clock_without_stops import RunningTime, Standstill
-from ringcomm.status.stacks import Frame, place_of
+from ringcomm.status.stacks import StackFrame, place_of
 
 
 def test_pauses_do_not_count_and_short_ones_do():
@@ -72,9 +72,9 @@ def test_a_rank_whose_mpi_does_not_return_says_so_itself(monkeypatch):
 
 
 def test_of_a_neighbour_in_mpi_others_say_so():
-    user = Frame("/home/me/train.py", "7", "step")
-    poll = Frame(f"{Path(rc.__file__).parent}/transport/mpi.py", "253", "_received")
-    park = Frame(f"{Path(rc.__file__).parent}/engine/progress/loop.py", "20", "_park")
+    user = StackFrame("/home/me/train.py", "7", "step")
+    poll = StackFrame(f"{Path(rc.__file__).parent}/transport/mpi.py", "253", "_received")
+    park = StackFrame(f"{Path(rc.__file__).parent}/engine/progress/loop.py", "20", "_park")
     assert place_of([poll, park, user]) == "/home/me/train.py:7 in step, inside MPI"
     assert place_of([park, user]) == "/home/me/train.py:7 in step"
     assert place_of([]) == ""

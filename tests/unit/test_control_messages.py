@@ -7,8 +7,8 @@ from loopback import LoopbackHub
 
 from ringcomm.engine.peers.answer_whether_entered import Whereabouts
 from ringcomm.transport import failure_news
-from ringcomm.transport.base import ANY_SOURCE, Arrived, Died
-from ringcomm.transport.control_header import Header, Kind
+from ringcomm.transport.base import ANY_SOURCE, ArrivedMessage, PeerDied
+from ringcomm.transport.control_header import ControlHeader, ControlKind
 from ringcomm.transport.control_messages import Watch
 from ringcomm.transport.peer_state import GaveUp
 
@@ -24,7 +24,7 @@ class Recorder:
         return events
 
     def control(self, dest, message):
-        header, text = Header.unpack(message)
+        header, text = ControlHeader.unpack(message)
         self.sent.append((dest, header.kind, header.about, text.partition("\n")[0]))
         self.last = header
 
@@ -49,11 +49,13 @@ class Somewhere:
 
 
 def asked(key):
-    return Arrived(1, Header(Kind.ASK, 7, key, fingerprint=10 * key, value=500).pack())
+    return ArrivedMessage(
+        1, ControlHeader(ControlKind.ASK, 7, key, fingerprint=10 * key, value=500).pack()
+    )
 
 
 def agreed(source, key):
-    return Arrived(source, Header(Kind.AGREE, 7, key).pack())
+    return ArrivedMessage(source, ControlHeader(ControlKind.AGREE, 7, key).pack())
 
 
 def hear(*events, here=None):
@@ -67,25 +69,28 @@ def hear(*events, here=None):
 
 
 def test_a_death_seen_here_is_told_to_those_who_cannot_see_it():
-    _, transport = hear(Died(2, "was killed", 2))
-    assert (1, Kind.FAILED, 2, "was killed") in transport.sent
+    _, transport = hear(PeerDied(2, "was killed", 2))
+    assert (1, ControlKind.FAILED, 2, "was killed") in transport.sent
 
 
 def test_a_follower_s_death_is_not_spread_as_a_cause():
-    _, transport = hear(Died(2, "followed", 1))
+    _, transport = hear(PeerDied(2, "followed", 1))
     assert transport.sent == []
 
 
 def test_messages_of_an_older_ring_are_dropped():
-    old = Header(Kind.FAILED, 6, about=1).pack("long ago\n1")
-    new = Header(Kind.FAILED, 7, about=2).pack("now\n2")
-    watch, _ = hear(Arrived(1, old), Arrived(1, new))
+    old = ControlHeader(ControlKind.FAILED, 6, about=1).pack("long ago\n1")
+    new = ControlHeader(ControlKind.FAILED, 7, about=2).pack("now\n2")
+    watch, _ = hear(ArrivedMessage(1, old), ArrivedMessage(1, new))
     assert watch.peers.dead == {2: "now"}
 
 
 def test_a_rank_says_where_it_is_instead():
     _, transport = hear(asked(5), asked(6))
-    assert transport.sent == [(1, Kind.HERE, 0, ""), (1, Kind.ELSEWHERE, 0, "barrier #3")]
+    assert transport.sent == [
+        (1, ControlKind.HERE, 0, ""),
+        (1, ControlKind.ELSEWHERE, 0, "barrier #3"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,9 @@ def test_a_rank_says_in_which_operation_it_waits_for_the_one_that_asks(waiters, 
     ],
 )
 def test_a_wait_is_crossed_if_another_rank_waits_where_this_one_is_not(answer, is_crossed):
-    watch, _ = hear(Arrived(1, Header(Kind.ELSEWHERE, 7, 9, **answer).pack("barrier #3")))
+    watch, _ = hear(
+        ArrivedMessage(1, ControlHeader(ControlKind.ELSEWHERE, 7, 9, **answer).pack("barrier #3"))
+    )
     assert watch.here.is_crossed(SimpleNamespace(key=9)) is is_crossed
     watch.peers.note_entered(1, 9)
     assert not watch.here.is_crossed(SimpleNamespace(key=9))
@@ -116,11 +123,11 @@ def test_a_wait_is_crossed_if_another_rank_waits_where_this_one_is_not(answer, i
 
 def test_letters_are_taken_once_in_order_from_whom_they_are_wanted():
     watch, _ = hear(agreed(2, 9), agreed(1, 9), agreed(1, 9))
-    first, second = (watch.letter(Kind.AGREE, 9, 1) for _ in range(2))
+    first, second = (watch.letter(ControlKind.AGREE, 9, 1) for _ in range(2))
     assert first.test()
     assert second.test()
-    assert not watch.letter(Kind.AGREE, 9, 1).test()
-    anyone = watch.letter(Kind.AGREE, 9, ANY_SOURCE)
+    assert not watch.letter(ControlKind.AGREE, 9, 1).test()
+    anyone = watch.letter(ControlKind.AGREE, 9, ANY_SOURCE)
     assert anyone.test()
     assert anyone.source == 2
     assert watch._boxes == {}
@@ -128,7 +135,7 @@ def test_letters_are_taken_once_in_order_from_whom_they_are_wanted():
 
 def test_whoever_wrote_first_is_heard_first():
     watch, _ = hear(agreed(2, 9), agreed(1, 9), agreed(1, 9))
-    letters = [watch.letter(Kind.AGREE, 9, ANY_SOURCE) for _ in range(3)]
+    letters = [watch.letter(ControlKind.AGREE, 9, ANY_SOURCE) for _ in range(3)]
     assert all(letter.test() for letter in letters)
     assert [letter.source for letter in letters] == [2, 1, 1]
 
@@ -138,7 +145,9 @@ def test_a_rank_that_has_left_tells_all_what_it_will_never_enter():
     watch.announce_left("called shutdown()")
     transport.events = [agreed(1, 10)]
     watch.poll()
-    absences = [(dest, text) for dest, kind, _, text in transport.sent if kind is Kind.ABSENT]
+    absences = [
+        (dest, text) for dest, kind, _, text in transport.sent if kind is ControlKind.ABSENT
+    ]
     assert absences == [(1, "called shutdown()"), (2, "called shutdown()")] * 2
 
 

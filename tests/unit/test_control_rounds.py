@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringcomm.engine.control.commands import COMMANDS, Command, parse, split
-from ringcomm.engine.control.rounds import Note, Phase, Rounds
+from ringcomm.engine.control.rounds import ControlRounds, Note, RoundMessage
 
 
 class Simulation:
@@ -15,7 +15,7 @@ class Simulation:
 
     def __init__(self, size, seed, in_step):
         self.random = random.Random(seed)
-        self.ranks = [Rounds(rank) for rank in range(size)]
+        self.ranks = [ControlRounds(rank) for rank in range(size)]
         self.steps = [0] * size
         self.is_inside = [False] * size
         self.wires = {(a, b): [] for a in range(size) for b in range(size)}
@@ -116,13 +116,16 @@ def test_a_rank_that_has_left_is_not_waited_for(leaves_after):
 
 
 def test_no_rank_begins_a_step_while_the_step_is_not_agreed_on():
-    rounds = Rounds(1)
+    rounds = ControlRounds(1)
     rounds.enter(7)
-    (promise,) = rounds.hear(0, Note(1, Phase.PROPOSED, 5, text="pause"))
-    assert (promise.phase, promise.step) == (Phase.PROMISED, 6)  # it may be taken here, after 7
+    (promise,) = rounds.hear(0, Note(1, RoundMessage.PROPOSED, 5, text="pause"))
+    assert (promise.phase, promise.step) == (
+        RoundMessage.PROMISED,
+        6,
+    )  # it may be taken here, after 7
     assert rounds.must_hold
     assert not rounds.take_due()
-    rounds.hear(0, Note(1, Phase.AGREED, 5, step=9))
+    rounds.hear(0, Note(1, RoundMessage.AGREED, 5, step=9))
     assert not rounds.must_hold
     assert not rounds.take_due()
     rounds.leave()
@@ -131,9 +134,9 @@ def test_no_rank_begins_a_step_while_the_step_is_not_agreed_on():
 
 
 def test_a_step_is_not_held_for_a_rank_that_died_before_it_told_all_at_which_step():
-    rounds = Rounds(1)
+    rounds = ControlRounds(1)
     rounds.enter(7)
-    rounds.hear(0, Note(1, Phase.PROPOSED, 5, text="stop"))
+    rounds.hear(0, Note(1, RoundMessage.PROPOSED, 5, text="stop"))
     assert rounds.settle({2}) == []
     assert rounds.must_hold
     assert rounds.settle({0, 2}) == []

@@ -18,7 +18,7 @@ from ringcomm.data.leases import OVER, WAIT, Leases
 from ringcomm.data.work_queue import QUEUES
 from ringcomm.engine.core.current_engine import engine
 from ringcomm.ps.session import session
-from ringcomm.transport.control_header import Kind
+from ringcomm.transport.control_header import ControlKind
 
 
 @settings(deadline=None, derandomize=True, database=None)
@@ -160,7 +160,7 @@ def test_a_loop_that_is_dropped_waits_for_nobody():
         if rank == 1:
             parts = iter(queue)
             next(parts)
-            engine().watch.listeners[Kind.WORK] = lambda *_: None  # rank 1 hears no answer
+            engine().watch.listeners[ControlKind.WORK] = lambda *_: None  # rank 1 hears no answer
             parts.close()
         rc.barrier()
 
@@ -281,14 +281,14 @@ def test_a_question_that_is_repeated_goes_to_the_rank_that_kept_the_queue_when_i
         parts = iter(rc.data.WorkQueue(3, 1, shuffle=False))
         queues[rank], listeners = engine().extensions.get(QUEUES), engine().watch.listeners
         taken = next(parts).tolist() if rank == 0 else None
-        hear = listeners[Kind.WORK]
+        hear = listeners[ControlKind.WORK]
 
         def lose_the_first(*_message):
-            listeners[Kind.WORK] = hear
+            listeners[ControlKind.WORK] = hear
             queues[1].home = 2
 
         if rank == 0:
-            listeners[Kind.WORK] = lose_the_first
+            listeners[ControlKind.WORK] = lose_the_first
         rc.barrier()
         if rank == 1:
             taken = next(parts).tolist()

@@ -16,7 +16,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.meet_and_leave import leave
-from ringcomm.transport.base import Died
+from ringcomm.transport.base import PeerDied
 from ringcomm.transport.node.shared_memory import SharedNode, make_memory
 from ringcomm.transport.node.steps import MEET, Meeting
 
@@ -248,7 +248,7 @@ def test_nobody_touches_what_a_rank_had_in_a_group_that_ended(is_late):
         peers = current.watch.peers
         if rank == VICTIM:
             handle = rc.allreduce_async_(x)
-            current.transport._hub.post_event(0, Died(VICTIM, "was killed", VICTIM))
+            current.transport._hub.post_event(0, PeerDied(VICTIM, "was killed", VICTIM))
             return handle
         if rank == 0:
             adopt = current.adopt

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ringcomm.launch.watch.other_hosts import Report, traffic_by_host, traffic_of
+from ringcomm.launch.watch.other_hosts import HostReport, traffic_by_host, traffic_of
 from ringcomm.launch.watch.slow_link import Traffic, slow_link
 
 MB = 10**6
@@ -57,13 +57,13 @@ def test_a_slow_direction_between_two_hosts_is_not_blamed_on_one_of_them():
 
 
 def test_addresses_become_hosts():
-    one = Report("h0", 0.0, (), {("10.0.0.1", "10.0.0.2"): Traffic(5, 1, 9)})
-    two = Report("h1", 0.0, (), {("10.0.0.2", "10.0.0.1"): Traffic(7, 1, 9)})
+    one = HostReport("h0", 0.0, (), {("10.0.0.1", "10.0.0.2"): Traffic(5, 1, 9)})
+    two = HostReport("h1", 0.0, (), {("10.0.0.2", "10.0.0.1"): Traffic(7, 1, 9)})
     assert traffic_by_host([one, two]) == {
         ("h0", "h1"): Traffic(5, 1, 9),
         ("h1", "h0"): Traffic(7, 1, 9),
     }
-    wider = Report("h0", 0.0, (), one.traffic | {("fd00::1", "10.0.0.2"): Traffic(3, 2, 4)})
+    wider = HostReport("h0", 0.0, (), one.traffic | {("fd00::1", "10.0.0.2"): Traffic(3, 2, 4)})
     assert traffic_by_host([wider, two])["h0", "h1"] == Traffic(8, 3, 4)
 
 

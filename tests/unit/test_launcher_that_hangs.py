@@ -15,10 +15,10 @@ from harness import HANG_S, wait_until
 
 from ringcomm.launch.job import supervisor
 from ringcomm.launch.job.processes import ranks_of_this_host, waits_in_vain
-from ringcomm.launch.job.read_records import Evidence, Failure, RankEnd
+from ringcomm.launch.job.read_records import Evidence, RankEnd, RecordedFailure
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
-from ringcomm.launch.job.verdict import Ending, judge_ending
+from ringcomm.launch.job.verdict import JobEnding, judge_ending
 from ringcomm.launched import become_rank_program
 
 # Starts two ranks, and does what is asked when they have ended.
@@ -109,11 +109,11 @@ def test_a_halt_of_the_host_is_no_hang_of_the_launcher(tmp_path, monkeypatch):
 )
 def test_the_launchers_code_does_not_count(ends, failures, says, expected):
     verdict = judge_ending(
-        Ending(
+        JobEnding(
             size=2,
             ends={rank: end for rank, end in enumerate(ends) if end is not None},
             seen=range(2),
-            failures=tuple(Failure(r, c, how, 0, "") for r, c, how in failures),
+            failures=tuple(RecordedFailure(r, c, how, 0, "") for r, c, how in failures),
             launcher_code=0,
             launcher_text=says,
             has_hung=True,

@@ -11,10 +11,10 @@ from membership_model import Job, Training, steps
 
 from ringcomm.engine.api import spares_and_reserves
 from ringcomm.errors import ConfigError
-from ringcomm.status.page_enums import State
+from ringcomm.status.page_enums import PageState
 from ringcomm.transport.membership.events_and_actions import (
     Arrive,
-    Evict,
+    EvictRanks,
     Finish,
     Heal,
     Heard,
@@ -24,7 +24,7 @@ from ringcomm.transport.membership.events_and_actions import (
     Resize,
     Withdraw,
 )
-from ringcomm.transport.membership.messages import Kind, Message
+from ringcomm.transport.membership.messages import MembershipKind, MembershipMessage
 from ringcomm.transport.membership.state_machine import Membership, Phase, handle
 from ringcomm.transport.membership.view import Changes, View
 from ringcomm.transport.presence import Presence
@@ -156,12 +156,12 @@ def test_a_rank_that_leaves_tells_those_that_heal_and_learns_that_they_go_on(whe
     assert job.states[1].view.members == (1,)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", MembershipKind)
 def test_messages_are_read_as_they_were_written(kind):
     view = View(3, (4, 0, 9))
     changes = Changes(frozenset({7, 2}), frozenset({9}), frozenset({(2, 5), (1, 3)}))
-    message = Message(kind, view, 1, changes)
-    assert Message.of(message.numbers()) == message
+    message = MembershipMessage(kind, view, 1, changes)
+    assert MembershipMessage.of(message.numbers()) == message
 
 
 def test_a_spare_takes_the_rank_of_a_lost_member():
@@ -331,7 +331,7 @@ def test_who_had_stopped_in_the_last_view_and_works_in_this_one_has_not_stopped_
 
 def test_ranks_on_the_host_of_one_that_hangs_are_asked_to_kill_it():
     job = Job(3)
-    _, actions = handle(job.states[0], Evict(frozenset({2})))
+    _, actions = handle(job.states[0], EvictRanks(frozenset({2})))
     kill, send = actions
     assert kill == KillHere(frozenset({2}))
     assert send.to == (1, 2)
@@ -490,7 +490,7 @@ class _Left(dict):
     """Neighbours that have ended, with pages that say LEFT."""
 
     def __init__(self, *numbers):
-        page = SimpleNamespace(snapshot=lambda: {"state": State.LEFT})
+        page = SimpleNamespace(snapshot=lambda: {"state": PageState.LEFT})
         super().__init__({number: SimpleNamespace(page=page) for number in numbers})
 
     def ended(self):
@@ -504,7 +504,7 @@ def test_who_said_that_it_takes_part_no_more_is_lost_also_if_its_end_is_seen_fir
     presence = object.__new__(Presence)  # which needs no MPI to look
     presence._neighbours, presence.deaths, presence._ended = _Left(1, 2), [], set()
     presence._look_at, presence._lock, presence.is_fault_tolerant = 0.0, threading.Lock(), False
-    gone = Heard(2, Message(Kind.GONE, View.first(2), 0, Changes()))
+    gone = Heard(2, MembershipMessage(MembershipKind.GONE, View.first(2), 0, Changes()))
     presence.membership = _Service(gone)
     assert presence.look(at_once=True)
     assert [died.rank for died in presence.deaths] == [2]  # 1 has left in order

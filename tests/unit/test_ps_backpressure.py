@@ -18,7 +18,7 @@ from ringcomm.ps.client.request import Request
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.server.server import Server
@@ -209,7 +209,7 @@ def test_an_earlier_block_does_not_wait_for_a_later_one_that_moved_to_its_server
     def hear_late(server, delivery):
         """Keep the second worker's block 1 until the first one's block 3 is at its new server."""
         header = delivery.header
-        pushed = header.kind == Kind.PUSH and (header.origin, header.partition, server.index)
+        pushed = header.kind == FrameKind.PUSH and (header.origin, header.partition, server.index)
         if pushed == (1, 1, 1) and not has_come.is_set():
             kept.append((server, delivery))
             return
@@ -274,7 +274,7 @@ def test_who_leaves_behind_pushes_that_wait_for_credit_stops_no_move_that_others
 
 
 def test_a_table_has_one_push_under_way_whatever_others_wait_for(monkeypatch):
-    def request(table, nbytes=100, kind=Kind.PUSH, server=0):
+    def request(table, nbytes=100, kind=FrameKind.PUSH, server=0):
         return Request(kind, (table, 0), server=server, body=np.empty(nbytes, np.uint8))
 
     monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 250)
@@ -286,12 +286,12 @@ def test_a_table_has_one_push_under_way_whatever_others_wait_for(monkeypatch):
     assert bound.allows(request(1, nbytes=50))
     assert bound.allows(request(1, server=1))
     assert bound.allows(request(2))
-    assert not bound.allows(request(2, kind=Kind.CALL))
+    assert not bound.allows(request(2, kind=FrameKind.CALL))
     bound.count(request(2), 1)
     assert not bound.allows(request(2))
     assert not bound.allows(request(2, nbytes=0))
     assert bound.allows(request(3, nbytes=0))
-    assert bound.allows(request(0, kind=Kind.LEAVE))
+    assert bound.allows(request(0, kind=FrameKind.LEAVE))
     assert bound.busy() == {0}
     bound.count(request(2), -1)
     assert bound.allows(request(2))

@@ -22,7 +22,7 @@ from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.ps.checkpoint import files as checkpoint_files
 from ringcomm.ps.job import session
-from ringcomm.ps.partition_state import State, recut
+from ringcomm.ps.partition_state import PartitionState, recut
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
 
@@ -633,8 +633,8 @@ def test_a_save_that_fails_is_told_and_leaves_nothing(tmp_path, monkeypatch):
 # --- as data ------------------------------------------------------------------------------------
 def test_a_state_is_read_as_it_was_written():
     arrays = {"values": np.arange(7.0), "slot0": np.ones((2, 3), np.float32), "none": np.empty(0)}
-    data = np.concatenate([*State({"steps": 3}, arrays).packed()])
-    found = State.unpacked(data)
+    data = np.concatenate([*PartitionState({"steps": 3}, arrays).packed()])
+    found = PartitionState.unpacked(data)
     assert found.meta == {"steps": 3}
     for name, array in arrays.items():
         np.testing.assert_array_equal(found.arrays[name], array, strict=True)
@@ -642,15 +642,17 @@ def test_a_state_is_read_as_it_was_written():
 
 @pytest.mark.parametrize("end", [3, 20, -1])
 def test_a_state_that_is_cut_off_is_refused(end):
-    data = np.concatenate(State({}, {"values": np.arange(7.0)}).packed())
+    data = np.concatenate(PartitionState({}, {"values": np.arange(7.0)}).packed())
     with pytest.raises(ValueError, match="partition"):
-        State.unpacked(data[:end])
+        PartitionState.unpacked(data[:end])
 
 
 def test_slices_that_do_not_cover_a_range_are_refused():
     def body(rank):
         spec = opened()._spec
-        piece = State({"start": 0, "stop": 5, "steps": 1}, {"values": np.zeros(5, np.float32)})
+        piece = PartitionState(
+            {"start": 0, "stop": 5, "steps": 1}, {"values": np.zeros(5, np.float32)}
+        )
         with pytest.raises(ValueError, match="5 of elements 0 to 6 are there"):
             recut(spec, 0, 6, [piece])
 

@@ -18,7 +18,7 @@ from ringcomm.config import Settings
 from ringcomm.ps.client.dense.table import Table
 from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.protocol.death_listeners import Deaths
-from ringcomm.ps.protocol.frames import Entry, Header, Kind
+from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.rounds import Entries
@@ -231,7 +231,9 @@ def test_a_request_of_the_dead_that_was_kept_is_not_carried_out_after_the_move()
 
 
 def enter(core, worker, clock):
-    header = Header(Kind.ENTER, origin=worker, table=1, clock=clock, option=Entry.ASK)
+    header = FrameHeader(
+        FrameKind.ENTER, origin=worker, table=1, clock=clock, option=EntryOption.ASK
+    )
     (reply,) = core.handle(on.Entered(replace_header(worker, header)), 0.0)
     return not reply.is_late
 
@@ -328,7 +330,7 @@ def test_who_cannot_hold_the_mean_of_a_dead_worker_says_so_in_a_drain(mode):
 
 def test_a_read_does_not_wait_for_a_round_that_nobody_lives_to_end():
     core = bereft(Mode("sync"))
-    pull = push(2, 6)._replace(header=Header(Kind.PULL, origin=2, table=1, clock=1))
+    pull = push(2, 6)._replace(header=FrameHeader(FrameKind.PULL, origin=2, table=1, clock=1))
     assert names(core.handle(on.Read(KEY, pull), 0.0)) == []
     assert names(core.handle(on.Left(2, still_asks=True), 0.0)) == ["Serve"]
 
@@ -342,7 +344,7 @@ def test_a_snapshot_takes_as_it_is_what_nobody_lives_to_end():
 def test_rows_do_not_move_while_servers_hold_means_of_other_workers():
     core = core_of(Mode("sync"))
     core.tables[1] = replace(core.tables[1], is_dense=False)
-    header = Header(Kind.MOVE, origin=9)
+    header = FrameHeader(FrameKind.MOVE, origin=9)
     move = ps.placement.partition_places_and_moves.Move((1, 0), 0, 1)
     core.handle(on.MovesAsked(push(9, 1)._replace(header=header), [move]), 0.0)
     answer = {"do": "answer", "of": "freeze", "table": 1, "unit": 0, "at": (0, True)}

@@ -18,7 +18,7 @@ from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import Move, cuts
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frame_meta import ENCODED, PushMeta
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.dense import partition as dense
 from ringcomm.ps.table_spec import Spec
 from ringcomm.ps.update_modes import Mode
@@ -191,7 +191,7 @@ def test_a_damaged_push_is_refused_and_the_server_lives_on(spoil, monkeypatch):
     def body(_):
         t = ps.table("w", N, updater=ps.optim.Add(), mode="sync", compression=TopK(0.01))
         meta = PushMeta(1.0, 0, N, ENCODED, 0, t.updater.hyper).packed()
-        request = Request(Kind.PUSH, (t.number, 0), meta=meta, body=spoil(good))
+        request = Request(FrameKind.PUSH, (t.number, 0), meta=meta, body=spoil(good))
         future = t.client.call("push[w]", [request], lambda: None)
         with pytest.raises(rc.RingcommError, match="decode: "):
             future.wait()

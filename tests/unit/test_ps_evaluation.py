@@ -16,7 +16,7 @@ from ringcomm.ps.client import json_requests, pause_moves_and_snapshot
 from ringcomm.ps.client.request import NO_BODY
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.snapshot_numbers_and_phases import STOP
 
@@ -104,7 +104,7 @@ def test_a_report_that_comes_while_others_are_looked_at_is_found(monkeypatch):
         """Report nothing."""
 
     def report(step):
-        return Delivery(1, Header(Kind.REPORT), packed_json([step, {}]), NO_BODY)
+        return Delivery(1, FrameHeader(FrameKind.REPORT), packed_json([step, {}]), NO_BODY)
 
     others = []
 
@@ -238,7 +238,7 @@ def test_rounds_that_a_rank_has_stopped_go_on_once_it_has_left():
             current = job.session()
             json_requests.ask_json(
                 current.client,
-                Kind.SNAPSHOT,
+                FrameKind.SNAPSHOT,
                 {"do": STOP, "id": pause_moves_and_snapshot.new_id(current.client)},
             ).wait()
             return None

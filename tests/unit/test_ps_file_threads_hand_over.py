@@ -8,7 +8,7 @@ from harness import DEADLINE_S, wait_until
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.server import Store
 from ringcomm.ps.protocol.frame_meta import FORGET, LOOK, PREPARE, packed_json
-from ringcomm.ps.protocol.frames import Header, Kind, Status
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.replies import NOTHING, Replies
 
@@ -58,25 +58,30 @@ def may_read(monkeypatch):
 
 
 def request(kind, **content):
-    return Delivery(CLIENT, Header(kind, sequence=1), packed_json(content), NOTHING)
+    return Delivery(CLIENT, FrameHeader(kind, sequence=1), packed_json(content), NOTHING)
 
 
 def prepare(folder, number=NUMBER):
     return request(
-        Kind.RESTORE, do=PREPARE, id=number, folder=str(folder), values_only=False, is_strict=True
+        FrameKind.RESTORE,
+        do=PREPARE,
+        id=number,
+        folder=str(folder),
+        values_only=False,
+        is_strict=True,
     )
 
 
 def save(store, folder):
     store.begin(NUMBER, str(folder.parent))
-    store.on_save(request(Kind.SAVE, id=NUMBER, folder=str(folder)))
+    store.on_save(request(FrameKind.SAVE, id=NUMBER, folder=str(folder)))
 
 
 WORK = {
     "save": save,
     "restore": lambda store, folder: store.on_restore(prepare(folder)),
     "look": lambda store, folder: store.on_restore(
-        request(Kind.RESTORE, do=LOOK, folder=str(folder))
+        request(FrameKind.RESTORE, do=LOOK, folder=str(folder))
     ),
 }
 
@@ -111,7 +116,7 @@ def test_a_server_with_a_reply_to_come_is_not_quiet(store, wire, checkpoint):
 
 GIVING_UP = {
     "the chief gives it up": lambda store: store.on_restore(
-        request(Kind.RESTORE, do=FORGET, id=NUMBER)
+        request(FrameKind.RESTORE, do=FORGET, id=NUMBER)
     ),
     "the chief dies": lambda store: store.give_up(CLIENT),
     "all recover": lambda store: store.clear(),
@@ -136,7 +141,7 @@ def test_of_two_restores_the_later_one_counts(store, wire, checkpoint, may_read)
     may_read.set()
     statuses = [status for status, _ in await_replies(store, wire, 2)]
     assert sorted(statuses) == [Status.OK, Status.REFUSED]
-    store.on_restore(request(Kind.RESTORE, do=FORGET, id=NUMBER + 1))
+    store.on_restore(request(FrameKind.RESTORE, do=FORGET, id=NUMBER + 1))
     assert store.is_quiet
 
 

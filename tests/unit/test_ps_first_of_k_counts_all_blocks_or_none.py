@@ -14,7 +14,7 @@ from ringcomm.ps.client import json_requests, outstanding_requests
 from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.core.rounds import Entries
 
 N = 30
@@ -120,7 +120,9 @@ def test_k_are_in_each_round_of_every_block_and_the_same_k(n_servers):
             job.session().leave()  # the round that it is in may lack a second one
         for _ in range(4):  # who is let in tells the servers, which then apply it and answer
             have_left.wait(60)
-            json_requests.ask_json(job.session().client, Kind.STATS, {}).wait()  # behind all that
+            json_requests.ask_json(
+                job.session().client, FrameKind.STATS, {}
+            ).wait()  # behind all that
         have_left.wait(60)
         values = None if rank else t.pull().wait()
         return sum(push.done() and push.wait().applied for push in pushes), values
@@ -265,7 +267,9 @@ def test_a_push_without_its_entry_holds_up_nobody():
         if rank == 1:
             t.share_rounds(FirstOfRounds(job.session().client, is_shared=True))
             push = t.push(gradient(rank))
-            json_requests.ask_json(job.session().client, Kind.STATS, {}).wait()  # servers have it
+            json_requests.ask_json(
+                job.session().client, FrameKind.STATS, {}
+            ).wait()  # servers have it
         rc.barrier()
         if rank == 0:
             for _ in range(2):

@@ -14,7 +14,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.protocol import link
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frame_meta import PushMeta
-from ringcomm.ps.protocol.frames import HEADER_NBYTES, Header, Kind, Where, frames, packed
+from ringcomm.ps.protocol.frames import HEADER_NBYTES, FrameHeader, FrameKind, Where, frames, packed
 from ringcomm.ps.protocol.link import INLINE_MAX, Joiner, Link, pieces
 from ringcomm.ps.protocol.memory_for_bodies import KEPT_NBYTES, MemoryForBodies
 from ringcomm.ps.protocol.node_pipes import Pipes
@@ -32,7 +32,9 @@ def links(nodes):
 @pytest.mark.parametrize("n_body", [0, 1, 7, 8, 1000])
 def test_a_message_of_frames_is_read_as_it_was_written(n_meta, n_body):
     meta, body = b"m" * n_meta, bytes(range(256)) * 4
-    data = b"".join(packed(Header(Kind.PUSH, sequence=i), meta, body[:n_body]) for i in range(3))
+    data = b"".join(
+        packed(FrameHeader(FrameKind.PUSH, sequence=i), meta, body[:n_body]) for i in range(3)
+    )
     read = list(frames(data))
     assert [f.header.sequence for f in read] == [0, 1, 2]
     for frame in read:
@@ -43,7 +45,7 @@ def test_a_message_of_frames_is_read_as_it_was_written(n_meta, n_body):
 
 @pytest.mark.parametrize("cut", [1, 8, HEADER_NBYTES - 1, HEADER_NBYTES + 4])
 def test_a_message_that_is_cut_off_is_refused(cut):
-    data = packed(Header(Kind.PUSH), b"meta", b"body of it")
+    data = packed(FrameHeader(FrameKind.PUSH), b"meta", b"body of it")
     with pytest.raises(RingcommError, match="ends inside"):
         list(frames(data[:-cut]))
 
@@ -69,7 +71,7 @@ def test_frames_arrive_in_order_whatever_way_their_bodies_take(nodes):
             body = transports[0].node.empty(size)
         body[:] = i
         bodies.append(body)
-        a.send(1, Header(Kind.PUSH, sequence=i), b"x" * i, body)
+        a.send(1, FrameHeader(FrameKind.PUSH, sequence=i), b"x" * i, body)
     came = []
     for _ in range(1000):
         a.poll()
@@ -92,11 +94,19 @@ def test_frames_arrive_in_order_whatever_way_their_bodies_take(nodes):
 
 def test_a_request_to_another_host_has_the_header_that_was_given():
     _, (a, b) = links((0, 1))
-    a.ask(1, (Kind.PUSH, 3, 4, 5, 6, 7, 8, 9, 10), b"meta", np.arange(4, dtype=np.uint8))
+    a.ask(1, (FrameKind.PUSH, 3, 4, 5, 6, 7, 8, 9, 10), b"meta", np.arange(4, dtype=np.uint8))
     a.flush()
     (came,) = b.poll()
-    given = Header(
-        Kind.PUSH, view=3, origin=4, sequence=5, table=6, partition=7, clock=8, option=9, place=10
+    given = FrameHeader(
+        FrameKind.PUSH,
+        view=3,
+        origin=4,
+        sequence=5,
+        table=6,
+        partition=7,
+        clock=8,
+        option=9,
+        place=10,
     )
     assert came.header._replace(where=0, n_meta=0, n_body=0) == given
     assert (came.meta, came.body.tolist()) == (b"meta", [0, 1, 2, 3])
@@ -104,7 +114,7 @@ def test_a_request_to_another_host_has_the_header_that_was_given():
 
 def test_a_link_is_streaming_while_a_long_body_is_under_way():
     _, (a, b) = links((0, 1))
-    a.send(1, Header(Kind.PUSH), b"", np.ones(1 << 20, np.uint8))
+    a.send(1, FrameHeader(FrameKind.PUSH), b"", np.ones(1 << 20, np.uint8))
     a.flush()
     assert a.is_streaming
     assert not b.is_streaming
@@ -127,7 +137,7 @@ def test_a_poll_that_moves_a_body_on_says_so(monkeypatch):
     a, b = FrameDispatcher(), FrameDispatcher()
     for each, end in zip((a, b), ends, strict=True):
         each.link, each.deaths = end, NoDeaths()
-    a.link.send(1, Header(Kind.REPORT), b"", np.ones(1 << 20, np.uint8))
+    a.link.send(1, FrameHeader(FrameKind.REPORT), b"", np.ones(1 << 20, np.uint8))
     a.poll()
     with monkeypatch.context() as patched:
         patched.setattr(link, "is_over", lambda *_, **__: False)  # the body is late
@@ -144,7 +154,7 @@ def test_bodies_of_one_size_arrive_in_the_same_memory():
     _, (a, b) = links((0, 1))
     places = set()
     for k in range(5):
-        a.send(1, Header(Kind.PUSH), b"", np.full(1 << 20, k, np.uint8))
+        a.send(1, FrameHeader(FrameKind.PUSH), b"", np.full(1 << 20, k, np.uint8))
         while not (came := b.poll()):
             a.poll()
         a.poll()
@@ -231,7 +241,7 @@ def test_memory_that_ends_in_the_midst_of_a_call_is_kept_once(is_taking, has_kep
 def test_small_frames_share_a_message():
     _, (a, b) = links((0, 1))
     for i in range(100):
-        a.send(1, Header(Kind.TICK, sequence=i))
+        a.send(1, FrameHeader(FrameKind.TICK, sequence=i))
     a.flush()
     assert len(b._short_messages.collect()) <= 1 + 100 * HEADER_NBYTES // SHORT_MESSAGE_MAX
 
@@ -257,8 +267,8 @@ def test_a_meta_of_any_length_arrives_and_nothing_overtakes_it(n_meta, n_body, n
         both.wait(60)
         other = 1 - rank
         for i in range(3):
-            link.send(other, Header(Kind.PULL, sequence=i))
-            link.send(other, Header(Kind.CREATE, sequence=i), meta, body)
+            link.send(other, FrameHeader(FrameKind.PULL, sequence=i))
+            link.send(other, FrameHeader(FrameKind.CREATE, sequence=i), meta, body)
         is_over = lambda: len(came[rank]) == 6 and not link.is_busy  # noqa: E731
         wait_until(lambda: came[rank].extend(link.poll()) or is_over(), "frames are missing")
         both.wait(60)
@@ -272,14 +282,14 @@ def test_a_meta_of_any_length_arrives_and_nothing_overtakes_it(n_meta, n_body, n
         thread.join()
     for deliveries in came:
         kinds = [(d.header.kind, d.header.sequence) for d in deliveries]
-        assert kinds == [(kind, i) for i in range(3) for kind in (Kind.PULL, Kind.CREATE)]
+        assert kinds == [(kind, i) for i in range(3) for kind in (FrameKind.PULL, FrameKind.CREATE)]
         for each in deliveries[1::2]:
             assert each.meta == meta
             assert each.body.tobytes() == body.tobytes()
 
 
 def test_a_frame_of_which_a_piece_is_missing_is_refused():
-    frame = packed(Header(Kind.CREATE), b"m" * 1000)
+    frame = packed(FrameHeader(FrameKind.CREATE), b"m" * 1000)
     joiner = Joiner()
     first, _, third = [next(frames(each)) for each in pieces(frame, 7, 512)]
     assert joiner.add(3, first) is None
@@ -288,7 +298,7 @@ def test_a_frame_of_which_a_piece_is_missing_is_refused():
 
 
 def test_pieces_of_two_senders_are_not_mixed_up():
-    whole = [packed(Header(Kind.CREATE, sequence=k), bytes([k]) * 1000) for k in range(2)]
+    whole = [packed(FrameHeader(FrameKind.CREATE, sequence=k), bytes([k]) * 1000) for k in range(2)]
     joiner, came = Joiner(), {}
     for parts in zip(*(pieces(each, 7, 512) for each in whole), strict=True):
         for source, piece in enumerate(parts):
@@ -305,7 +315,7 @@ def test_a_message_that_is_too_long_is_refused_where_it_is_sent():
 def test_meta_that_fills_a_message_has_no_room_for_a_body():
     _, (a, b) = links((0, 1))
     meta = b"m" * (SHORT_MESSAGE_MAX - HEADER_NBYTES)
-    a.send(1, Header(Kind.CREATE), meta)
+    a.send(1, FrameHeader(FrameKind.CREATE), meta)
     a.poll()
     assert b.poll()[0].meta == meta
 
@@ -358,8 +368,8 @@ def test_a_job_goes_on_as_ever_however_short_messages_are(monkeypatch, tmp_path)
 def test_a_body_leaves_once_it_is_filled():
     _, (a, b) = links((0, 1))
     body, filled = np.zeros(1 << 20, np.uint8), []
-    a.send(1, Header(Kind.PUSH), b"", body, is_filled=lambda: bool(filled))
-    a.send(1, Header(Kind.TICK))
+    a.send(1, FrameHeader(FrameKind.PUSH), b"", body, is_filled=lambda: bool(filled))
+    a.send(1, FrameHeader(FrameKind.TICK))
     for _ in range(20):
         a.poll()
         assert not b.poll()
@@ -370,5 +380,5 @@ def test_a_body_leaves_once_it_is_filled():
     while len(came) < 2:
         a.poll()
         came += b.poll()
-    assert [each.header.kind for each in came] == [Kind.PUSH, Kind.TICK]
+    assert [each.header.kind for each in came] == [FrameKind.PUSH, FrameKind.TICK]
     assert (came[0].body == 3).all()

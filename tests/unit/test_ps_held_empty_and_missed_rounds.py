@@ -14,7 +14,7 @@ from ringcomm.ps.client import json_requests, pause_moves_and_snapshot
 from ringcomm.ps.client.dense.optimizer_state import TableState, pull_state, push_state
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.snapshot_numbers_and_phases import RELEASE, STOP
 
 pytestmark = pytest.mark.usefixtures("wire")
@@ -69,7 +69,9 @@ def test_a_release_that_comes_before_the_mean_waits_for_it(n_servers, factor, ex
             assert is_released.wait(30)
         t.push(np.full(N, rank + 1.0), hold=True)
         release = t.release(factor)
-        json_requests.ask_json(job.session().client, Kind.STATS, {}).wait()  # servers have seen it
+        json_requests.ask_json(
+            job.session().client, FrameKind.STATS, {}
+        ).wait()  # servers have seen it
         was_done = release.done()
         is_released.set()
         return release.wait().applied, was_done and rank == 0, t.pull().wait()
@@ -92,7 +94,7 @@ def test_a_release_that_waits_goes_along_when_its_block_moves():
             return t.pull().wait()
         t.push(np.ones(N), hold=True)
         release = t.release(2.0)
-        json_requests.ask_json(job.session().client, Kind.STATS, {}).wait()
+        json_requests.ask_json(job.session().client, FrameKind.STATS, {}).wait()
         for server in (0, 1):  # each block is moved once at least
             moves = [Move((t.number, part), -1, server) for part in range(t.n_partitions)]
             move_all(job.session(), moves).wait()
@@ -233,9 +235,9 @@ def stop_rounds():
     """Let no round end on any server; return what lets them end again."""
     current = job.session()
     number = pause_moves_and_snapshot.new_id(current.client)
-    json_requests.ask_json(current.client, Kind.SNAPSHOT, {"do": STOP, "id": number}).wait()
+    json_requests.ask_json(current.client, FrameKind.SNAPSHOT, {"do": STOP, "id": number}).wait()
     question = {"do": RELEASE, "id": number, "moves": True}
-    return lambda: json_requests.ask_json(current.client, Kind.SNAPSHOT, question).wait()
+    return lambda: json_requests.ask_json(current.client, FrameKind.SNAPSHOT, question).wait()
 
 
 @pytest.mark.parametrize("n_servers", [1, 3])
@@ -263,7 +265,9 @@ def test_a_release_waits_while_rounds_are_stopped():
         t.push(np.ones(N), hold=True).wait()
         go_on = stop_rounds()
         released = t.release(1.0)
-        json_requests.ask_json(job.session().client, Kind.STATS, {}).wait()  # servers have seen it
+        json_requests.ask_json(
+            job.session().client, FrameKind.STATS, {}
+        ).wait()  # servers have seen it
         was_done = released.done()
         go_on()
         released.wait()

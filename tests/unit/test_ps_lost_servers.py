@@ -19,7 +19,7 @@ from ringcomm.ps.checkpoint.client import restore_tables
 from ringcomm.ps.checkpoint.when_to_save import Periodic
 from ringcomm.ps.client.rows.rows_ahead import Prefetched
 from ringcomm.ps.job import session
-from ringcomm.ps.protocol.frames import Kind, Meeting
+from ringcomm.ps.protocol.frames import FrameKind, MeetingOption
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.update_modes import Mode
@@ -88,7 +88,7 @@ def test_a_joint_pull_fails_at_once_if_a_server_dies_before_it_has_answered(monk
     on_request = Server.on_request
 
     def die(server, request):
-        if request.header.kind == Kind.PULLS and server.index == 1:
+        if request.header.kind == FrameKind.PULLS and server.index == 1:
             raise Killed
         on_request(server, request)
 
@@ -375,24 +375,26 @@ def meet(core, rank, meeting, servers=(0, 1), said=None):
 def test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers():
     core = core_of(Mode("sync"))
     mine = {"tables": ["w"], "found": True}
-    assert meet(core, 1, Meeting.BEGIN, said=mine) == []
-    assert meet(core, 2, Meeting.BEGIN, servers=(0, 1, 2), said=mine) == []  # about to hear of it
-    assert meet(core, 9, Meeting.FOLLOW, said=["w"]) == []
-    (reopen,) = meet(core, 2, Meeting.BEGIN, said=mine)
+    assert meet(core, 1, MeetingOption.BEGIN, said=mine) == []
+    assert (
+        meet(core, 2, MeetingOption.BEGIN, servers=(0, 1, 2), said=mine) == []
+    )  # about to hear of it
+    assert meet(core, 9, MeetingOption.FOLLOW, said=["w"]) == []
+    (reopen,) = meet(core, 2, MeetingOption.BEGIN, said=mine)
     assert [each.source for each in reopen.requests] == [1, 2]
     assert reopen.contents == [["w"], ["w"]]
     core.restart()
     assert core.tables == {}
-    assert meet(core, 2, Meeting.DONE) == []
+    assert meet(core, 2, MeetingOption.DONE) == []
     assert names(core.handle(on.Died(1), 0.0)) == ["Reply"]  # the chief: its heir restores
-    reply, describe = meet(core, 2, Meeting.DONE, said={"manifest": {}})
+    reply, describe = meet(core, 2, MeetingOption.DONE, said={"manifest": {}})
     assert reply.content == {"said": {"manifest": {}}, "restores": 2}
     assert (describe.request.source, describe.said) == (9, {"manifest": {}})
 
 
 def test_who_follows_hears_that_no_worker_is_left():
     core = core_of(Mode("sync"))
-    assert meet(core, 9, Meeting.FOLLOW, said=["w"]) == []
+    assert meet(core, 9, MeetingOption.FOLLOW, said=["w"]) == []
     assert core.handle(on.Left(1), 0.0) == []
     (late,) = core.handle(on.Left(2), 0.0)
     assert late.is_late
@@ -400,7 +402,7 @@ def test_who_follows_hears_that_no_worker_is_left():
 
 def test_without_a_checkpoint_nothing_is_opened_anew():
     core = core_of(Mode("sync"), (1,))
-    (reply,) = meet(core, 1, Meeting.BEGIN, said={"tables": ["w"], "found": False})
+    (reply,) = meet(core, 1, MeetingOption.BEGIN, said={"tables": ["w"], "found": False})
     assert reply.content == {"tables": None}
     assert core.tables.keys() == {1}
 

@@ -12,11 +12,11 @@ from ps_simulation import Members
 from ps_simulation_message_types import Request
 
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
-from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import End, Late, Reply
 from ringcomm.ps.server.core.core import Core
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.update_modes import FirstOf, Mode
 
@@ -26,7 +26,7 @@ SYNC = Mode("sync")
 
 def take(core, rounds, *, rank=7, place=1, clock=0, beside=2):
     """Let rank 7 take the place of worker 1; return what follows."""
-    request = Request(rank, Header(Kind.JOIN, origin=rank, sequence=1))
+    request = Request(rank, FrameHeader(FrameKind.JOIN, origin=rank, sequence=1))
     newcomer = Newcomer(rank, "worker", place, 1)
     begins = Beginning(clock, rounds)
     return core.handle(on.TookPlace(request, newcomer, begins, beside, (0, 1)), 0.0)
@@ -68,7 +68,7 @@ def test_a_newcomer_that_gives_its_place_back_is_not_waited_for():
     die(core, 1)
     take(core, {1: 0})
     assert arrive(core, push(2, 1)) == []
-    retract = on.Retracted(Request(7, Header(Kind.JOIN, origin=7, sequence=2)))
+    retract = on.Retracted(Request(7, FrameHeader(FrameKind.JOIN, origin=7, sequence=2)))
     assert names(core.handle(retract, 0.0)) == ["End", "Reply"]
     assert core.clients() == [2, 9]
 
@@ -85,11 +85,11 @@ def test_rounds_go_by_if_all_who_were_in_them_have_gone():
 def test_bounded_reads_wait_for_the_steps_of_a_newcomer():
     core = core_of(Mode("ssp", 1))
     die(core, 1)
-    tick = Request(2, Header(Kind.TICK, origin=2, sequence=1, clock=5))
+    tick = Request(2, FrameHeader(FrameKind.TICK, origin=2, sequence=1, clock=5))
     core.handle(on.Ticked(tick), 0.0)
     take(core, {}, clock=5)
     assert core.clocks.all() == {2: 5, 7: 5}
-    tick = Request(2, Header(Kind.TICK, origin=2, sequence=2, clock=7))
+    tick = Request(2, FrameHeader(FrameKind.TICK, origin=2, sequence=2, clock=7))
     core.handle(on.Ticked(tick), 0.0)
     assert core.clocks.slowest == 5
 
@@ -98,7 +98,7 @@ def test_a_place_in_rounds_of_first_of_waits_for_a_newcomer():
     core = core_of(FirstOf(2))
     die(core, 1)
     ask = lambda rank, n: on.Entered(  # noqa: E731
-        Request(rank, Header(Kind.ENTER, origin=rank, sequence=n + 1, table=1, clock=n))
+        Request(rank, FrameHeader(FrameKind.ENTER, origin=rank, sequence=n + 1, table=1, clock=n))
     )
     (reply,) = core.handle(ask(2, 0), 0.0)
     assert (reply.clock, reply.is_late) == (1, False)
@@ -126,7 +126,7 @@ class Server:
     def __init__(self, index):
         self.core = Core(index, lambda: Members((1, 2, 3), (), (0, 1), 0))
         self.key = 1, index
-        self.core.add_table(Table(1, "w", SYNC, True, [0, 1]))
+        self.core.add_table(ServedTable(1, "w", SYNC, True, [0, 1]))
         self.core.add_unit(Unit(self.key, SYNC, AppliedHere(), (1, 2, 3), is_ready=True))
         self.core.handle(on.Died(1), 0.0)
         self.rounds, self.late = [], []
@@ -171,7 +171,9 @@ class World:
 
         def event_of(to):
             kinds = {"sequence": next(self.sequence), "table": 1, "partition": to, "clock": n}
-            return on.Pushed((1, to), Request(rank, Header(Kind.PUSH, origin=rank, **kinds)), None)
+            return on.Pushed(
+                (1, to), Request(rank, FrameHeader(FrameKind.PUSH, origin=rank, **kinds)), None
+            )
 
         self.send(rank, event_of)
 
@@ -195,7 +197,7 @@ class World:
 
     def go_on(self, *, was_late):
         """The newcomer has its answers: to TAKE, or to RETRACT."""
-        header = Header(Kind.JOIN, origin=7, sequence=next(self.sequence))
+        header = FrameHeader(FrameKind.JOIN, origin=7, sequence=next(self.sequence))
         if self.beside is None:
             self.take()
         elif was_late:
@@ -210,7 +212,7 @@ class World:
         """A worker says where the newcomer begins, which tells the servers."""
         self.stands_still = rank
         newcomer, begins = Newcomer(7, "worker", 1, 1), Beginning(0, {1: self.made[rank]})
-        header = Header(Kind.JOIN, origin=7, sequence=next(self.sequence))
+        header = FrameHeader(FrameKind.JOIN, origin=7, sequence=next(self.sequence))
         self.send(7, lambda _: on.TookPlace(Request(7, header), newcomer, begins, rank, (0, 1)))
 
     def steps(self):

@@ -19,7 +19,7 @@ from ringcomm.ps.members import let_in
 from ringcomm.ps.members.stand_by import _Spare
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer, Newcomers
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Coming, Header, Kind
+from ringcomm.ps.protocol.frames import Coming, FrameHeader, FrameKind
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Send
@@ -35,7 +35,7 @@ LOOKS_S = 0.3  # a newcomer that waits for nobody has begun by then
 def take(core, rounds, *, clock=0):
     """Let rank 7 take the place of worker 1, which has died, beside worker 2."""
     core.handle(on.Died(1), 0.0)
-    request = Request(7, Header(Kind.JOIN, origin=7, sequence=1))
+    request = Request(7, FrameHeader(FrameKind.JOIN, origin=7, sequence=1))
     begins = Beginning(clock, rounds)
     return core.handle(on.TookPlace(request, Newcomer(7, "worker", 1, 1), begins, 2, (0, 1)), 0.0)
 
@@ -81,7 +81,7 @@ def test_a_newcomer_hears_of_the_end_before_it_may_begin():
         client=SimpleNamespace(link=link),
     )  # fmt: skip
     heard.clear()
-    header = Header(Kind.NEWCOMER, origin=3, option=Coming.IN)
+    header = FrameHeader(FrameKind.NEWCOMER, origin=3, option=Coming.IN)
     said = packed_json(Newcomer(3, "worker", 1, 1))
     let_in.hear(current, SimpleNamespace(source=3, header=header, meta=said))
     assert heard == [(3, "end"), (3, "seen")]
@@ -104,7 +104,7 @@ def test_nobody_reads_later_for_who_gave_its_place_back():
     core = core_of(Mode("ssp", 1))
     take(core, {}, clock=5)
     assert core.clocks.all() == {2: 0, 7: 5}
-    retract = on.Retracted(Request(7, Header(Kind.JOIN, origin=7, sequence=2)))
+    retract = on.Retracted(Request(7, FrameHeader(FrameKind.JOIN, origin=7, sequence=2)))
     assert names(core.handle(retract, 0.0)) == ["Reply"]
     assert core.clocks.all() == {2: 0}
 
@@ -122,7 +122,7 @@ def test_a_place_is_given_once_and_by_a_copy_too():
     members = SimpleNamespace(workers=(1, 2), evaluators=())
     first, copy = Newcomers(), Newcomers()
     first.fallen[1] = None
-    ask = lambda rank: Request(rank, Header(Kind.JOIN, origin=rank, sequence=1))  # noqa: E731
+    ask = lambda rank: Request(rank, FrameHeader(FrameKind.JOIN, origin=rank, sequence=1))  # noqa: E731
     first.stand_by(ask(7), evaluates=False)
     _, given = first.give(members)
     assert given == Newcomer(7, "worker", 1, 1)
@@ -180,7 +180,7 @@ def test_what_moves_waits_for_nobody_who_gave_its_place_back():
     give(core, "commit", epoch=1, moved=[(0, 1)], clocks=[(2, 0), (7, 0)])
     for rank in (2, 9):
         core.handle(on.Noted(rank, (1, 0), 1), 0.0)
-    retract = on.Retracted(Request(7, Header(Kind.JOIN, origin=7, sequence=2)))
+    retract = on.Retracted(Request(7, FrameHeader(FrameKind.JOIN, origin=7, sequence=2)))
     assert "Free" in names(core.handle(retract, 0.0))
 
 

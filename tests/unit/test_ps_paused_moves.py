@@ -18,7 +18,7 @@ from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.server.core.actions import Grant
 from ringcomm.ps.server.core.migration_leader import Leader
-from ringcomm.ps.server.core.table_owners_and_units import Table as CoreTable
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable as CoreTable
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.snapshot_numbers_and_phases import moment_number, owner_of
 from ringcomm.ps.update_modes import Mode

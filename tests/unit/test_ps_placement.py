@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from ringcomm.ps.placement.partition_places_and_moves import (
-    View,
+    PlacementView,
     cuts,
     place_dense,
     place_hashed,
@@ -49,7 +49,7 @@ def test_tables_lie_differently():
 
 
 def test_moves_even_out_what_was_measured():
-    view = View(1, {(1, i): (0,) for i in range(8)} | {(2, 0): (1,)})
+    view = PlacementView(1, {(1, i): (0,) for i in range(8)} | {(2, 0): (1,)})
     traffic = {(1, i): 10.0 for i in range(8)} | {(2, 0): 1.0}
     moves = plan_moves(view, traffic, [0, 1])
     assert all(move.source == 0 and move.dest == 1 for move in moves)
@@ -57,17 +57,17 @@ def test_moves_even_out_what_was_measured():
 
 
 def test_an_even_load_is_left_alone():
-    view = View(1, {(1, 0): (0,), (1, 1): (1,)})
+    view = PlacementView(1, {(1, 0): (0,), (1, 1): (1,)})
     assert plan_moves(view, {(1, 0): 5.0, (1, 1): 5.0}, [0, 1]) == []
 
 
 def test_a_partition_that_outweighs_all_is_not_sent_to_and_fro():
-    view = View(1, {(1, 0): (0,), (1, 1): (1,)})
+    view = PlacementView(1, {(1, 0): (0,), (1, 1): (1,)})
     assert plan_moves(view, {(1, 0): 100.0, (1, 1): 1.0}, [0, 1]) == []
 
 
 def test_a_change_makes_the_next_view():
-    first = View().with_({(1, 0): (2, 1)})
+    first = PlacementView().with_({(1, 0): (2, 1)})
     assert (first.number, first.owner((1, 0))) == (1, 2)
     assert first.with_({(1, 0): (1,)}).owner((1, 0)) == 1
     assert first.owner((1, 0)) == 2

@@ -17,7 +17,7 @@ from ringcomm.ps.client.request import Request
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol import link
 from ringcomm.ps.protocol.frame_meta import PullMeta, PushMeta
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.server import Server
 
 NOTHING = np.empty(0, np.uint8)
@@ -132,7 +132,7 @@ def test_a_push_that_comes_twice_is_applied_once(count, mode):
         ask = wire.ask
 
         def ask_twice(dest, header, meta, body):
-            for _ in range(1 + (header[0] == Kind.PUSH)):
+            for _ in range(1 + (header[0] == FrameKind.PUSH)):
                 ask(dest, header, meta, body)
 
         wire.ask = ask_twice
@@ -348,28 +348,28 @@ def raw(*shape):
 KEY = np.zeros(8, np.uint8)
 SENSELESS = {  # what no client of ours sends: (kind, table: 0 none, 1 dense, 2 rows, meta, body)
     "a kind that is none": (200, 1, b"", NOTHING),
-    "a push to no table": (Kind.PUSH, 0, push_meta(), raw(4)),
-    "a pull of no table": (Kind.PULL, 0, b"", NOTHING),
-    "a state of no table": (Kind.STATE, 0, b"", NOTHING),
-    "rows of no table": (Kind.ROWS, 0, b"", NOTHING),
-    "rows of a dense table": (Kind.ROWS, 1, b"", NOTHING),
-    "too few bytes": (Kind.PUSH, 1, push_meta(), raw(3)),
-    "too many elements": (Kind.PUSH, 1, push_meta(5), raw(5)),
-    "elements behind the end": (Kind.PUSH, 1, push_meta(2, start=3), raw(2)),
-    "another dtype": (Kind.PUSH, 1, push_meta(16, dtype="int8"), raw(4)),
-    "no hyper-parameters": (Kind.PUSH, 1, push_meta(hyper=HYPER[:0]), raw(4)),
-    "those of another updater": (Kind.PUSH, 1, push_meta(hyper=HYPER[:2]), raw(4)),
-    "a meta that is cut off": (Kind.PUSH, 1, push_meta()[:-3], raw(4)),
-    "a table that is no JSON": (Kind.CREATE, 0, b"{", NOTHING),
-    "a table of nothing": (Kind.CREATE, 0, b"{}", NOTHING),
-    "a snapshot that is none": (Kind.SNAPSHOT, 0, b'{"do": "dance"}', NOTHING),
-    "rows: too few bytes": (Kind.PUSH, 2, push_meta(2), KEY),
+    "a push to no table": (FrameKind.PUSH, 0, push_meta(), raw(4)),
+    "a pull of no table": (FrameKind.PULL, 0, b"", NOTHING),
+    "a state of no table": (FrameKind.STATE, 0, b"", NOTHING),
+    "rows of no table": (FrameKind.ROWS, 0, b"", NOTHING),
+    "rows of a dense table": (FrameKind.ROWS, 1, b"", NOTHING),
+    "too few bytes": (FrameKind.PUSH, 1, push_meta(), raw(3)),
+    "too many elements": (FrameKind.PUSH, 1, push_meta(5), raw(5)),
+    "elements behind the end": (FrameKind.PUSH, 1, push_meta(2, start=3), raw(2)),
+    "another dtype": (FrameKind.PUSH, 1, push_meta(16, dtype="int8"), raw(4)),
+    "no hyper-parameters": (FrameKind.PUSH, 1, push_meta(hyper=HYPER[:0]), raw(4)),
+    "those of another updater": (FrameKind.PUSH, 1, push_meta(hyper=HYPER[:2]), raw(4)),
+    "a meta that is cut off": (FrameKind.PUSH, 1, push_meta()[:-3], raw(4)),
+    "a table that is no JSON": (FrameKind.CREATE, 0, b"{", NOTHING),
+    "a table of nothing": (FrameKind.CREATE, 0, b"{}", NOTHING),
+    "a snapshot that is none": (FrameKind.SNAPSHOT, 0, b'{"do": "dance"}', NOTHING),
+    "rows: too few bytes": (FrameKind.PUSH, 2, push_meta(2), KEY),
     "rows: no hyper-parameters": (
-        Kind.PUSH, 2, push_meta(1, hyper=HYPER[:0]), np.append(KEY, raw(2)),
+        FrameKind.PUSH, 2, push_meta(1, hyper=HYPER[:0]), np.append(KEY, raw(2)),
     ),
-    "rows: a meta that is cut off": (Kind.PULL, 2, b"1", KEY),
-    "rows: half a key": (Kind.PULL, 2, PullMeta(1, 0).packed(), KEY[:4]),
-    "rows: half a key to erase": (Kind.ERASE, 2, b"", KEY[:4]),
+    "rows: a meta that is cut off": (FrameKind.PULL, 2, b"1", KEY),
+    "rows: half a key": (FrameKind.PULL, 2, PullMeta(1, 0).packed(), KEY[:4]),
+    "rows: half a key to erase": (FrameKind.ERASE, 2, b"", KEY[:4]),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from ringcomm.ps import evaluation
 from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
 from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.session import session
 
 N = 400
@@ -375,7 +375,7 @@ def test_a_request_that_a_server_cannot_read_is_an_error_of_the_future():
 
         def cut(requests):
             for each in requests:
-                if each.kind == Kind.PULLS:
+                if each.kind == FrameKind.PULLS:
                     each.body = each.body[:-8]
             submit(requests)
 

@@ -12,7 +12,7 @@ from ps_simulation import Choices
 from ps_simulation_over_pipes import PipeNet
 from ps_simulation_with_copies import MODES
 
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.replication import Log
 
@@ -73,7 +73,7 @@ def test_after_a_death_no_push_needs_python_either():
 def test_a_push_that_comes_behind_what_is_pythons_is_carried_out_and_reported():
     """Each server is the other's follower, so reports and records share pipes."""
     net = begun()
-    net.client(0).ask(1, Kind.TICK, clock=1)
+    net.client(0).ask(1, FrameKind.TICK, clock=1)
     net.poll(FOLLOWER)
     net.poll(PRIMARY)  # its report is for Python
     push(net, 1)
@@ -126,7 +126,11 @@ def test_a_pull_has_the_push_before_it():
     part, values = net.client(0).part_at(0), []
     push(net, 0)
     net.client(0).ask(
-        0, Kind.PULL, table=1, partition=part, take=lambda reply: values.append(reply.body.copy())
+        0,
+        FrameKind.PULL,
+        table=1,
+        partition=part,
+        take=lambda reply: values.append(reply.body.copy()),
     )
     net.deliver_one()
     assert values[0].view(np.float64).sum() == 1

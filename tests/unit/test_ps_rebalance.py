@@ -17,7 +17,7 @@ from ringcomm.ps.client.request_order import RequestOrder
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.partition_transfer import Transfer
 
 COUNT, BLOCK = 6000, 4000  # bytes of a block: 6 partitions of 1000 float32
@@ -280,7 +280,7 @@ def test_a_push_that_comes_again_after_a_move_is_not_applied_again(mode):
         wire.ask = lambda *request: sent.append(request) or ask(*request)
         t.push(np.full(10, -1, np.float32)).wait()
         wire.ask = ask
-        (request,) = [each for each in sent if each[1][0] == Kind.PUSH]
+        (request,) = [each for each in sent if each[1][0] == FrameKind.PUSH]
         assert move(t, 0, dest).moved == 1
         t.pull().wait()
         _, (kind, _, *rest), *payload = request

@@ -13,7 +13,14 @@ from ps_simulation import Choices
 from ps_simulation_with_copies import ANY_ORDER, MODES, NOTHING, Net
 
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Copy, Header, Kind, Step, Where, header_of
+from ringcomm.ps.protocol.frames import (
+    CopyOption,
+    FrameHeader,
+    FrameKind,
+    StepOption,
+    Where,
+    header_of,
+)
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.homes import transfer_whole_copy
@@ -119,7 +126,7 @@ def copying():
 def test_what_comes_behind_a_change_that_waits_for_a_copy_waits_too():
     net, source, dest, copied = copying()
     n = sum(net.acked[0].values())
-    copied.say(Copy.TIME)  # is of no single block
+    copied.say(CopyOption.TIME)  # is of no single block
     net.client(0).push_part(0, 0)
     net.client(0).read(0)
     deliver_but_between(net, source, dest)
@@ -270,7 +277,11 @@ def test_clients_hear_of_a_move_of_which_a_dead_leader_was_about_to_tell():
     from_leader = [net.channels[net.servers[0], rank] for rank in net.workers]
 
     def notices(channel):
-        return [f for f in channel if (f.header.kind, f.header.option) == (Kind.MOVE, Step.NOTICE)]
+        return [
+            f
+            for f in channel
+            if (f.header.kind, f.header.option) == (FrameKind.MOVE, StepOption.NOTICE)
+        ]
 
     while not all(map(notices, from_leader)):
         assert net.deliver_one()
@@ -325,7 +336,7 @@ def test_a_change_that_is_answered_at_once_has_its_own_body_on_the_way_to_the_ot
             sent.append((header_of(meta[AT.size :]).where, body))
 
     body = np.arange(4, dtype=np.uint8)
-    push = Delivery(7, Header(Kind.PUSH, where=Where.SHARED, n_body=4), b"", body)
+    push = Delivery(7, FrameHeader(FrameKind.PUSH, where=Where.SHARED, n_body=4), b"", body)
     send_record(Near(), 0, 1, 0, Entry(push, 0.0, 0.0))
     send_record(Near(), 0, 1, 1, Entry(push, 0.0, 0.0))
     (place, own), (place_when_awaited, seen) = sent
@@ -370,15 +381,15 @@ def test_a_message_that_comes_twice_is_confirmed_once_it_is_carried_out():
     net.settle()
     primary, (sender, *_) = net.servers[1], net.servers
     message = {"do": "without", "table": 1, "worker": 0, "rounds": []}
-    header = Header(
-        Kind.MOVE, origin=sender, option=Step.SERVERS, status=2, letter=2
+    header = FrameHeader(
+        FrameKind.MOVE, origin=sender, option=StepOption.SERVERS, status=2, letter=2
     )  # 1: the table
     for _ in range(2):
         frame = Delivery(sender, header, packed_json(message), NOTHING)
         net.ranks[primary].homes.on_request(frame)
 
     def is_confirmed():
-        return any(f.header.option == Copy.CONFIRM for f in net.channels[primary, sender])
+        return any(f.header.option == CopyOption.CONFIRM for f in net.channels[primary, sender])
 
     assert not is_confirmed()
     while not is_confirmed():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from ringcomm.ps.client.outstanding_requests import Outstanding
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_owners
-from ringcomm.ps.protocol.frames import Header, Kind, Status
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status
 from ringcomm.ps.protocol.link import Delivery
 
 TABLE = 1
@@ -22,12 +22,12 @@ def test_a_request_that_is_returned_twice_is_sent_again_once():
     )
     outstanding = Outstanding(SimpleNamespace(job_rank=9), link, layout)
     outstanding.owners.add_table(TABLE, [0], {})
-    request = Request(Kind.PUSH, partition=(TABLE, 0))
+    request = Request(FrameKind.PUSH, partition=(TABLE, 0))
     request.future = SimpleNamespace(acked_by=None)
     outstanding.submit([request])
     ((_, _, sequence),) = sent
-    returned = Header(
-        Kind.REPLY, origin=0, status=Status.WRONG_VIEW, view=0, sequence=sequence, table=TABLE
+    returned = FrameHeader(
+        FrameKind.REPLY, origin=0, status=Status.WRONG_VIEW, view=0, sequence=sequence, table=TABLE
     )
     for _ in range(2):
         outstanding.on_reply(Delivery(0, returned, packed_owners(1, [1]), None))

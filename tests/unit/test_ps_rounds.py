@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ringcomm.ps.server.core.actions import Contribution, End, Hold, Late, Released
+from ringcomm.ps.server.core.actions import End, Hold, Late, Released, RoundContribution
 from ringcomm.ps.server.core.rounds import Clocks, Entries, Release, Rounds
 from ringcomm.ps.update_modes import SSP, FirstOf, mode_of
 
@@ -16,7 +16,7 @@ def rounds(workers, first_of=None):
 
 
 def give(to, worker, number, request, *, is_held=False, lets_in=False):
-    contribution = Contribution(worker, request, None, is_held)
+    contribution = RoundContribution(worker, request, None, is_held)
     return told(to.contribute(number, contribution, lets_in=lets_in))
 
 

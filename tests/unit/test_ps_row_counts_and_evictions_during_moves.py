@@ -10,7 +10,7 @@ from ringcomm.ps.client.outstanding_requests import Outstanding
 from ringcomm.ps.client.rows.count_metadata_evict import Maintenance
 from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
 from ringcomm.ps.protocol.frame_meta import packed_owners
-from ringcomm.ps.protocol.frames import Header, Kind, Status, Step
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.protocol.link import Delivery
 
 TABLE = 1
@@ -61,7 +61,7 @@ class Servers:
 
     def notify(self, view):
         """All rows are server 1's from this view on."""
-        header = Header(Kind.MOVE, table=TABLE, clock=view, option=Step.NOTICE)
+        header = FrameHeader(FrameKind.MOVE, table=TABLE, clock=view, option=StepOption.NOTICE)
         self.outstanding.on_notice(Delivery(0, header, packed_owners(view, [1, 1]), None))
 
     def answer(self, server, view, count):
@@ -70,8 +70,8 @@ class Servers:
         self.asked.remove(found)
         status = Status.OK if count is not None else Status.WRONG_VIEW
         meta = b"" if count is not None else packed_owners(view + 1, [1, 1])
-        header = Header(
-            Kind.REPLY, origin=server, status=status, sequence=found[1], clock=count or 0
+        header = FrameHeader(
+            FrameKind.REPLY, origin=server, status=status, sequence=found[1], clock=count or 0
         )
         self.outstanding.on_reply(Delivery(server, header, meta, None))
 

@@ -17,10 +17,10 @@ from ps_simulation import Choices, World
 from ps_simulation_message_types import Request, Shape
 
 from ringcomm.ps.placement.partition_places_and_moves import Move
-from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core import migration_leader
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.update_modes import SSP, FirstOf, Mode
 
@@ -255,7 +255,7 @@ def test_a_request_behind_one_that_is_kept_is_kept_too():
 
 
 def read(worker, clock):
-    return Request(worker, Header(Kind.PULL, origin=worker, table=1, clock=clock))
+    return Request(worker, FrameHeader(FrameKind.PULL, origin=worker, table=1, clock=clock))
 
 
 def test_a_clock_is_believed_once_all_that_came_back_was_sent_again():
@@ -265,7 +265,9 @@ def test_a_clock_is_believed_once_all_that_came_back_was_sent_again():
     commit_at_destination(core)
     core.handle(on.Finished(KEY), 0.0)
     for worker in (1, 2):
-        core.handle(on.Ticked(Request(worker, Header(Kind.TICK, origin=worker, clock=1))), 0.0)
+        core.handle(
+            on.Ticked(Request(worker, FrameHeader(FrameKind.TICK, origin=worker, clock=1))), 0.0
+        )
     assert names(core.handle(on.Read(KEY, read(1, 1)), 0.0)) == []
     core.handle(on.Noted(1, KEY, 1), 0.0)
     assert names(core.handle(on.Noted(2, KEY, 1), 0.0)) == ["Serve"]
@@ -274,7 +276,7 @@ def test_a_clock_is_believed_once_all_that_came_back_was_sent_again():
 def test_no_round_of_a_table_that_is_new_ends_while_rounds_are_stopped():
     core = core_of(Mode("sync"))
     core.handle(on.Stopped(push(9, 1), 9 << 32), 0.0)
-    core.add_table(Table(2, "new", Mode("sync"), True, [0]))
+    core.add_table(ServedTable(2, "new", Mode("sync"), True, [0]))
     core.add_unit(Unit((2, 0), Mode("sync"), AppliedHere(), (1, 2), is_ready=True))
     for worker in (1, 2):
         assert core.handle(on.Pushed((2, 0), push(worker, 1), "g"), 0.0) == []

@@ -20,7 +20,7 @@ from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.client.wait_for_replies import reasons_text
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frame_meta import packed_owners
-from ringcomm.ps.protocol.frames import Header, Kind, Status, Step
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.protocol.link import Delivery
 
 ONES = np.ones(4, np.float32)
@@ -338,7 +338,7 @@ def client():
 def pushed(client, *parts, nbytes=8):
     """Return the future of a push to slices of table 1."""
     body = np.zeros(nbytes, np.uint8)
-    requests = [Request(Kind.PUSH, partition=(1, part), body=body) for part in parts]
+    requests = [Request(FrameKind.PUSH, partition=(1, part), body=body) for part in parts]
     for each in requests:
         each.on_reply = lambda _: None
     future = Future(client, "push[w]", len(requests), lambda: None)
@@ -353,12 +353,14 @@ def reply(client, future, part, **header):
         (k, each) for k, each in requests if each.future is future and each.partition == (1, part)
     ]
     meta = header.pop("meta", b"")
-    said = Header(Kind.REPLY, sequence=sequence, table=1, partition=part, **header)
+    said = FrameHeader(FrameKind.REPLY, sequence=sequence, table=1, partition=part, **header)
     client.outstanding.on_reply(Delivery(request.server, said, meta, NO_BODY))
 
 
 def moved(client, part, epoch):
-    header = Header(Kind.MOVE, option=Step.NOTICE, table=1, partition=part, clock=epoch)
+    header = FrameHeader(
+        FrameKind.MOVE, option=StepOption.NOTICE, table=1, partition=part, clock=epoch
+    )
     client.outstanding.on_notice(Delivery(0, header, packed_owners(epoch, [1]), NO_BODY))
 
 

@@ -12,7 +12,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api import begin_next_view
 from ringcomm.errors import CommTimeoutError
 from ringcomm.transport.membership.events_and_actions import Arrive, GiveUp, Heal, Heard
-from ringcomm.transport.membership.messages import Kind, Message
+from ringcomm.transport.membership.messages import MembershipKind, MembershipMessage
 from ringcomm.transport.membership.state_machine import Membership, Phase, handle
 from ringcomm.transport.membership.who_may_evict import Eviction, eviction
 
@@ -81,7 +81,9 @@ class Clock:
         self.state = Membership.first(0, 4)
         self.state, _ = handle(self.state, Heal())
         for other in stopped:
-            message = Message(Kind.STOPPED, self.state.view, 0, self.state.changes)
+            message = MembershipMessage(
+                MembershipKind.STOPPED, self.state.view, 0, self.state.changes
+            )
             self.state, _ = handle(self.state, Heard(other, message))
         assert set(self.state.missing) == missing
         self.patience.check(self)

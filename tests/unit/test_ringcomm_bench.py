@@ -10,13 +10,13 @@ import ringcomm as rc
 from ringcomm.launch.bench import command, exact_inputs, runner, table
 from ringcomm.launch.bench.cases import (
     COLLECTIVES,
-    Case,
+    BenchCase,
     bus_factor,
     make_case,
     parse_sizes,
     wire_bytes,
 )
-from ringcomm.launch.bench.table import Row
+from ringcomm.launch.bench.table import BenchRow
 
 F32 = np.dtype("float32")
 K, M = 1 << 10, 1 << 20
@@ -73,7 +73,7 @@ def test_bus_bandwidth_of_4_ranks_is_that_of_nccl_tests(collective, factor):
     ],
 )
 def test_what_must_cross_a_link_between_3_hosts_of_3_ranks(collective, nbytes):
-    case = Case(collective, "", np.dtype("int8"), 0 if collective == "barrier" else 300, 9)
+    case = BenchCase(collective, "", np.dtype("int8"), 0 if collective == "barrier" else 300, 9)
     assert wire_bytes(case, 3) == pytest.approx(nbytes)
     assert wire_bytes(case, 1) == 0
 
@@ -104,7 +104,7 @@ REDUCTIONS = [
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS)
 def test_the_expected_reduction_is_numpys(size, dtype, op):
-    case = Case("allreduce", op, np.dtype(dtype), 20_000, size)
+    case = BenchCase("allreduce", op, np.dtype(dtype), 20_000, size)
     sent = [np.empty(case.count, dtype) for _ in range(size)]
     for rank, x in enumerate(sent):
         exact_inputs.fill(x, case, rank)
@@ -147,7 +147,7 @@ def test_every_collective_expects_what_its_name_says():
 
 
 def test_no_rank_and_no_chunk_looks_like_another():
-    parts = [sent_by(Case("allreduce", "sum", F32, 1 << 15, 3), rank) for rank in range(3)]
+    parts = [sent_by(BenchCase("allreduce", "sum", F32, 1 << 15, 3), rank) for rank in range(3)]
     chunks = [chunk.tobytes() for x in parts for chunk in np.split(x, 32)]
     assert len(set(chunks)) == len(chunks)
 
@@ -267,7 +267,7 @@ def test_engines_take_turns_and_each_batch_has_a_call_that_is_not_recorded():
 def row(engine="ringcomm", time_us=10.0, **changes):
     times = {} if time_us is None else {"call_p50_us": time_us, "p99_us": 2 * time_us}
     plain = ("allreduce", "sum", "float32", M, M // 4, engine, "private", True, 0)
-    found = Row(*plain, time_us=time_us, **times)
+    found = BenchRow(*plain, time_us=time_us, **times)
     for name, value in changes.items():
         setattr(found, name, value)
     return found

@@ -17,11 +17,11 @@ from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Launcher, Librar
 from ringcomm.launch.check_install.gather_facts import floors, launcher_at
 from ringcomm.launch.check_install.judge_facts import SUBJECTS, has_problem, judge
 from ringcomm.launch.check_install.trial_job import judge_trial, plan_trial, run_trial
-from ringcomm.launch.mpi_kind import Kind, fit, kind_of
-from ringcomm.launch.run_child_with_deadline import Outcome, outside_of_a_job, run_child
+from ringcomm.launch.mpi_kind import MpiKind, fit, kind_of
+from ringcomm.launch.run_child_with_deadline import ChildOutcome, outside_of_a_job, run_child
 from ringcomm.nvidia.judge_software import Cupy, Driver, Gpu, Nccl, Stack
 
-OTHER = Kind("Some MPI 7")
+OTHER = MpiKind("Some MPI 7")
 TESTED = "; ringcomm.torch was tested with 2.6, 2.13, 2.14, 2.15"
 REINSTALL = "pip install --force-reinstall --no-deps ringcomm"
 SOURCES = {"core": None, "guardian": None, "sources": "/home/me/clone"}
@@ -306,9 +306,9 @@ LIBRARY_TEXTS = [
     ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution\0", OPENMPI),
     ("MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25\n", MPICH),
     ("Intel(R) MPI Library 2021.5 for Linux* OS\n\0", INTEL),
-    ("MVAPICH2 Version      :\t2.3.7\nMVAPICH2 Release date", Kind("MVAPICH", "2.3.7", "mpich")),
+    ("MVAPICH2 Version      :\t2.3.7\nMVAPICH2 Release date", MpiKind("MVAPICH", "2.3.7", "mpich")),
     ("Some   MPI 7\nmore", OTHER),
-    ("\0", Kind("an MPI without a version text")),
+    ("\0", MpiKind("an MPI without a version text")),
 ]
 
 
@@ -415,43 +415,43 @@ def test_without_a_working_mpirun_there_is_no_trial(launcher):
 
 CORRECT = "noise\nringcomm-check: correct\n"
 OUTCOMES = [
-    ({}, Outcome(0, CORRECT, 0.51), "ok", "2 ranks, allreduce correct, 0.5 s"),
+    ({}, ChildOutcome(0, CORRECT, 0.51), "ok", "2 ranks, allreduce correct, 0.5 s"),
     (
         {},
-        Outcome(0, CORRECT + "ringcomm-check: ports\n", 0.51),
+        ChildOutcome(0, CORRECT + "ringcomm-check: ports\n", 0.51),
         "ok",
         "2 ranks, allreduce correct, 0.5 s; the ranks of one host listen on no port",
     ),
     (
         {},
-        Outcome(0, CORRECT + "ringcomm-check: ports 1024 1025\n", 0.51),
+        ChildOutcome(0, CORRECT + "ringcomm-check: ports 1024 1025\n", 0.51),
         "ok",
         "2 ranks, allreduce correct, 0.5 s; the ranks listen on TCP port 1024, 1025: who reaches "
         "it can stop the job, see SECURITY.md",
     ),
     (
         {"is_root": True, "cores": 1},
-        Outcome(0, CORRECT, 1.0),
+        ChildOutcome(0, CORRECT, 1.0),
         "ok",
         "2 ranks, allreduce correct, 1.0 s (with OMPI_ALLOW_RUN_AS_ROOT=1 "
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 --oversubscribe)",
     ),
     (
         {},
-        Outcome(1, CORRECT + "\nTraceback\n\nboom\n", 2.0),
+        ChildOutcome(1, CORRECT + "\nTraceback\n\nboom\n", 2.0),
         "problem",
         "2 ranks failed, exit 1 after 2.0 s; MPI alone should print 2 twice\n"
         "noise\nringcomm-check: correct\nTraceback\nboom",
     ),
     (
         {},
-        Outcome(None, "", 60.0),
+        ChildOutcome(None, "", 60.0),
         "problem",
         "2 ranks did not end in 60 s; MPI alone should print 2 twice",
     ),
     (
         {},  # mpirun can return 0 though a rank said nothing
-        Outcome(0, "", 0.1),
+        ChildOutcome(0, "", 0.1),
         "problem",
         "2 ranks failed, exit 0 after 0.1 s; MPI alone should print 2 twice",
     ),
@@ -465,7 +465,7 @@ def test_the_trial_is_judged_by_its_outcome(changes, outcome, status, found):
 
 
 def test_a_failed_trial_names_the_command_that_tries_mpi_alone():
-    verdict = judge_trial(plan_trial(replace(GOOD, is_root=True)), Outcome(1, "", 1.0))
+    verdict = judge_trial(plan_trial(replace(GOOD, is_root=True)), ChildOutcome(1, "", 1.0))
     assert verdict.fix == (
         "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 /v/bin/mpirun -np 2 "
         "/v/bin/python -c 'from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))'"
@@ -473,7 +473,7 @@ def test_a_failed_trial_names_the_command_that_tries_mpi_alone():
 
 
 def test_only_the_last_lines_of_a_failure_are_shown():
-    verdict = judge_trial(plan_trial(GOOD), Outcome(1, "\n".join(map(str, range(99))), 1.0))
+    verdict = judge_trial(plan_trial(GOOD), ChildOutcome(1, "\n".join(map(str, range(99))), 1.0))
     assert verdict.found.split("\n")[1:] == [str(line) for line in range(87, 99)]
 
 

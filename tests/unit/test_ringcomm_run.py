@@ -16,15 +16,15 @@ from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.read_records import (
     Evidence,
-    Failure,
     GuardianFile,
     RankEnd,
+    RecordedFailure,
     parse_guardian_file,
     parse_rank_end,
 )
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
-from ringcomm.launch.job.verdict import Cause, Ending, judge_ending
+from ringcomm.launch.job.verdict import Cause, JobEnding, judge_ending
 from ringcomm.launched import become_rank_program
 from ringcomm.transport import start_mpi
 from ringcomm.transport.start_mpi import start_deadline
@@ -193,7 +193,7 @@ def test_a_program_that_is_not_there_is_named(tmp_path):
 
 # --- records ------------------------------------------------------------------------------------
 def failed(rank, code, text="x", evidence=Evidence.OWN, *, at=0):
-    return Failure(rank, code, evidence, at, text)
+    return RecordedFailure(rank, code, evidence, at, text)
 
 
 def test_a_guardian_file_is_read_up_to_what_is_not_whole():
@@ -523,7 +523,7 @@ VERDICTS = {
 def test_verdict(name):
     ends, failures, code, text, others, expected, rank = VERDICTS[name]
     verdict = judge_ending(
-        Ending(
+        JobEnding(
             size=len(ends) or 2,
             ends={rank: end for rank, end in enumerate(ends) if end is not None},
             failures=tuple(failures),
@@ -539,7 +539,7 @@ def test_verdict(name):
     ("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (6, "SIGABRT"), (40, "signal 40")]
 )
 def test_a_launcher_that_is_killed_is_named_with_the_signal(number, name):
-    ending = Ending(
+    ending = JobEnding(
         size=2,
         ends={0: KILLED, 1: KILLED},
         seen=range(2),

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ringcomm.launch.job.plan_types import Request
-from ringcomm.launch.job.read_records import Evidence, Failure, RankEnd
+from ringcomm.launch.job.plan_types import RunRequest
+from ringcomm.launch.job.read_records import Evidence, RankEnd, RecordedFailure
 from ringcomm.launch.job.restart.decision import Ended, decide
-from ringcomm.launch.job.verdict import Cause, Ending, judge_ending
+from ringcomm.launch.job.verdict import Cause, JobEnding, judge_ending
 
 DEAD, GOOD, IN_ORDER = RankEnd(), RankEnd(True, 0), RankEnd(True, 75)
 SERVER = RankEnd(True, 0, "server 0")
@@ -142,12 +142,12 @@ STARTED_AGAIN = {Cause.LOST, Cause.TOO_FEW}
 def verdict_of(name):
     least, ends, failures, *_ = ENDINGS[name]
     return judge_ending(
-        Ending(
+        JobEnding(
             size=len(ends),
             ends={rank: end for rank, end in enumerate(ends) if end is not None},
             seen=range(len(ends)),
             failures=tuple(
-                Failure(rank, code, evidence, at, "x")
+                RecordedFailure(rank, code, evidence, at, "x")
                 for at, (rank, code, evidence) in enumerate(failures)
             ),
             launcher_code=0,
@@ -164,7 +164,7 @@ def test_the_code_and_the_cause_of_an_elastic_job_follow_from_how_its_ranks_ende
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_only_what_is_lost_from_outside_is_started_again_and_else_one_sentence_says_why(name):
-    request = Request(program=("train",), np=2, elastic=(1, 2))
+    request = RunRequest(program=("train",), np=2, elastic=(1, 2))
     verdict = verdict_of(name)
     decision = decide(
         Ended(

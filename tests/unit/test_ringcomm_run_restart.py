@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from ringcomm.launch.job.hosts import Host, parse_hosts
-from ringcomm.launch.job.plan_types import Request
+from ringcomm.launch.job.plan_types import RunRequest
 from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
 from ringcomm.launch.job.restart.unreachable_hosts import silent_hosts
 from ringcomm.launch.job.verdict import Cause, Verdict
 
-REQUEST = Request(program=("train",), np=6, elastic=(2, 6), hosts=parse_hosts("h1:2,h2:2,h3:2"))
+REQUEST = RunRequest(program=("train",), np=6, elastic=(2, 6), hosts=parse_hosts("h1:2,h2:2,h3:2"))
 KILLED = Verdict(137, "rank 3 failed", 3, cause=Cause.LOST)
 STOPPED = Verdict(75, "too few", cause=Cause.TOO_FEW)
 FAILED = Verdict(1, "rank 3 failed", 3, cause=Cause.PROGRAM)

@@ -3,7 +3,7 @@
 import pytest
 
 from ringcomm.arrays import DTYPES
-from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.measured_times import TimeTable
 from ringcomm.collectives.operators import AVERAGE
 from ringcomm.collectives.ranks_by_host import describe
 from ringcomm.collectives.select_algorithm import Case, across, choose, estimate
@@ -22,7 +22,7 @@ def case(nbytes, nodes=THREE_HOSTS, collective="allreduce", dtype="float32", exa
 
 
 def table_of(nodes, times, collective="allreduce"):
-    return Table(describe(nodes), "threads", "0", {collective: times})
+    return TimeTable(describe(nodes), "threads", "0", {collective: times})
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import random
 import pytest
 from harness import at_length
 
-from ringcomm.transport.control_header import Kind
+from ringcomm.transport.control_header import ControlKind
 from ringcomm.transport.failure_news import DIRECT, GRACE_S, REST_S, RESTS, WAITS, Fact, News
 from ringcomm.transport.ranks_as_text import ranges_of, ranks_in, ranks_text
 
 NODE = 4  # ranks that see each other's deaths
 DELAY_S, NOTICE_S = 1e-3, 0.05
-LEFT = Fact(Kind.LEFT, "called shutdown()", key=WAITS)
+LEFT = Fact(ControlKind.LEFT, "called shutdown()", key=WAITS)
 RESTING = LEFT._replace(key=RESTS)
 # The cost of a job is the square of its size.
 N_JOBS = {DIRECT + 1: 6, 60: 6, **at_length({257: 6}, {129: 2})}
@@ -81,7 +81,7 @@ class Job:
             news = self.ranks[dest]
             if news.hear(fact, ranks_in(ranks), self.now, is_round=is_round):
                 self.last_s = self.now
-                if fact.kind is Kind.FAILED:
+                if fact.kind is ControlKind.FAILED:
                     news.lose(fact.about, self.now)
             self.look(dest)
             self.end_if_all_are_gone(dest)
@@ -124,13 +124,13 @@ class Job:
     def gone(self, rank):
         """Return the ranks of which this one has heard that they left or died."""
         words = self.heard[rank].items()
-        dead = {fact.about for fact, _ in words if fact.kind is Kind.FAILED}
-        return dead.union(*(who for fact, who in words if fact.kind is Kind.LEFT))
+        dead = {fact.about for fact, _ in words if fact.kind is ControlKind.FAILED}
+        return dead.union(*(who for fact, who in words if fact.kind is ControlKind.LEFT))
 
     def notice(self, rank, dead):
         if rank in self.ranks:
             self.ranks[rank].lose(dead, self.now)
-            self.say(rank, Fact(Kind.FAILED, "was killed", about=dead))
+            self.say(rank, Fact(ControlKind.FAILED, "was killed", about=dead))
 
     def ignorance(self, fact, sayers):
         """Return the ranks that live and have not heard it from all who said it."""
@@ -146,7 +146,7 @@ def test_all_who_live_learn_all_deaths_and_words_whoever_dies_meanwhile(size, se
     mortal = sorted(set(range(size)) - survivors)
     dead = job.random.sample(mortal, job.random.randrange(1, min(20, len(mortal))))
     sayers = job.random.sample(sorted(set(range(size)) - set(dead)), 3)
-    broke = Fact(Kind.BROKE, "was killed", about=dead[0])
+    broke = Fact(ControlKind.BROKE, "was killed", about=dead[0])
     for rank in dead:
         job.at(job.random.random(), job.kill, rank)
     for rank in sayers:
@@ -155,7 +155,7 @@ def test_all_who_live_learn_all_deaths_and_words_whoever_dies_meanwhile(size, se
     assert job.last_s < 5.0
     assert job.ignorance(broke, set(sayers)) == []
     for rank in dead:
-        assert job.ignorance(Fact(Kind.FAILED, "was killed", about=rank), set()) == []
+        assert job.ignorance(Fact(ControlKind.FAILED, "was killed", about=rank), set()) == []
         assert all(any(f.about == rank for f in job.heard[r]) for r in job.ranks)
 
 
@@ -208,14 +208,14 @@ def test_the_end_of_a_rest_is_news_for_ranks_that_stay_and_that_wait():
 def test_what_a_rank_says_itself_goes_out_however_many_gave_up_before():
     news = News(99, 200)
     for n in range(70):
-        news.hear(Fact(Kind.GAVE_UP, f"text {n}"), [n], 0.0)
+        news.hear(Fact(ControlKind.GAVE_UP, f"text {n}"), [n], 0.0)
     news.due(1.0)
-    news.say(Fact(Kind.GAVE_UP, "own"), 2.0)
+    news.say(Fact(ControlKind.GAVE_UP, "own"), 2.0)
     assert {each.dest for each in news.due(10.0) if each.fact.text == "own"} >= {100, 101, 103}
 
 
 def test_the_next_who_live_are_told_what_the_dead_had_been_told():
-    news, broke = News(0, 32), Fact(Kind.BROKE, "was killed", about=31)
+    news, broke = News(0, 32), Fact(ControlKind.BROKE, "was killed", about=31)
     news.say(broke, 0.0)
     assert [message.dest for message in news.due(0.0)] == [1, 2, 4, 8, 16]
     for dead in (1, 2, 4, 8, 16):
@@ -249,7 +249,7 @@ def test_who_stays_longer_learns_soon_who_has_left_and_at_last_all_do():
 
 
 def test_what_all_say_in_the_same_words_is_put_together():
-    job, broke = Job(200), Fact(Kind.BROKE, "was killed", about=1)
+    job, broke = Job(200), Fact(ControlKind.BROKE, "was killed", about=1)
     for rank in range(200):
         job.at(job.random.random() * 0.01, job.say, rank, broke)
     job.run()

@@ -15,7 +15,7 @@ from ringcomm._core import StatusPage, monotonic_ns
 from ringcomm.launch.job.read_records import parse_guardian_file
 from ringcomm.status.ending_in_words import how_it_ended
 from ringcomm.status.guardian import Guardian, Ward
-from ringcomm.status.page_enums import Ending, OpState, State
+from ringcomm.status.page_enums import Ending, OpState, PageState
 from ringcomm.transport.node.neighbours import Neighbour, Neighbours, Offer
 from ringcomm.transport.presence import Presence
 
@@ -33,7 +33,7 @@ def test_what_is_written_can_be_read_through_another_mapping():
     seen = theirs.snapshot()
     assert (seen["job"], seen["host"], seen["pid"]) == ("test", "here", os.getpid())
     assert (seen["rank"], seen["size"], seen["local_rank"]) == (3, 5, 1)
-    assert (seen["step"], seen["state"]) == (17, State.STARTING)
+    assert (seen["step"], seen["state"]) == (17, PageState.STARTING)
     assert (seen["op_name"], seen["op_sequence"], seen["op_nbytes"]) == ("allreduce[w]", 42, 4096)
     assert seen["op_state"] == OpState.RUNNING
     assert 0 <= monotonic_ns() - seen["op_start_ns"] < 10e9
@@ -117,7 +117,7 @@ def test_the_heart_beats_while_python_holds_the_lock_and_stops_with_the_process(
 @pytest.mark.parametrize(
     ("enum", "store"),
     [
-        (State, lambda page, code: page.set_state(code)),
+        (PageState, lambda page, code: page.set_state(code)),
         (OpState, lambda page, code: page.end_op(code)),
         (Ending, lambda page, code: page.record_end(code, 0, "", "", "")),
     ],
@@ -168,7 +168,7 @@ def test_a_neighbour_s_page_tells_whom_it_followed():
     followed, failed, left = page(), page(), page()
     followed.record_end(Ending.PEER_FAILED, 4, "PeerFailedError", "", "")
     failed.record_end(Ending.EXCEPTION, 1, "ValueError", "train.py:3\nValueError: boom", "")
-    left.set_state(State.LEFT)
+    left.set_state(PageState.LEFT)
     presence = object.__new__(Presence)  # which needs no MPI to read pages
     presence._neighbours, presence.deaths, presence._ended = Neighbours(), [], set()
     presence.membership = None
@@ -236,18 +236,18 @@ DEEDS = {
         "raised ZeroDivisionError after step 17 - exit 1",
     ),
     "sys.exit": (
-        "page.set_state(State.LEAVING); sys.exit(3)",
+        "page.set_state(PageState.LEAVING); sys.exit(3)",
         "called sys.exit after step 17 - exit 3",
     ),
     "os._exit": ("os._exit(0)", r"called os._exit(0) before ringcomm.shutdown() after step 17"),
     "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV after step 17"),
     "SIGABRT": ("os.abort()", "died of SIGABRT after step 17"),
     "raise SystemExit": (
-        "page.set_state(State.LEAVING); raise SystemExit(5)",
+        "page.set_state(PageState.LEAVING); raise SystemExit(5)",
         "ended after step 17 - exit 5",
     ),
     "exit(0) in C code": (
-        "page.set_state(State.RUNNING); import ctypes; ctypes.CDLL(None).exit(0)",
+        "page.set_state(PageState.RUNNING); import ctypes; ctypes.CDLL(None).exit(0)",
         "ended in its middle after step 17 - exit 0",
     ),
     "exit in C code": (
@@ -459,7 +459,7 @@ def test_a_rank_that_closes_its_descriptors_is_not_lost(start_rank, capfd):
     body = """
     os.closerange(3, 100)
     time.sleep(0.2)  # that nothing happens cannot be waited for: the guardian looks several times
-    page.set_state(State.LEFT)
+    page.set_state(PageState.LEFT)
     """
     rank = start_rank(0, body)
     guardian = Guardian([rank.ward], grace_s=0.1, is_fault_tolerant=False)
@@ -534,9 +534,8 @@ def test_a_rank_that_ignores_sigterm_is_killed(start_rank, capfd):
 @pytest.mark.long
 def test_under_fault_tolerance_nobody_else_is_ended(start_rank, capfd):
     survivor = 'page.begin_op("allreduce[w]", 1, 8); time.sleep(1); '
-    survivor += (
-        "page.end_op(OpState.IDLE); page.set_state(State.LEAVING); page.set_state(State.LEFT)"
-    )
+    survivor += "page.end_op(OpState.IDLE); "
+    survivor += "page.set_state(PageState.LEAVING); page.set_state(PageState.LEFT)"
     bystander, culprit = start_rank(0, survivor), start_rank(1, "os._exit(1)")
     guardian = guarded(capfd, culprit, bystander, is_fault_tolerant=True)
     assert bystander.end()[0] == 0
@@ -572,7 +571,7 @@ def test_after_a_death_the_guardian_removes_mpi_s_files_though_the_others_leave_
     sys.stdin.readline()
     page.begin_op("allreduce[w]", 1, 8)
     sys.stdin.readline()
-    page.set_state(State.LEFT)
+    page.set_state(PageState.LEFT)
     sys.stdin.readline()
     """
     bystander, culprit = start_rank(0, survivor), start_rank(1, "os._exit(1)")
@@ -584,7 +583,7 @@ def test_after_a_death_the_guardian_removes_mpi_s_files_though_the_others_leave_
     culprit.end()
     wait_until(lambda: culprit.page.snapshot()["is_reported"], "the report")
     bystander.go()
-    wait_until(lambda: bystander.page.snapshot()["state"] == State.LEFT, "it leaves")
+    wait_until(lambda: bystander.page.snapshot()["state"] == PageState.LEFT, "it leaves")
     assert os.path.exists(path)
     bystander.go()
     bystander.end()
@@ -596,7 +595,7 @@ def test_after_a_death_the_guardian_removes_mpi_s_files_though_the_others_leave_
 def test_the_one_that_left_while_others_waited_is_blamed(start_rank, capfd):
     blaming = 'page.begin_op("allreduce[w]", 2, 8); page.wait_for_report(0.2); '
     blaming += 'raise PeerFailedError("rank 1 left", rank=1, reason="left the job")'
-    bystander, culprit = start_rank(0, blaming), start_rank(1, "page.set_state(State.LEAVING)")
+    bystander, culprit = start_rank(0, blaming), start_rank(1, "page.set_state(PageState.LEAVING)")
     guardian = guarded(capfd, culprit, bystander, grace_s=60)  # it ends in its own way
     assert culprit.end()[0] == 0
     code, _, err = bystander.end()
@@ -612,7 +611,7 @@ def test_the_one_that_left_while_others_waited_is_blamed(start_rank, capfd):
 def test_the_one_that_left_is_blamed_for_that_though_the_launcher_kills_it_then(start_rank, capfd):
     blaming = 'page.begin_op("allreduce[w]", 2, 8); page.wait_for_report(0.2); '
     blaming += 'raise PeerFailedError("rank 1 left", rank=1, reason="left the job")'
-    leaving = "page.set_state(State.LEAVING); page.wait_for_report(60)"
+    leaving = "page.set_state(PageState.LEAVING); page.wait_for_report(60)"
     bystander, culprit = start_rank(0, blaming), start_rank(1, leaving)
     guardian = guarded(capfd, culprit, bystander, grace_s=60)  # it ends in its own way
     assert bystander.end()[0] == 1
@@ -625,7 +624,7 @@ def test_the_one_that_left_is_blamed_for_that_though_the_launcher_kills_it_then(
 
 
 def test_a_good_end_is_silent(start_rank, capfd):
-    leave = 'page.begin_op("x", 1, 1); page.end_op(OpState.IDLE); page.set_state(State.LEFT)'
+    leave = 'page.begin_op("x", 1, 1); page.end_op(OpState.IDLE); page.set_state(PageState.LEFT)'
     ranks = [start_rank(r, leave) for r in range(2)]
     guardian = Guardian([r.ward for r in ranks], grace_s=0.1, is_fault_tolerant=False)
     for rank in ranks:
@@ -682,9 +681,9 @@ def test_a_caught_sys_exit_is_no_failure(start_rank, capfd):
     except SystemExit as caught:
         assert caught.code == 3
     assert words.failure is None
-    page.set_state(State.LEAVING)
+    page.set_state(PageState.LEAVING)
     time.sleep(0.2)  # that nothing happens cannot be waited for: the guardian looks several times
-    page.set_state(State.LEFT)
+    page.set_state(PageState.LEFT)
     """
     rank = start_rank(0, body)
     guardian = Guardian([rank.ward], grace_s=0.1, is_fault_tolerant=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringcomm.transport.control_header import NBYTES, Header, Kind
+from ringcomm.transport.control_header import NBYTES, ControlHeader, ControlKind
 from ringcomm.transport.peer_state import GaveUp, Obstacle, PeerTable
 
 
@@ -128,12 +128,12 @@ def test_giving_up_survives_the_wire(missing):
 
 @pytest.mark.parametrize("text", ["", "raised ValueError: größer"])
 def test_header_survives_the_wire(text):
-    header = Header(
-        Kind.FAILED, 3, 2**63, 2**64 - 1, value=2**40, about=70_000, flag=True, round=31
+    header = ControlHeader(
+        ControlKind.FAILED, 3, 2**63, 2**64 - 1, value=2**40, about=70_000, flag=True, round=31
     )
     packed = header.pack(text)
     assert len(packed) == NBYTES + len(text.encode())
-    assert Header.unpack(packed) == (header, text)
+    assert ControlHeader.unpack(packed) == (header, text)
 
 
 def test_a_rank_that_left_is_named_before_those_who_failed_for_want_of_it():

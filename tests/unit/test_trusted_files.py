@@ -101,6 +101,6 @@ def test_a_kernel_that_another_user_has_written_is_compiled_anew(tmp_path, monke
 
 @pytest.mark.usefixtures("no_mask")
 def test_what_a_rank_reports_is_its_users_alone_whatever_the_umask(tmp_path):
-    run_rank._write(tmp_path / "rank-0", run_rank.Report(result=pickle.dumps(5)))
+    run_rank._write(tmp_path / "rank-0", run_rank.RankReport(result=pickle.dumps(5)))
     assert mode_of(tmp_path / "rank-0") == 0o600
     assert pickle.loads(run._read(tmp_path, 0).result) == 5

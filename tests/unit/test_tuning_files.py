@@ -13,7 +13,7 @@ import ringcomm as rc
 from ringcomm import config
 from ringcomm._version import __version__
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.measured_times import TimeTable
 from ringcomm.config import Settings
 from ringcomm.engine.api import tuning_files
 from ringcomm.engine.api.init_rank_size import engine
@@ -23,7 +23,7 @@ from ringcomm.launch import tune
 from ringcomm.transport.channel import Channel
 
 TIMES = {"allreduce": {1000: {"ring": 1.0, "direct": 3.0}, 2000: {"ring": 2.0, "direct": 1.0}}}
-TABLE = Table("2 hosts x 1 rank", "threads", __version__, TIMES)
+TABLE = TimeTable("2 hosts x 1 rank", "threads", __version__, TIMES)
 WIRE = LoopbackHub(2).transport(0)
 
 
@@ -50,7 +50,7 @@ def test_what_was_not_measured_has_no_times():
 
 
 def test_a_table_survives_its_text_form():
-    again = Table.loads(TABLE.dumps())
+    again = TimeTable.loads(TABLE.dumps())
     assert vars(again) == vars(TABLE)
 
 
@@ -91,7 +91,7 @@ def test_a_spoilt_or_foreign_table_is_ignored_with_its_name_and_the_fix(
 
 def test_what_was_saved_is_loaded_and_nothing_else_is_left(tmp_path, caplog):
     path = tuning_files.save(in_folder(tmp_path / "new"), TABLE)
-    assert Table.loads(tuning_files.load(in_folder(tmp_path / "new"), WIRE)).seconds == TIMES
+    assert TimeTable.loads(tuning_files.load(in_folder(tmp_path / "new"), WIRE)).seconds == TIMES
     assert list(path.parent.iterdir()) == [path]
     assert not caplog.records
 

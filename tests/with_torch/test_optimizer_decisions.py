@@ -13,7 +13,7 @@ from ringcomm.torch.optim.gradient_presence import (
     SPARSE,
     UNWEIGHTED,
     WEIGHTED,
-    Presence,
+    GradientPresence,
     ready_order,
     samples_fault,
 )
@@ -48,7 +48,7 @@ def union(*messages):
     combined = bytearray(len(messages[0]))
     for message in messages:
         combined = bytearray(a | b for a, b in zip(combined, message, strict=True))
-    return Presence.unpack(bytes(combined))
+    return GradientPresence.unpack(bytes(combined))
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def union(*messages):
     [((0, 0), True), ((7, 7, 7), True), ((1, 2), False), ((1, 3), False), ((2**40, 0), False)],
 )
 def test_a_union_tells_whether_all_are_in_one_step(steps, expected):
-    messages = [Presence(b"\0\1", UNWEIGHTED).pack(step) for step in steps]
+    messages = [GradientPresence(b"\0\1", UNWEIGHTED).pack(step) for step in steps]
     assert union(*messages).is_one_step is expected
 
 
 def test_a_union_has_what_any_rank_has():
-    one = Presence(bytes([DENSE, 0, 0]), UNWEIGHTED)
-    two = Presence(bytes([DENSE | LATE, SPARSE, 0]), UNWEIGHTED | FAILED)
+    one = GradientPresence(bytes([DENSE, 0, 0]), UNWEIGHTED)
+    two = GradientPresence(bytes([DENSE | LATE, SPARSE, 0]), UNWEIGHTED | FAILED)
     result = union(one.pack(5), two.pack(5))
-    assert result == Presence(bytes([DENSE | LATE, SPARSE, 0]), UNWEIGHTED | FAILED)
+    assert result == GradientPresence(bytes([DENSE | LATE, SPARSE, 0]), UNWEIGHTED | FAILED)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_union_has_what_any_rank_has():
     ],
 )
 def test_faults_in_the_use_of_samples(flags, expected):
-    assert samples_fault(Presence(b"", flags)) == expected
+    assert samples_fault(GradientPresence(b"", flags)) == expected
 
 
 def test_explanations_name_the_ranks_and_both_values():

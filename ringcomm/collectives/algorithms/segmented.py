@@ -29,7 +29,7 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SU
     moves = []
     for n, (sent, total) in enumerate(_segments(cuts, reduce_scatter_steps(ring.rank, ring.size))):
         arriving = scratch[n % ahead][: total.count]
-        moves.append(Move(sent, arriving, functools.partial(t.combine, total, arriving, op)))
+        moves.append(SegmentMove(sent, arriving, functools.partial(t.combine, total, arriving, op)))
     await _flow(moves, ahead, ring)
     own = x[parts[t.rank]]
     t.finish(own, op, t.size)
@@ -39,14 +39,14 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SU
 async def allgather_(x: Flat, parts: list[slice], t: Performer) -> None:
     """Fill x with every rank's chunk. This rank's chunk is in its place already."""
     ring, cuts = _ring(x, parts, t)
-    moves = [Move(*pair) for pair in _segments(cuts, allgather_steps(ring.rank, ring.size))]
+    moves = [SegmentMove(*pair) for pair in _segments(cuts, allgather_steps(ring.rank, ring.size))]
     await _flow(moves, min(AHEAD, len(cuts[0])), ring)
 
 
 allreduce_ = allreduce_of(reduce_scatter_, allgather_)
 
 
-class Move(NamedTuple):
+class SegmentMove(NamedTuple):
     """One segment sent to the right, and one received from the left."""
 
     sent: Flat
@@ -54,7 +54,7 @@ class Move(NamedTuple):
     when_complete: Callable[[], None] | None = None
 
 
-async def _flow(moves: Iterable[Move], ahead: int, ring: Performer) -> None:
+async def _flow(moves: Iterable[SegmentMove], ahead: int, ring: Performer) -> None:
     """Carry out `moves` in order, `ahead` of them at a time.
 
     A segment that arrives in one step is sent in the next, so `ahead` must not be more than the

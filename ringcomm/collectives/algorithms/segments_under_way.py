@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.message_patterns import chunks, segment_count
-from ringcomm.transport.base import Request
+from ringcomm.transport.base import WireRequest
 from ringcomm.transport.performer import Performer
 
 AHEAD = (
@@ -27,12 +27,14 @@ class Pipeline:
     def __init__(self, t: Performer, depth: int) -> None:
         self._t = t
         self._depth = depth
-        self._steps: deque[tuple[list[Request], Callable[[], None] | None]] = deque()
+        self._steps: deque[tuple[list[WireRequest], Callable[[], None] | None]] = deque()
 
     async def make_room(self) -> None:
         await self._shorten(self._depth - 1)
 
-    def put(self, requests: list[Request], when_complete: Callable[[], None] | None = None) -> None:
+    def put(
+        self, requests: list[WireRequest], when_complete: Callable[[], None] | None = None
+    ) -> None:
         self._steps.append((requests, when_complete))
 
     async def drain(self) -> None:

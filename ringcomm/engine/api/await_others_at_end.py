@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from ringcomm.engine.api.world import World
-from ringcomm.status.page_enums import State
+from ringcomm.status.page_enums import PageState
 
 _NAP_S = 10e-3
 
@@ -18,7 +18,7 @@ def await_others_at_end(world: World, processes: Iterable[int], limit_s: float) 
     of them have exited with another code than 0, also with `--with-ft ulfm` (measured with 5.0.11).
     """
     presence, awaited = world.presence, frozenset(processes)
-    world.transport.page.set_state(State.LEAVING)
+    world.transport.page.set_state(PageState.LEAVING)
     end = time.monotonic() + limit_s
     while True:
         left = frozenset(n for n in awaited & presence.near if not presence.is_at_end(n))

@@ -17,7 +17,7 @@ from ringcomm.engine.core.meet_and_leave import end_view
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
 from ringcomm.transport.membership.events_and_actions import (
     Cleared,
-    Evict,
+    EvictRanks,
     Finish,
     GiveUp,
     Heal,
@@ -114,7 +114,7 @@ def evict(error: CommTimeoutError) -> bool:
         _log.error("%s The job ends, because half of its ranks or more do not come.", error)
         membership.handle(GiveUp())
         return False
-    membership.handle(Evict(processes))
+    membership.handle(EvictRanks(processes))
     return True
 
 
@@ -335,7 +335,7 @@ class _Patience:
             return True
         self._has_evicted = True
         self._limit_at = now + self._settings.timeout_or_inf  # who can be killed is by then
-        membership.handle(Evict(missing))
+        membership.handle(EvictRanks(missing))
         return True
 
 

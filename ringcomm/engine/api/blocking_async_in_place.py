@@ -34,7 +34,7 @@ _COMMON: Final = {
 }
 
 
-class Request(NamedTuple, Generic[R]):
+class PlannedCall(NamedTuple, Generic[R]):
     """One call of a collective."""
 
     kind: str  # name of the collective
@@ -54,7 +54,7 @@ class Request(NamedTuple, Generic[R]):
         return engine().start(kind + mark, name, lambda g: plan(g, name, *args, **form), group)
 
 
-def blocking(declaration: Callable[P, Request[R]]) -> Callable[P, R]:
+def blocking(declaration: Callable[P, PlannedCall[R]]) -> Callable[P, R]:
     """Return the blocking form of a declaration; a decorator."""
 
     def form(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -70,7 +70,7 @@ def in_place(form: Callable[P, R], summary: str, returns: str = "x itself.") -> 
 
     def overwrite(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            request: Request[R] = declaration(*args, **kwargs)
+            request: PlannedCall[R] = declaration(*args, **kwargs)
         except TypeError as error:
             require_arguments(made, error, args, kwargs)
             raise
@@ -88,7 +88,7 @@ def started(form: Callable[P, R]) -> Callable[P, Handle[R]]:
 
     def start(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         try:
-            request: Request[R] = declaration(*args, **kwargs)
+            request: PlannedCall[R] = declaration(*args, **kwargs)
         except TypeError as error:
             require_arguments(made, error, args, kwargs)
             raise

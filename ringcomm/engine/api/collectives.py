@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from ringcomm.collectives.operators import SUM, Op, ReductionOptions
 from ringcomm.engine.api.blocking_async_in_place import (
-    Request,
+    PlannedCall,
     blocking,
     in_place,
     started,
@@ -72,7 +72,7 @@ def allreduce(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> Request[A]:
+) -> PlannedCall[A]:
     """Return the reduction of x over all ranks. All ranks get the same bits.
 
     Args:
@@ -86,7 +86,7 @@ def allreduce(
     Cost: 2 (size - 1) / size of x's bytes sent per rank, after one agreement round.
     """
     options = ReductionOptions(op, deterministic)
-    return Request("allreduce", name, group, plan_allreduce, (x, options), borrows=True)
+    return PlannedCall("allreduce", name, group, plan_allreduce, (x, options), borrows=True)
 
 
 _allreduce_by_plan = in_place(
@@ -119,7 +119,7 @@ def reduce(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> Request[A | None]:
+) -> PlannedCall[A | None]:
     """Return the reduction of x over all ranks; None on every rank but root.
 
     Args:
@@ -131,7 +131,7 @@ def reduce(
     Cost: (size - 1) / size of x's bytes sent by each rank, then 1 / size of them to root.
     """
     options = ReductionOptions(op, deterministic)
-    return Request("reduce", name, group, plan_reduce, (x, options, root))
+    return PlannedCall("reduce", name, group, plan_reduce, (x, options, root))
 
 
 @blocking
@@ -143,7 +143,7 @@ def reduce_(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> Request[A]:
+) -> PlannedCall[A]:
     """Replace root's x by its reduction over all ranks and return x. Other ranks keep their x.
 
     Args:
@@ -151,7 +151,7 @@ def reduce_(
         root: the rank whose x gets the result.
     """
     args = (x, ReductionOptions(op, deterministic), root)
-    return Request("reduce_", name, group, partial(plan_reduce, in_place=True), args)
+    return PlannedCall("reduce_", name, group, partial(plan_reduce, in_place=True), args)
 
 
 @blocking
@@ -162,7 +162,7 @@ def reduce_scatter(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> Request[A]:
+) -> PlannedCall[A]:
     """Return this rank's rows of the reduction of x over all ranks.
 
     Args:
@@ -172,7 +172,9 @@ def reduce_scatter(
         A new array. The n rows are split evenly; the first n % size ranks get one row more.
     """
     options = ReductionOptions(op, deterministic)
-    return Request("reduce_scatter", name, group, plan_reduce_scatter, (x, options), borrows=True)
+    return PlannedCall(
+        "reduce_scatter", name, group, plan_reduce_scatter, (x, options), borrows=True
+    )
 
 
 reduce_scatter_ = in_place(
@@ -184,7 +186,7 @@ reduce_scatter_ = in_place(
 
 
 @blocking
-def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> Request[A]:
+def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> PlannedCall[A]:
     """Return the arrays of all ranks, one after another along the first dimension.
 
     Args:
@@ -194,21 +196,21 @@ def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> R
     Returns:
         A new array, shape (sum of first dimensions, *x.shape[1:]), in rank order.
     """
-    return Request("allgather", name, group, plan_allgather, (x,))
+    return PlannedCall("allgather", name, group, plan_allgather, (x,))
 
 
 @blocking
 def gather(
     x: A, root: int = 0, *, name: str | None = None, group: Group | None = None
-) -> Request[A | None]:
+) -> PlannedCall[A | None]:
     """Return the result of allgather(); None on every rank but root."""
-    return Request("gather", name, group, plan_gather, (x, root))
+    return PlannedCall("gather", name, group, plan_gather, (x, root))
 
 
 @blocking
 def scatter(
     x: A | None = None, root: int = 0, *, name: str | None = None, group: Group | None = None
-) -> Request[A]:
+) -> PlannedCall[A]:
     """Return this rank's rows of root's x.
 
     Args:
@@ -219,7 +221,7 @@ def scatter(
         A new array of root's library and dtype. The n rows are split evenly; the first n % size
         ranks get one row more.
     """
-    return Request("scatter", name, group, plan_scatter, (x, root))
+    return PlannedCall("scatter", name, group, plan_scatter, (x, root))
 
 
 @blocking
@@ -230,7 +232,7 @@ def alltoall(
     *,
     name: str | None = None,
     group: Group | None = None,
-) -> Request[Any]:
+) -> PlannedCall[Any]:
     """Return the rows that all ranks send to this rank, one after another in rank order.
 
     Args:
@@ -241,13 +243,13 @@ def alltoall(
     Returns:
         A new array, shape (rows received, *x.shape[1:]).
     """
-    return Request("alltoall", name, group, plan_alltoall, (x, splits, return_splits))
+    return PlannedCall("alltoall", name, group, plan_alltoall, (x, splits, return_splits))
 
 
 @blocking
 def broadcast(
     x: A, root: int = 0, *, name: str | None = None, group: Group | None = None
-) -> Request[A]:
+) -> PlannedCall[A]:
     """Return root's x on every rank.
 
     Args:
@@ -257,16 +259,16 @@ def broadcast(
     Returns:
         A new array of x's shape and dtype.
     """
-    return Request("broadcast", name, group, plan_broadcast, (x, root))
+    return PlannedCall("broadcast", name, group, plan_broadcast, (x, root))
 
 
 broadcast_ = in_place(broadcast, "Replace x by root's x and return x. On root x stays as it is.")
 
 
 @blocking
-def barrier(*, name: str | None = None, group: Group | None = None) -> Request[None]:
+def barrier(*, name: str | None = None, group: Group | None = None) -> PlannedCall[None]:
     """Return when every rank has called this function."""
-    return Request("barrier", name, group, plan_barrier)
+    return PlannedCall("barrier", name, group, plan_barrier)
 
 
 def join() -> int:
@@ -300,7 +302,7 @@ def grouped_allreduce(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> Request[list[A]]:
+) -> PlannedCall[list[A]]:
     """Return several reductions, with one agreement; arrays of one dtype are fused.
 
     Args:
@@ -311,7 +313,7 @@ def grouped_allreduce(
         A list with a new array for each of xs.
     """
     options = ReductionOptions(op, deterministic)
-    return Request("grouped_allreduce", name, group, plan_grouped_allreduce, (xs, options))
+    return PlannedCall("grouped_allreduce", name, group, plan_grouped_allreduce, (xs, options))
 
 
 grouped_allreduce_ = in_place(
@@ -322,13 +324,13 @@ grouped_allreduce_ = in_place(
 @blocking
 def grouped_allgather(
     xs: Sequence[A], *, name: str | None = None, group: Group | None = None
-) -> Request[list[A]]:
+) -> PlannedCall[list[A]]:
     """Return allgather() of each of xs, with one agreement.
 
     Args:
         xs: list or tuple of equally many arrays on every rank; may be empty. See allgather().
     """
-    return Request("grouped_allgather", name, group, plan_grouped_allgather, (xs,))
+    return PlannedCall("grouped_allgather", name, group, plan_grouped_allgather, (xs,))
 
 
 @blocking
@@ -339,10 +341,10 @@ def grouped_reduce_scatter(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> Request[list[A]]:
+) -> PlannedCall[list[A]]:
     """Return reduce_scatter() of each of xs, with one agreement."""
     plan, args = plan_grouped_reduce_scatter, (xs, ReductionOptions(op, deterministic))
-    return Request("grouped_reduce_scatter", name, group, plan, args)
+    return PlannedCall("grouped_reduce_scatter", name, group, plan, args)
 
 
 def broadcast_object(

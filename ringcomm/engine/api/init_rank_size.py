@@ -53,7 +53,7 @@ from ringcomm.launched.launcher import is_fault_tolerant, is_hydra, refuse_forei
 from ringcomm.launched.mpi_defaults import missed_settings
 from ringcomm.status.children_hold_stop_signals import let_children_hold
 from ringcomm.status.last_words import Failure, LastWords
-from ringcomm.status.page_enums import State
+from ringcomm.status.page_enums import PageState
 from ringcomm.status.print_alike_errors_once import print_alike_errors_once
 from ringcomm.system_text import host_name
 
@@ -249,7 +249,7 @@ def shutdown() -> None:
     else:
         _unheard = world.words  # they stay armed: nobody has reported the error yet
     if is_clean:
-        world.transport.page.set_state(State.LEFT)
+        world.transport.page.set_state(PageState.LEFT)
     if world.guardian is not None:
         world.guardian.disown() if _is_mpi_broken else world.guardian.wait()
     if error is not None:
@@ -363,7 +363,7 @@ def _end_in_order(world: World) -> None:
     see_others_leave(world.engine)
     world.words.disarm()
     close(world.engine, is_clean=False)  # old messages may still be under way
-    world.transport.page.set_state(State.LEFT)
+    world.transport.page.set_state(PageState.LEFT)
     if world.guardian is not None:
         world.guardian.wait()
     _unended, _unheard, _is_mpi_broken = None, None, False
@@ -428,14 +428,14 @@ def _leave_job(world: World) -> Failure | None:
     else:
         tell_the_others(failure)
         stop(world.engine)
-        world.transport.page.set_state(State.LEAVING)
+        world.transport.page.set_state(PageState.LEAVING)
         world.words.wait_for_report()
         if failure.blames is not None or not world.survives_deaths:
             await_others_at_end(world, world.transport.view.members, world.engine.settings.grace_s)
         is_clean = world.engine.job_size == 1
     _note_end(world, is_clean=is_clean)
     if failure is None and is_clean and _is_mpi_broken:
-        world.transport.page.set_state(State.LEFT)  # MPI is not finalized
+        world.transport.page.set_state(PageState.LEFT)  # MPI is not finalized
     if world.guardian is not None:
         world.guardian.disown()
     return failure

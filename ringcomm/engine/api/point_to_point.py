@@ -28,14 +28,14 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.ledger import base_of
 from ringcomm.engine.core.plan import Deferred
-from ringcomm.engine.executors.gpu_loader import Staging, device_executor
+from ringcomm.engine.executors.gpu_loader import HostStaging, device_executor
 from ringcomm.engine.operations.base import int_of, rank_of
 from ringcomm.engine.peers.tasks_outside_collectives import Talk
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import MismatchError
 from ringcomm.transport.base import ANY_SOURCE
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.control_header import Kind
+from ringcomm.transport.control_header import ControlKind
 from ringcomm.transport.tags import P2P
 
 _MAILBOXES = 1 << 33  # replaces the id of a group in base_of(), for mailboxes
@@ -174,7 +174,7 @@ class _Side:
     group: Group  # in which ranks are numbered
     mailbox: int  # 64 bits that identify the group and the tag
     adapter: AnyAdapter  # of the array that is sent or received
-    staging: Staging | None  # moves the array through host memory if it is on a GPU
+    staging: HostStaging | None  # moves the array through host memory if it is on a GPU
     by_count: bool  # compare numbers of elements, not shapes
 
     @classmethod
@@ -256,9 +256,9 @@ def _receiver(
 
 
 async def _send(side: _Side, t: Channel, x: Array, outline: str, *, dest: int, serial: int) -> None:
-    t.tell(dest, Kind.OFFER, outline, key=side.mailbox, value=serial)
+    t.tell(dest, ControlKind.OFFER, outline, key=side.mailbox, value=serial)
     t.awaited = (t.members[dest],)
-    answer = await t.hear(Kind.ANSWER, serial, dest)
+    answer = await t.hear(ControlKind.ANSWER, serial, dest)
     t.awaited = ()
     assert answer.header is not None
     if not answer.header.flag:
@@ -277,7 +277,7 @@ async def _recv(side: _Side, task: Task, out: Array, source: int) -> int | Defer
         t.awaited = t.members.others
     elif source != t.rank:
         t.awaited = (t.members[source],)
-    offer = await t.hear(Kind.OFFER, side.mailbox, source)
+    offer = await t.hear(ControlKind.OFFER, side.mailbox, source)
     t.awaited = ()
     assert offer.header is not None
     serial = offer.header.value
@@ -288,13 +288,13 @@ async def _recv(side: _Side, task: Task, out: Array, source: int) -> int | Defer
             f"{task.label}: rank {offer.source} sent {offer.text}, rank {t.members[t.rank]} "
             f"receives {wanted}. Receive into an array of the shape and dtype that is sent."
         )
-        t.tell(sender, Kind.ANSWER, text, key=serial, flag=False)
+        t.tell(sender, ControlKind.ANSWER, text, key=serial, flag=False)
         raise MismatchError(text)
     work = out
     if not side.adapter.is_contiguous(out):
         work = (side.staging or side.adapter).empty(out, side.adapter.shape(out))
     data = side.channel(task, serial)
-    t.tell(sender, Kind.ANSWER, key=serial, flag=True)
+    t.tell(sender, ControlKind.ANSWER, key=serial, flag=True)
 
     def finish() -> int:
         if work is out:

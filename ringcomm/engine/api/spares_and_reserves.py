@@ -18,7 +18,7 @@ from ringcomm.engine.api.begin_next_view import (
 )
 from ringcomm.engine.api.world import World, begin_view, current
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.status.page_enums import SPARE, OpState, State
+from ringcomm.status.page_enums import SPARE, OpState, PageState
 from ringcomm.transport.membership.events_and_actions import (
     Arrive,
     Resize,
@@ -89,13 +89,13 @@ def end_outside() -> NoReturn:
 def leave_outside(world: World) -> bool:
     """End a process that has no place in the job; return True if MPI can be finalized."""
     assert world.membership is not None
-    world.transport.page.set_state(State.LEAVING)
+    world.transport.page.set_state(PageState.LEAVING)
     is_clean = world.membership.state.is_job_over and not world.presence.deaths
     if not is_clean:
         withdraw(world)
     world.transport.close(is_clean=is_clean)
     if not is_clean:
-        world.transport.page.set_state(State.LEFT)  # nobody waits for MPI_Finalize
+        world.transport.page.set_state(PageState.LEFT)  # nobody waits for MPI_Finalize
     return is_clean
 
 
@@ -129,7 +129,7 @@ def request_size(n: int) -> None:
 def _show_idle(world: World) -> None:
     page = world.transport.page
     page.set_role(SPARE)
-    page.set_state(State.STARTING)
+    page.set_state(PageState.STARTING)
     page.end_op(OpState.IDLE)
 
 

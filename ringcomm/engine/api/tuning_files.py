@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ringcomm._version import __version__
 from ringcomm.atomic_files import replacing
-from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.measured_times import TimeTable
 from ringcomm.collectives.ranks_by_host import describe
 from ringcomm.config import Settings, tuning_folder
 from ringcomm.errors import ConfigError
@@ -26,7 +26,7 @@ def load(settings: Settings, transport: Transport) -> str:
         return ""
     try:
         text = path.read_text("utf-8")
-        problem = _problem(Table.loads(text), layout, transport.implementation)
+        problem = _problem(TimeTable.loads(text), layout, transport.implementation)
     except FileNotFoundError:
         if settings.tuning:
             _log.warning(
@@ -51,7 +51,7 @@ def load(settings: Settings, transport: Transport) -> str:
     return text
 
 
-def save(settings: Settings, table: Table) -> Path:
+def save(settings: Settings, table: TimeTable) -> Path:
     """Write the table where load() finds it, as a whole or not at all, and return the path.
 
     Raises ConfigError if the folder cannot be written.
@@ -94,7 +94,7 @@ def table_path(settings: Settings, layout: str, implementation: str) -> Path | N
     return None if folder is None else folder / f"{name}.json"
 
 
-def _problem(table: Table, layout: str, implementation: str) -> str:
+def _problem(table: TimeTable, layout: str, implementation: str) -> str:
     found = (table.layout, table.implementation, f"ringcomm {table.version}")
     here = (layout, implementation, f"ringcomm {__version__}")
     pairs = zip(found, here, strict=True)

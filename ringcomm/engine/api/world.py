@@ -15,7 +15,7 @@ from ringcomm.engine.core.meet_and_leave import end_view, meet
 from ringcomm.errors import PeerFailedError, RingcommError
 from ringcomm.launched.launcher import command_for
 from ringcomm.status.last_words import Failure, LastWords
-from ringcomm.status.page_enums import RESERVE, SPARE, State
+from ringcomm.status.page_enums import RESERVE, SPARE, PageState
 from ringcomm.transport.membership.detect_launcher_fault_tolerance import hosts_of
 from ringcomm.transport.membership.launcher_fault_tolerance import Gap
 
@@ -122,7 +122,7 @@ def begin_view(world: World) -> None:
     meet(engine, __version__, table)
     engine.progress.work_in_background()
     page, view = world.transport.page, world.transport.view
-    page.set_state(State.RUNNING)
+    page.set_state(PageState.RUNNING)
     if world.membership is not None:
         me = world.transport.rank
         page.set_role("" if me == world.presence.number else f"rank {me}")

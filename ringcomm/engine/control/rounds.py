@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 
-class Phase(IntEnum):
+class RoundMessage(IntEnum):
     """Kinds of messages about a round."""
 
     PROPOSED = 0  # the text is the command
@@ -28,7 +28,7 @@ class Phase(IntEnum):
 @dataclass(frozen=True)
 class Note:
     dest: int
-    phase: Phase
+    phase: RoundMessage
     key: int
     step: int = 0
     text: str = ""
@@ -42,7 +42,7 @@ class _Round:
     promises: dict[int, int] = field(default_factory=dict)  # of the rank that has proposed
 
 
-class Rounds:
+class ControlRounds:
     """The commands that this rank has heard of and not taken.
 
     Args:
@@ -92,19 +92,19 @@ class Rounds:
         self._rounds[key] = _Round(text, tuple(members), promises={self._me: self._promised})
         others = [rank for rank in members if rank != self._me and rank not in gone]
         return [
-            *(Note(rank, Phase.PROPOSED, key, text=text) for rank in others),
+            *(Note(rank, RoundMessage.PROPOSED, key, text=text) for rank in others),
             *self.settle(gone),
         ]
 
     def hear(self, source: int, note: Note, gone: Collection[int] = ()) -> list[Note]:
         """Take a message of another rank; return the answers to it."""
-        if note.phase == Phase.PROPOSED:
+        if note.phase == RoundMessage.PROPOSED:
             self._rounds[note.key] = _Round(note.text)
-            return [Note(source, Phase.PROMISED, note.key, self._promised)]
+            return [Note(source, RoundMessage.PROMISED, note.key, self._promised)]
         known = self._rounds.get(note.key)
         if known is None:
             return []
-        if note.phase == Phase.AGREED:
+        if note.phase == RoundMessage.AGREED:
             known.target = note.step
             return []
         known.promises[source] = note.step
@@ -126,7 +126,7 @@ class Rounds:
                 continue
             each.target = max(each.promises.values()) + 1
             others = [rank for rank in each.promises if rank != self._me and rank not in gone]
-            notes += [Note(rank, Phase.AGREED, key, each.target) for rank in others]
+            notes += [Note(rank, RoundMessage.AGREED, key, each.target) for rank in others]
         return notes
 
     def take_due(self) -> list[tuple[str, bool]]:

@@ -14,11 +14,11 @@ from ringcomm.engine.control.commands import STOP, parse, split
 from ringcomm.engine.control.controlled_engine import ControlledEngine
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM, Program
 from ringcomm.engine.control.perform import END, Answer, end, perform, refusal
-from ringcomm.engine.control.rounds import Note, Phase, Rounds
+from ringcomm.engine.control.rounds import ControlRounds, Note, RoundMessage
 from ringcomm.engine.control.stop_signals import StopSignals
 from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.errors import CommTimeoutError
-from ringcomm.transport.control_header import Header, Kind
+from ringcomm.transport.control_header import ControlHeader, ControlKind
 from ringcomm.transport.ranks_as_text import ranks_text
 
 _WAIT: Final = "a command of `ringcomm ctl`"
@@ -44,7 +44,7 @@ class Control:
         self._page = engine.page
         self._program = program
         self._lock = threading.Lock()
-        self._rounds = Rounds(engine.job_rank)
+        self._rounds = ControlRounds(engine.job_rank)
         self._owner: Callable[[], object | None] = lambda: None
         self._has_owner = False  # or had one
         self._rivals: weakref.WeakSet[object] = weakref.WeakSet()
@@ -55,7 +55,7 @@ class Control:
         self.checkpoints: list[Callable[[int], object]] = []
         self.workers: Callable[[], Sequence[int]] | None = None
         self._must_end = False
-        engine.watch.listeners[Kind.CONTROL] = self._hear
+        engine.watch.listeners[ControlKind.CONTROL] = self._hear
 
     def complete_step_of(self, program: object) -> None:
         self._n_own_steps += 1
@@ -211,10 +211,10 @@ class Control:
         peers = self._engine.watch.peers
         return {*peers.left, *(peers.dead.keys() & peers.survivable)}
 
-    def _hear(self, source: int, header: Header, text: str) -> None:
+    def _hear(self, source: int, header: ControlHeader, text: str) -> None:
         """Take a message about a command; called in the progress loop."""
-        note = Note(source, Phase(header.round), header.key, header.value, text)
-        if note.phase >= Phase.READY:
+        note = Note(source, RoundMessage(header.round), header.key, header.value, text)
+        if note.phase >= RoundMessage.READY:
             self.signals.hear(source, note.phase)
             return
         with self._lock:
@@ -223,7 +223,12 @@ class Control:
     def _send(self, notes: list[Note]) -> None:
         for note in notes:
             self._engine.watch.tell(
-                note.dest, Kind.CONTROL, note.text, key=note.key, value=note.step, round=note.phase
+                note.dest,
+                ControlKind.CONTROL,
+                note.text,
+                key=note.key,
+                value=note.step,
+                round=note.phase,
             )
 
     # --- what is done -----------------------------------------------------------------------------

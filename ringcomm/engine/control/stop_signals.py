@@ -11,8 +11,8 @@ from collections.abc import Collection
 
 from ringcomm._core import catch_stop_signals, release_stop_signals, stop_signal
 from ringcomm.engine.control.controlled_engine import ControlledEngine
-from ringcomm.engine.control.rounds import Phase
-from ringcomm.transport.control_header import Kind
+from ringcomm.engine.control.rounds import RoundMessage
+from ringcomm.transport.control_header import ControlKind
 
 _log = logging.getLogger("ringcomm")
 
@@ -44,7 +44,7 @@ class StopSignals:
         if not self._is_armed:
             self._is_armed = True
             catch_stop_signals()
-            self._tell_others(members, Phase.READY)
+            self._tell_others(members, RoundMessage.READY)
 
     def release(self) -> None:
         if self._is_armed:
@@ -62,13 +62,13 @@ class StopSignals:
         return True
 
     def tell_of_stop(self, members: Collection[int]) -> None:
-        self._tell_others(members, Phase.STOPPED)
+        self._tell_others(members, RoundMessage.STOPPED)
 
-    def hear(self, source: int, phase: Phase) -> None:
+    def hear(self, source: int, phase: RoundMessage) -> None:
         """Take a message of READY, ASKED or STOPPED; called in the progress loop."""
-        if phase == Phase.ASKED:
+        if phase == RoundMessage.ASKED:
             self._is_asked = True
-        elif phase == Phase.STOPPED:
+        elif phase == RoundMessage.STOPPED:
             self.has_stopped = True
         else:
             self._takers.append(source)
@@ -86,15 +86,15 @@ class StopSignals:
         gone = self._engine.watch.peers.gone
         for rank in self._takers:
             if rank not in gone:
-                self._engine.watch.tell(rank, Kind.CONTROL, round=Phase.ASKED)
+                self._engine.watch.tell(rank, ControlKind.CONTROL, round=RoundMessage.ASKED)
         return True
 
-    def _tell_others(self, members: Collection[int], phase: Phase) -> None:
+    def _tell_others(self, members: Collection[int], phase: RoundMessage) -> None:
         engine = self._engine
         gone = engine.watch.peers.gone
         for rank in range(engine.job_size):
             if rank not in members and rank not in gone:
-                engine.watch.tell(rank, Kind.CONTROL, round=phase)
+                engine.watch.tell(rank, ControlKind.CONTROL, round=phase)
 
     def _say(self) -> None:
         if not (number := stop_signal()):  # the rank that has got it has said so

@@ -17,11 +17,11 @@ from ringcomm.collectives.message_patterns import consecutive, dissemination_ste
 from ringcomm.engine.core.call import Call, are_wrong_alike, explain_mismatch
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.control_header import Kind
+from ringcomm.transport.control_header import ControlKind
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Agreement:
     """The result of an agreement, the same on all ranks."""
 
     is_agreed: bool  # all ranks make the same call
@@ -29,14 +29,14 @@ class Verdict:
     in_use: int  # the bits that at least one rank passed as in_use
 
 
-async def agree(fingerprint: int, proposal: int, t: Channel, *, in_use: int = 0) -> Verdict:
+async def agree(fingerprint: int, proposal: int, t: Channel, *, in_use: int = 0) -> Agreement:
     """Return the verdict once every rank has entered this operation, as in a barrier."""
     all_agree, value = True, proposal
     with t.phase("negotiation"):
         for round_, (dest, source) in enumerate(dissemination_steps(t.rank, t.size)):
             t.tell(
                 dest,
-                Kind.AGREE,
+                ControlKind.AGREE,
                 f"{in_use:x}" if in_use else "",
                 key=t.key,
                 fingerprint=fingerprint,
@@ -44,14 +44,14 @@ async def agree(fingerprint: int, proposal: int, t: Channel, *, in_use: int = 0)
                 flag=all_agree,
                 round=round_,
             )
-            letter = await t.hear(Kind.AGREE, t.key, source, round_)
+            letter = await t.hear(ControlKind.AGREE, t.key, source, round_)
             heard = letter.header
             assert heard is not None
             all_agree = all_agree and heard.flag and heard.fingerprint == fingerprint
             value = max(value, heard.value)
             if letter.text:
                 in_use |= int(letter.text, 16)
-    return Verdict(all_agree, value, in_use)
+    return Agreement(all_agree, value, in_use)
 
 
 async def mismatch(

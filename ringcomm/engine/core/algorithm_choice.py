@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.algorithms import circulant, direct, hierarchical, node, ring, segmented
-from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.measured_times import TimeTable
 from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.collectives.select_algorithm import Case, Choice, choose
 from ringcomm.config import Settings
@@ -33,7 +33,7 @@ class Selection:
         self.forced = settings.forced  # the user's choices: algorithm by collective
         # Ranks that share memory may be forced to use messages.
         self.leaves_memory = any(algorithm != "node" for algorithm in self.forced.values())
-        self.table: Table | None = None  # measured on this topology, the same on all ranks
+        self.table: TimeTable | None = None  # measured on this topology, the same on all ranks
         self._announced: set[tuple[str, str, str]] = set()
 
     def choice(self, case: Case) -> Choice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.measured_times import TimeTable
 from ringcomm.config import Settings
 from ringcomm.engine.core.agreement import broadcast_bytes
 from ringcomm.engine.core.call import Call
@@ -11,7 +11,7 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.progress.deadlines import Farewell
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
-from ringcomm.status.page_enums import State
+from ringcomm.status.page_enums import PageState
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.failure_news import DIRECT, REST_S, RESTS, WAITS
 from ringcomm.transport.ranks_as_text import ranks_text
@@ -29,7 +29,7 @@ def meet(engine: Engine, version: str, table: str = "") -> None:
 
     async def share(t: Channel) -> None:
         text = await broadcast_bytes(table.encode(), 0, t)
-        engine.selection.table = Table.loads(text.decode()) if text else None
+        engine.selection.table = TimeTable.loads(text.decode()) if text else None
 
     engine.execute("init", None, lambda _: Plan(call, 0, share))
 
@@ -71,7 +71,7 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
     state.broke_while_leaving = unsaid if was_broken else state.error or unsaid
     progress.stop(state.copy_of_error)
     if engine.page is not None:
-        engine.page.set_state(State.LEAVING)
+        engine.page.set_state(PageState.LEAVING)
     engine.pending.record(None)
     watch.announce_left(how, RESTS if state.is_broken else WAITS)
     if not state.is_broken:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MODULE: Final = "ringcomm.gpu.executor.executor"
 
 
-class Staging(Protocol):
+class HostStaging(Protocol):
     """Moves arrays of one operation through host memory, after the earlier work of the stream."""
 
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
@@ -57,12 +57,12 @@ class DeviceExecutor(Protocol):
 
     def plan(self, operation: Operation) -> Plan[Any]: ...
 
-    def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> Staging:
+    def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> HostStaging:
         """Return a Staging for the values that x has at this moment."""
 
     def make(
         self, group: Group, kind: str, dtype: DType, shape: tuple[int, ...]
-    ) -> tuple[Array, Staging]:
+    ) -> tuple[Array, HostStaging]:
         """Return an uninitialised array on a GPU, for a rank that has passed no array."""
 
     def copied(self, group: Group, x: Array) -> Array:

@@ -13,7 +13,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, contiguous, written
-from ringcomm.engine.operations.reduction_of_one_array import Reduction, reduction_in_node
+from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction, reduction_in_node
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
@@ -37,7 +37,7 @@ def plan_allreduce(
     return plan(Allreduce(group, call, adapter, x, options, in_place, is_borrowed))
 
 
-class Allreduce(Reduction):
+class Allreduce(ArrayReduction):
     __slots__ = ()
     to: ClassVar[To] = To.ALL
 

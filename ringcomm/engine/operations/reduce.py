@@ -15,7 +15,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, rank_of, written
-from ringcomm.engine.operations.reduction_of_one_array import Reduction
+from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
@@ -39,7 +39,7 @@ def plan_reduce(
     return plan(Reduce(group, call, adapter, x, options, in_place, root=root))
 
 
-class Reduce(Reduction):
+class Reduce(ArrayReduction):
     __slots__ = ()
     to: ClassVar[To] = To.ROOT
 

@@ -13,7 +13,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, contiguous, require_rows, rows_by_rank, written
-from ringcomm.engine.operations.reduction_of_one_array import Reduction, reduction_in_node
+from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction, reduction_in_node
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
@@ -43,7 +43,7 @@ def plan_reduce_scatter(
     return plan(ReduceScatter(group, call, adapter, x, options, in_place, is_borrowed))
 
 
-class ReduceScatter(Reduction):
+class ReduceScatter(ArrayReduction):
     __slots__ = ()
     to: ClassVar[To] = To.OWNER
     mirrored: ClassVar[dict[str, Any]] = {"in_place": False, "is_borrowed": True}

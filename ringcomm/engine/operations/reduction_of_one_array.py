@@ -17,7 +17,7 @@ from ringcomm.transport.node.steps import NodeReduction
 
 
 @dataclass(slots=True, eq=False)
-class Reduction(Operation):
+class ArrayReduction(Operation):
     options: ReductionOptions
     in_place: bool  # x gets the result
     is_borrowed: bool = False  # the caller keeps x unchanged until the end, so no copy is needed

@@ -9,7 +9,7 @@ from ringcomm.engine.core.pending_operations import Pending
 from ringcomm.engine.peers.drive_until import Driving
 from ringcomm.engine.peers.groups import Groups
 from ringcomm.engine.progress.task import Task
-from ringcomm.transport.control_header import Header, Kind
+from ringcomm.transport.control_header import ControlHeader, ControlKind
 from ringcomm.transport.control_messages import Watch
 
 
@@ -19,7 +19,7 @@ class Whereabouts:
     def __init__(
         self, watch: Watch, pending: Pending, extensions: Extensions, groups: Groups
     ) -> None:
-        watch.listeners[Kind.ASK] = self._answer
+        watch.listeners[ControlKind.ASK] = self._answer
         self._watch = watch
         self._pending = pending
         self._extensions = extensions
@@ -53,7 +53,9 @@ class Whereabouts:
             [r for r in group.ranks if r != peers.rank and r not in peers.gone],
         )
         for rank in others:
-            self._watch.tell(rank, Kind.ASK, key=key, fingerprint=ticket.base, value=ticket.number)
+            self._watch.tell(
+                rank, ControlKind.ASK, key=key, fingerprint=ticket.base, value=ticket.number
+            )
 
         def is_answered() -> bool:
             n_missing = len(peers.missing(key, others))
@@ -64,13 +66,13 @@ class Whereabouts:
         peers.forget(key)
         return has_begun
 
-    def _answer(self, source: int, ask: Header, _: str) -> None:
+    def _answer(self, source: int, ask: ControlHeader, _: str) -> None:
         if self.has_entered(ask.key, ask.fingerprint, ask.value):
-            self._watch.tell(source, Kind.HERE, key=ask.key)
+            self._watch.tell(source, ControlKind.HERE, key=ask.key)
         else:
             where = self._pending.oldest() or self._extensions.waits_in()
             fields: dict[str, int] = {}
             for task in [each.task for each in self._pending.operations()]:
                 if task.waiters and source in task.members:
                     fields = {"fingerprint": task.base, "value": task.number, "flag": True}
-            self._watch.tell(source, Kind.ELSEWHERE, where, key=ask.key, **fields)
+            self._watch.tell(source, ControlKind.ELSEWHERE, where, key=ask.key, **fields)

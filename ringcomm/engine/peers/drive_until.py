@@ -30,7 +30,7 @@ class Driving(Protocol):
 
 
 @dataclass
-class Wait:
+class DrivenWait:
     """A wait as refuse_hopeless() takes it: a death ends it."""
 
     label: str
@@ -58,11 +58,11 @@ class WaitInJob:
         self._survivable: frozenset[int] | None = None
 
     @property
-    def now(self) -> Wait:
+    def now(self) -> DrivenWait:
         survivable = self._engine.watch.peers.survivable
         if survivable is not self._survivable:
             needed = tuple(r for r in range(self._engine.job_size) if r not in survivable)
-            self._wait, self._survivable = Wait(self._label, needed), survivable
+            self._wait, self._survivable = DrivenWait(self._label, needed), survivable
         return self._wait
 
 

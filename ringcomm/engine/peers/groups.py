@@ -26,7 +26,7 @@ from ringcomm.engine.peers.tasks_outside_collectives import Conversations
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import RingcommError
 from ringcomm.transport.channel import Channel, Until, Wait
-from ringcomm.transport.control_header import Header, Kind
+from ringcomm.transport.control_header import ControlHeader, ControlKind
 from ringcomm.transport.control_messages import Watch
 from ringcomm.transport.tags import GROUPS
 
@@ -55,7 +55,7 @@ class Groups:
         self._n_made: dict[tuple[int, ...], int] = {}
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._members: dict[int, _Member] = {}  # by id
-        watch.listeners[Kind.DROPPED], watch.before_poll = self._hear_dropped, self._poll
+        watch.listeners[ControlKind.DROPPED], watch.before_poll = self._hear_dropped, self._poll
         self._contexts = 1  # bit c: context c is in use
         self._heard: dict[int, set[int]] = {}  # by id: rounds whose message has come
         self._dropped: deque[int] = deque()  # ids, appended by the garbage collector in any thread
@@ -143,7 +143,7 @@ class Groups:
                 self._tell(group_id, member)
                 self._advance(group_id, member)
 
-    def _hear_dropped(self, _: int, header: Header, __: str) -> None:
+    def _hear_dropped(self, _: int, header: ControlHeader, __: str) -> None:
         self._heard.setdefault(header.key, set()).add(header.round)
         member = self._members.get(header.key)
         if member is not None and member.is_dropped and not self._watch.has_left:
@@ -211,7 +211,7 @@ class Groups:
     def _tell(self, group_id: int, member: _Member) -> None:
         if member.round < len(member.steps):
             dest, _ = member.steps[member.round]
-            self._watch.tell(dest, Kind.DROPPED, key=group_id, round=member.round)
+            self._watch.tell(dest, ControlKind.DROPPED, key=group_id, round=member.round)
 
     def _advance(self, group_id: int, member: _Member) -> None:
         """Go past the rounds whose message has come; after the last, no member has the group."""

@@ -23,7 +23,7 @@ from ringcomm.engine.peers.groups import Groups
 from ringcomm.engine.peers.tasks_outside_collectives import Conversations
 from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine
 from ringcomm.transport.channel import Until, Wait
-from ringcomm.transport.control_header import Header, Kind
+from ringcomm.transport.control_header import ControlHeader, ControlKind
 from ringcomm.transport.control_messages import Watch
 
 StandIn = Callable[[Call, Group], Task | CompletedTask]
@@ -52,8 +52,8 @@ class JoinedRanks:
         here: Whereabouts,
         talks: Conversations,
     ) -> None:
-        watch.listeners[Kind.JOINED] = self._hear_joined
-        watch.listeners[Kind.INVITE] = self._hear_invite
+        watch.listeners[ControlKind.JOINED] = self._hear_joined
+        watch.listeners[ControlKind.INVITE] = self._hear_invite
         self._watch = watch
         self._me, self._size = watch.transport.rank, watch.transport.size
         self._pending, self._groups = pending, groups
@@ -95,14 +95,14 @@ class JoinedRanks:
         if self.has_guests and work.ledger is not None:
             self._invite(work, self._guests(work.task.members))
 
-    def _hear_joined(self, source: int, header: Header, _: str) -> None:
+    def _hear_joined(self, source: int, header: ControlHeader, _: str) -> None:
         if header.flag:
             self._sealed.setdefault(header.value, {})[source] = header.key
             return
         with self._pending.lock:
             self._note(source, header.value, (header.fingerprint, header.key))
 
-    def _hear_invite(self, source: int, header: Header, text: str) -> None:
+    def _hear_invite(self, source: int, header: ControlHeader, text: str) -> None:
         parts = self._parts.setdefault((source, header.key), [])
         parts.append(text)
         if header.flag:
@@ -117,10 +117,10 @@ class JoinedRanks:
         n_entered, now_us = when = self._now()
         with self._pending.lock:
             self._note(self._me, round_, when)
-        watch.tell_all(Kind.JOINED, value=round_, fingerprint=n_entered, key=now_us)
+        watch.tell_all(ControlKind.JOINED, value=round_, fingerprint=n_entered, key=now_us)
         joined = self._joined[round_]
         await self._serve_until(lambda: len(joined) == size, stand_in)
-        watch.tell_all(Kind.JOINED, value=round_, key=n_steps, flag=True)
+        watch.tell_all(ControlKind.JOINED, value=round_, key=n_steps, flag=True)
         sealed = self._sealed.setdefault(round_, {})
         sealed[self._me] = n_steps
         await self._serve_until(lambda: len(sealed) == size and self._has_served(), stand_in)
@@ -193,7 +193,7 @@ class JoinedRanks:
             for index, part in enumerate(parts):
                 self._watch.tell(
                     guest,
-                    Kind.INVITE,
+                    ControlKind.INVITE,
                     part,
                     key=work.ticket.key,
                     fingerprint=work.ticket.base,

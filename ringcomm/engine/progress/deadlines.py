@@ -12,7 +12,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.progress.clock_without_stops import RunningTime
 from ringcomm.engine.progress.task import Task
 from ringcomm.errors import CommTimeoutError, PeerFailedError
-from ringcomm.transport.control_header import Kind
+from ringcomm.transport.control_header import ControlKind
 from ringcomm.transport.control_messages import Watch
 from ringcomm.transport.peer_state import GaveUp
 from ringcomm.transport.ranks_as_text import ranks_text
@@ -26,7 +26,7 @@ _SHOWN = 16  # an error names the operations of at most so many ranks
 PROGRAM_ENDED = "left the job: its program ended"
 
 
-class Waiting(Protocol):
+class Awaited(Protocol):
     """A Task, or a wait of the parameter server's client."""
 
     label: str
@@ -135,7 +135,9 @@ def ask_around(task: Task, watch: Watch) -> None:
     """Ask the ranks of an operation whether they have entered it; poll() receives the answers."""
     for rank in task.members:
         if rank != watch.transport.rank and rank not in watch.peers.dead:
-            watch.tell(rank, Kind.ASK, key=task.key, fingerprint=task.base, value=task.number)
+            watch.tell(
+                rank, ControlKind.ASK, key=task.key, fingerprint=task.base, value=task.number
+            )
 
 
 def describe_wait(task: Task, watch: Watch, waited_s: float) -> str:
@@ -164,7 +166,7 @@ def _whereabouts(task: Task, watch: Watch, missing: Sequence[int]) -> list[str]:
     return [f"rank {rank} {text}" for rank, text in sorted(texts.items())]
 
 
-def refuse_hopeless(task: Waiting, watch: Watch, cause: Exception | None = None) -> None:
+def refuse_hopeless(task: Awaited, watch: Watch, cause: Exception | None = None) -> None:
     """Raise PeerFailedError or CommTimeoutError if a task cannot complete."""
     gave_up = watch.peers.quitter(task.members)
     if gave_up is not None:

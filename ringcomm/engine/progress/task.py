@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from ringcomm._core import WireFault
 from ringcomm.engine.core.ledger import Ticket
-from ringcomm.transport.base import Request
+from ringcomm.transport.base import WireRequest
 from ringcomm.transport.channel import Channel
 
-TaskCoroutine = Coroutine[tuple[Request, ...], None, Any]  # yields requests to wait for
+TaskCoroutine = Coroutine[tuple[WireRequest, ...], None, Any]  # yields requests to wait for
 
 
 def _nothing() -> None:
@@ -55,7 +55,7 @@ class Task:
         self.is_patient = False  # its end may be noticed a millisecond late
         self.is_follow_up = False  # it watches what operations have left behind on a stream
         self._callbacks: deque[Callable[[], None]] = deque()
-        self._coroutines: list[tuple[TaskCoroutine, list[Request]]] = []
+        self._coroutines: list[tuple[TaskCoroutine, list[WireRequest]]] = []
         self._first: TaskCoroutine | None = None
 
     def start(self, *coroutines: TaskCoroutine) -> None:
@@ -124,7 +124,7 @@ class Task:
     def has_work(self) -> bool:
         return bool(self._coroutines)
 
-    def _resume(self, entry: tuple[TaskCoroutine, list[Request]]) -> None:
+    def _resume(self, entry: tuple[TaskCoroutine, list[WireRequest]]) -> None:
         coroutine, pending = entry
         try:
             while not pending:

@@ -19,7 +19,7 @@ _SMALLEST = 1 << 20  # bytes; registering memory of any size takes a millisecond
 
 
 @dataclass(frozen=True)
-class Block:
+class PinnedBlock:
     whole: Bytes
     nbytes: int  # the argument of take()
 
@@ -40,12 +40,14 @@ class HostPool:
         self._device = device
         self._take = take
         self._lock = threading.Lock()
-        self._free: dict[int, list[Block]] = {}
-        self._returned: deque[Block] = deque()  # __del__ adds to it, maybe while the lock is held
+        self._free: dict[int, list[PinnedBlock]] = {}
+        self._returned: deque[PinnedBlock] = (
+            deque()
+        )  # __del__ adds to it, maybe while the lock is held
         self._registered: set[int] = set()  # addresses of blocks
         self._all: list[Bytes] = []
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int) -> PinnedBlock:
         """Return uninitialised memory; calls no function of CUDA. Raises MemoryError."""
         size = max(_SMALLEST, 1 << max(nbytes - 1, 0).bit_length())
         with self._lock:
@@ -56,9 +58,9 @@ class HostPool:
             block = kept.pop() if kept else None
         if block is None:
             return self._new(size, nbytes)
-        return Block(block.whole, nbytes)
+        return PinnedBlock(block.whole, nbytes)
 
-    def address(self, block: Block) -> int:
+    def address(self, block: PinnedBlock) -> int:
         """Return the block's address on the GPU; registers a new block, which calls CUDA."""
         with self._lock:
             if block.whole.ctypes.data not in self._registered:
@@ -66,7 +68,7 @@ class HostPool:
                 self._all.append(block.whole)
             return self._device.register(block.whole)
 
-    def give_back(self, block: Block) -> None:
+    def give_back(self, block: PinnedBlock) -> None:
         """Keep a block, which no stream uses any more, for a later take(). Takes no lock."""
         self._returned.append(block)
 
@@ -99,8 +101,8 @@ class HostPool:
         for memory in self._all:
             self._device.unregister(memory)
 
-    def _new(self, size: int, nbytes: int) -> Block:
-        return Block(whole_pages(size, self._take), nbytes)
+    def _new(self, size: int, nbytes: int) -> PinnedBlock:
+        return PinnedBlock(whole_pages(size, self._take), nbytes)
 
 
 def whole_pages(nbytes: int, take: Callable[[int], Bytes | None] = lambda _: None) -> Bytes:

@@ -62,7 +62,7 @@ class Calling(Generic[R]):
         self._running.release()
 
 
-class Launcher:
+class CudaLauncher:
     """The thread of one GPU, which starts with the first call and ends with this object.
 
     Args:
@@ -71,7 +71,7 @@ class Launcher:
     """
 
     def __init__(self, device: Device, stream: int) -> None:
-        self._work = _Work(device, stream)
+        self._work = _CallWork(device, stream)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
@@ -114,7 +114,7 @@ class Launcher:
                 self._work.refuse_all()
 
 
-class _Work:
+class _CallWork:
     """The loop of the thread, which does not refer to the Launcher."""
 
     def __init__(self, device: Device, stream: int) -> None:

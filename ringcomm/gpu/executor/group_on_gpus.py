@@ -22,7 +22,7 @@ from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.engine.core.ledger import NO_GROUP, base_of
 from ringcomm.engine.core.usable_or_broken import EngineState
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.executor.cuda_call_thread import Launcher
+from ringcomm.gpu.executor.cuda_call_thread import CudaLauncher
 from ringcomm.gpu.executor.order_of_launches import LaunchOrder
 from ringcomm.gpu.executor.points_on_streams import (
     Event,
@@ -361,7 +361,7 @@ class GpuTeam:
 
 def _release(
     transport: GpuTransport,
-    launcher: Launcher,
+    launcher: CudaLauncher,
     state: EngineState,
     is_over: Callable[[], bool],
     keeps: list[object],

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.executor.cuda_call_thread import Launcher
+from ringcomm.gpu.executor.cuda_call_thread import CudaLauncher
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.transport.channel import Until, Wait
 
@@ -33,7 +33,7 @@ class IdleCalls:
         n_wanted: number of calls that are to be made; load() waits until it is 0.
     """
 
-    def __init__(self, device: Device, launcher: Launcher) -> None:
+    def __init__(self, device: Device, launcher: CudaLauncher) -> None:
         self._device = device
         self._launcher = launcher
         self.n_wanted = 0

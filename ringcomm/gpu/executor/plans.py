@@ -32,7 +32,7 @@ from ringcomm.engine.operations.base import Operation, contiguous, rows_by_rank,
 from ringcomm.engine.operations.broadcast import Broadcast
 from ringcomm.engine.operations.grouped import GroupedAllreduce
 from ringcomm.engine.operations.into_array import AllgatherInto, AlltoallInto, ReduceScatterInto
-from ringcomm.engine.operations.reduction_of_one_array import Reduction
+from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
@@ -41,7 +41,7 @@ from ringcomm.gpu.executor.prepare_and_enqueue_jobs import Jobs
 from ringcomm.gpu.executor.via_host_memory import Staging, through_host
 from ringcomm.gpu.kernels.scale import can_scale
 from ringcomm.gpu.transports.base import GpuTransport
-from ringcomm.gpu.transports.works import Job, Move, Pull, Reduce, Update, UpdatePiece
+from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Job, Pull, Update, UpdatePiece
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
@@ -111,7 +111,7 @@ class _Course:
 
 
 @plan.register
-def _reduction(o: Reduction) -> Plan[Any]:
+def _reduction(o: ArrayReduction) -> Plan[Any]:
     x, adapter, group, options = o.x, o.adapter, o.group, o.options
     source, shape = contiguous(x, adapter), adapter.shape(x)
     span = adapter.span(source)
@@ -144,9 +144,9 @@ def _reduction(o: Reduction) -> Plan[Any]:
     )
     target = span if out is source else None if out is None else adapter.span(out)
 
-    def work(source: Span) -> Reduce:
+    def work(source: Span) -> GpuReduce:
         is_ordered = options.deterministic
-        return Reduce(source, target, options.op, o.to, o.root, tuple(parts), is_ordered)
+        return GpuReduce(source, target, options.op, o.to, o.root, tuple(parts), is_ordered)
 
     def jobs(transport: GpuTransport) -> list[Job]:
         here = _scratch(transport, [span])
@@ -205,7 +205,7 @@ def _gathering(o: Gathering) -> Plan[Any]:
             Pull(r, d, 0, rows[r] * width, parts[r].start)
             for r, d in itertools.product(range(t.size), takers)
         )
-        job = Job(Move(span, adapter.span(out) if is_due else None, pulls))
+        job = Job(GpuMove(span, adapter.span(out) if is_due else None, pulls))
         course = _Course(group, issue, [source], [out], lambda: out, o.on_mirrors)
         return await course.run(t, [job])
 
@@ -229,7 +229,7 @@ def _allgather_into(o: AllgatherInto) -> Plan[Any]:
 
     issue = issue_of(group, adapter, out, x)
     course = _Course(group, issue, [out, x], [out], finish, o.on_mirrors)
-    job = Job(Move(source, target, pulls))
+    job = Job(GpuMove(source, target, pulls))
     return course.plan(o.call, target.nbytes, job)
 
 
@@ -249,7 +249,7 @@ def _reduce_scatter_into(o: ReduceScatterInto) -> Plan[Any]:
     issue = issue_of(group, adapter, out, x)
     course = _Course(group, issue, [x], [result], finish, o.on_mirrors)
     options, to = o.options, adapter.span(result)
-    reduce = Reduce(source, to, options.op, To.OWNER, 0, tuple(parts), options.deterministic)
+    reduce = GpuReduce(source, to, options.op, To.OWNER, 0, tuple(parts), options.deterministic)
     return course.plan(o.call, source.nbytes, Job(reduce))
 
 
@@ -266,7 +266,7 @@ def _alltoall_into(o: AlltoallInto) -> Plan[Any]:
 
     async def run(t: Channel) -> Any:
         pulls = _exchanges(await o.require_alike(t), o.source.dtype.itemsize)
-        return await course.run(t, [Job(Move(o.source, o.target, pulls))])
+        return await course.run(t, [Job(GpuMove(o.source, o.target, pulls))])
 
     return _plan(o.call, o.source.nbytes, run)
 
@@ -300,7 +300,7 @@ def _alltoall(o: Alltoall) -> Plan[Any]:
         out = await issue.memory.launcher.call(lambda: issue.empty(x, wanted))
         result = (out, received) if o.return_splits else out
         course = _Course(group, issue, [source], [out], lambda: result, o.on_mirrors)
-        job = Job(Move(span, adapter.span(out), _exchanges(table, width)))
+        job = Job(GpuMove(span, adapter.span(out), _exchanges(table, width)))
         return await course.run(t, [job])
 
     return _plan(o.call, span.nbytes, run)
@@ -333,7 +333,7 @@ def _broadcast(o: Broadcast) -> Plan[Any]:
         work = adapter.copy(x) if is_root else adapter.empty(x, adapter.shape(x))
     span = adapter.span(work)
     pulls = tuple(Pull(root, d, 0, span.nbytes, 0) for d in range(group.size) if d != root)
-    job = Job(Move(span if is_root else None, None if is_root else span, pulls))
+    job = Job(GpuMove(span if is_root else None, None if is_root else span, pulls))
 
     def finish() -> Any:
         if is_root or not o.in_place:
@@ -353,7 +353,7 @@ def _fused(
     options: ReductionOptions,
 ) -> Job:
     """Return one reduction for several arrays of one dtype."""
-    reduce = partial(Reduce, op=options.op, is_deterministic=options.deterministic)
+    reduce = partial(GpuReduce, op=options.op, is_deterministic=options.deterministic)
     if len(sources) == 1 and options.prescale == 1.0:
         return Job(reduce(sources[0], targets[0]), options=options)
     whole = _scratch(transport, sources)

@@ -17,7 +17,7 @@ from ringcomm.engine.core.plan import Deferred
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool, whole_pages
-from ringcomm.gpu.executor.cuda_call_thread import Launcher
+from ringcomm.gpu.executor.cuda_call_thread import CudaLauncher
 from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
 
 R = TypeVar("R")
@@ -48,7 +48,7 @@ class GpuMemory:
         self._spare_lines: deque[tuple[Bytes, int]] = deque()
         with device.active():
             self.copy_stream = device.new_stream()
-        self.launcher = Launcher(device, self.copy_stream)
+        self.launcher = CudaLauncher(device, self.copy_stream)
         self.idle_calls = IdleCalls(device, self.launcher)
         self.copies = Marks(self, self.copy_stream)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from ringcomm.arrays.base import Span
 from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.gpu.device import packing
-from ringcomm.gpu.executor.cuda_call_thread import Launcher
+from ringcomm.gpu.executor.cuda_call_thread import CudaLauncher
 from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
 from ringcomm.gpu.executor.points_on_streams import Issue, Mark, Marks
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.scale import ScaleKernel
 from ringcomm.gpu.transports.base import GpuTransport
-from ringcomm.gpu.transports.works import Job, Reduce
+from ringcomm.gpu.transports.works import GpuReduce, Job
 from ringcomm.transport.channel import Channel
 
 Jobs = Sequence[Job] | Callable[[GpuTransport], Sequence[Job]]  # a function may call CUDA
@@ -37,7 +37,7 @@ class Prepared:
     first: Sequence[bytes] | None = None
 
 
-async def prepare(transport: GpuTransport, jobs: Jobs, launcher: Launcher) -> Prepared:
+async def prepare(transport: GpuTransport, jobs: Jobs, launcher: CudaLauncher) -> Prepared:
     """Return the jobs of an operation and this rank's outlines, without the launcher if possible.
 
     To hand something to that thread, and to wait for it, takes longer than all else here.
@@ -82,7 +82,7 @@ class LoadedKernels:
 def _kind(job: Job) -> object:
     """Return what _kernels() of a reduction depends on; None for other works."""
     work = job.work
-    if not isinstance(work, Reduce):
+    if not isinstance(work, GpuReduce):
         return None
     buffer, is_scaled = job.buffer, job.options.is_scaled
     packed = None if buffer is None else buffer.dtype.itemsize
@@ -97,7 +97,7 @@ def _kernels(job: Job, transport: GpuTransport) -> list[Kernel]:
     if job.buffer is not None:
         kernels += packing.kernels(job.buffer.dtype.itemsize)
     if job.options.is_scaled:
-        assert isinstance(job.work, Reduce)
+        assert isinstance(job.work, GpuReduce)
         kernels.append(ScaleKernel(0, 0, job.work.dtype, 1.0))
     return kernels
 

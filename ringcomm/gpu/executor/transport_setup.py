@@ -23,7 +23,7 @@ from ringcomm.gpu.transports.base import GpuTransport
 from ringcomm.gpu.transports.ipc import IpcTransport, flags_nbytes
 from ringcomm.gpu.transports.nccl import NcclTransport
 from ringcomm.gpu.transports.nccl_base import NcclBinding
-from ringcomm.gpu.transports.transport_choice import Facts, GpuChoice, choose_transport
+from ringcomm.gpu.transports.transport_choice import GpuChoice, GpuFacts, choose_transport
 from ringcomm.transport.channel import Channel, Until, Wait
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ async def set_up_transport(
     """
     setup = _Setup(provider, engine, memory, t)
     own = await memory.idle_calls.call(setup.facts)
-    facts = [Facts.unpack(each) for each in await gather_bytes(own.pack(), t)]
+    facts = [GpuFacts.unpack(each) for each in await gather_bytes(own.pack(), t)]
     first = {each.uuid: r for r, each in reversed(list(enumerate(facts)))}
     setup.reducers = tuple(first[each.uuid] for each in facts)
     choice = choose_transport(facts, engine.settings.gpu_transport)
@@ -90,11 +90,11 @@ class _Setup:
         self._t = t
         self.reducers: tuple[int, ...] = ()  # see IpcTransport
 
-    def facts(self) -> Facts:
+    def facts(self) -> GpuFacts:
         t, device = self._t, self._device
         shares_memory = self._node is not None or t.size == 1
         node = t.nodes[t.rank] if shares_memory else -1 - t.rank
-        facts = Facts(device.uuid, node, device.reaches, device.can_export)
+        facts = GpuFacts(device.uuid, node, device.reaches, device.can_export)
         try:
             nccl = self._provider()
         except ConfigError as error:

@@ -17,7 +17,7 @@ from ringcomm.arrays.base import Array, Bytes, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.arrays.host_mirror import Mirror
 from ringcomm.engine.core.plan import Plan
-from ringcomm.gpu.device.shared_pinned_pool import Block
+from ringcomm.gpu.device.shared_pinned_pool import PinnedBlock
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
 from ringcomm.gpu.executor.points_on_streams import GpuMemory, Issue, Launched, Mark, Reached
 from ringcomm.transport.channel import Channel, Wait
@@ -34,7 +34,7 @@ class _Lease:
 
     def __init__(self, memory: GpuMemory) -> None:
         self._pool = memory.host
-        self._blocks: list[Block] = []
+        self._blocks: list[PinnedBlock] = []
 
     def take(self, nbytes: int) -> Bytes:
         block = self._pool.take(nbytes)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class _Operation:
+class _StreamOperation:
     label: str
     number: int
     mark: Mark  # reached once the operation is done
@@ -73,7 +73,7 @@ class WatchedStream:
         self._members, self._base = members, base
         self._late, self._end_waits, self._is_released = late, end_waits, is_released
         self._lock = threading.Lock()
-        self._under_way: deque[_Operation] = deque()
+        self._under_way: deque[_StreamOperation] = deque()
         self._watching: object = None  # identifies the task that watches; None: there is none
         self.n_added = 0
 
@@ -84,7 +84,7 @@ class WatchedStream:
             self.n_added += 1
             if self._is_done(mark):  # a task, and the thread it wakes, cost more than a launch
                 return
-            self._under_way.append(_Operation(label, self.n_added, mark, keeps))
+            self._under_way.append(_StreamOperation(label, self.n_added, mark, keeps))
             if self._watching is not None:
                 return
             self._watching = watching

@@ -25,13 +25,13 @@ from ringcomm.gpu.transports import plan_ipc_stream_commands
 from ringcomm.gpu.transports.plan_ipc_stream_commands import (
     Command,
     Copy,
+    MappedView,
     Outline,
-    View,
     is_written_by_others,
     others_of,
 )
 from ringcomm.gpu.transports.slices import staging_nbytes
-from ringcomm.gpu.transports.works import Reduce, Update, Work
+from ringcomm.gpu.transports.works import GpuReduce, Update, Work
 
 LINE = 128  # bytes between two flags: no two share a cache line
 _SIGNATURE = 0x52430000  # plus the number of a rank
@@ -177,7 +177,7 @@ class IpcTransport:
         source = self._find(work.source)
         if isinstance(work, Update):
             return Outline(source, self._find(work.target)).pack()
-        if isinstance(work, Reduce):
+        if isinstance(work, GpuReduce):
             target = self._find(work.target)
             is_written = is_written_by_others(work, reduces=self._reduces)
             is_private = not source.region or (is_written and not target.region)
@@ -209,8 +209,8 @@ class IpcTransport:
             _keep(self._kept, key, found)
         return found
 
-    def _view(self, outlines: Sequence[bytes]) -> View:
-        return View(
+    def _view(self, outlines: Sequence[bytes]) -> MappedView:
+        return MappedView(
             self._rank,
             self._reducers,
             [Outline.unpack(each) for each in outlines],
@@ -262,7 +262,7 @@ def _keep(kept: dict[_Key, T], key: _Key | None, value: T) -> None:
 
 def _key_of(work: Work, outlines: Sequence[bytes]) -> _Key | None:
     """Return all that the commands of a reduction depend on; None for other works."""
-    if not isinstance(work, Reduce):
+    if not isinstance(work, GpuReduce):
         return None
     target = work.target and work.target.address
     parts = tuple((part.start, part.stop) for part in work.parts) if work.parts else ()

@@ -24,7 +24,7 @@ from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.nccl_16_bit_sums_by_host import SumsByHost
 from ringcomm.gpu.transports.nccl_base import Communicator
 from ringcomm.gpu.transports.slices import even_parts, passes, staging_nbytes, whole_grains
-from ringcomm.gpu.transports.works import Move, Reduce, Update, Work
+from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Update, Work
 from ringcomm.transport.node import To
 
 _BYTE = DTYPES["uint8"]
@@ -105,7 +105,7 @@ class NcclTransport:
 
     def kernels(self, work: Work) -> Sequence[Kernel]:
         """See GpuTransport; the same kernels on all ranks."""
-        if not isinstance(work, Reduce):
+        if not isinstance(work, GpuReduce):
             return []
         if not is_native(work, adds_16bit=self._adds_16bit):
             if self._by_host.is_fit(work):
@@ -131,7 +131,7 @@ class NcclTransport:
         del outlines
         if isinstance(work, Update):
             raise RingcommError("NCCL cannot take a step of an optimizer: only ipc can")
-        if isinstance(work, Move):
+        if isinstance(work, GpuMove):
             return self._in_one_phase(partial(self._move, work))
         if work.source.count == 0:
             return iter(())
@@ -173,7 +173,7 @@ class NcclTransport:
             self._memory.clear()
 
     # --- reductions by NCCL -----------------------------------------------------------------------
-    def _reduce(self, work: Reduce) -> None:
+    def _reduce(self, work: GpuReduce) -> None:
         dtype, count = _as_nccl(work.source)
         op, source = OPERATORS[work.op], work.source.address
         target = 0 if work.target is None else work.target.address
@@ -190,7 +190,7 @@ class NcclTransport:
             self._device.launch(self.stream, division)
 
     # --- reductions by the owners of the elements -------------------------------------------------
-    def _combine(self, work: Reduce) -> None:
+    def _combine(self, work: GpuReduce) -> None:
         """Send elements to their owners, which combine them and send the results.
 
         Works in passes, because an owner needs memory for the elements of all ranks.
@@ -221,7 +221,7 @@ class NcclTransport:
             if work.to is not To.OWNER:
                 self._spread(work, slices, result)
 
-    def _result(self, work: Reduce, own: slice, first: int) -> Span:
+    def _result(self, work: GpuReduce, own: slice, first: int) -> Span:
         """Return the memory for the results of elements that this rank owns, from `first` on."""
         if work.to is To.OWNER:
             assert work.target is not None
@@ -231,7 +231,7 @@ class NcclTransport:
         nbytes = (own.stop - own.start) * work.dtype.itemsize
         return Span(self._take("result", max(1, nbytes)).address, nbytes, _BYTE)
 
-    def _spread(self, work: Reduce, slices: Sequence[slice], result: Span) -> None:
+    def _spread(self, work: GpuReduce, slices: Sequence[slice], result: Span) -> None:
         ranks = range(self._size) if work.to is To.ALL else (work.root,)
         receives: list[tuple[Span, int]] = []
         if self._rank in ranks:
@@ -240,7 +240,7 @@ class NcclTransport:
         self._exchange([(result, r) for r in ranks if r != self._rank], receives)
 
     # --- moves ------------------------------------------------------------------------------------
-    def _move(self, work: Move) -> None:
+    def _move(self, work: GpuMove) -> None:
         root = _root_of(work, self._size)
         if root is not None:
             self._broadcast(work, root)
@@ -274,7 +274,7 @@ class NcclTransport:
                     self._comm(function, span.address, span.nbytes, 1, peer, self.stream)
         self._comm("ncclGroupEnd")
 
-    def _broadcast(self, work: Move, root: int) -> None:
+    def _broadcast(self, work: GpuMove, root: int) -> None:
         span = work.source if self._rank == root else work.target
         assert span is not None
         if span.nbytes:
@@ -290,7 +290,7 @@ class NcclTransport:
         return memory[:nbytes]
 
 
-def is_native(work: Reduce, *, adds_16bit: bool = False) -> bool:
+def is_native(work: GpuReduce, *, adds_16bit: bool = False) -> bool:
     """Return True if NCCL's own reduction gives the results that ringcomm promises.
 
     Or, if `adds_16bit`, sums of 16-bit floats that it has rounded at every hop.
@@ -312,7 +312,7 @@ def _division(address: int, count: int, dtype: DType, size: int) -> ReduceKernel
     return ReduceKernel((address,), (address,), count, dtype, SUM, size)
 
 
-def _is_even(work: Reduce) -> bool:
+def _is_even(work: GpuReduce) -> bool:
     return work.to is not To.OWNER or len({part.stop - part.start for part in work.parts}) == 1
 
 
@@ -322,7 +322,7 @@ def _as_nccl(x: Span) -> tuple[int, int]:
     return DATA_TYPES[x.dtype.name], x.count
 
 
-def _root_of(work: Move, size: int) -> int | None:
+def _root_of(work: GpuMove, size: int) -> int | None:
     """Return the root if a Move is a broadcast, else None."""
     pulls = work.pulls
     if len(pulls) != size - 1 or len({pull.dest for pull in pulls}) != size - 1:

@@ -25,7 +25,7 @@ from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports import slices
 from ringcomm.gpu.transports.slices import even_parts, whole_grains
-from ringcomm.gpu.transports.works import Reduce
+from ringcomm.gpu.transports.works import GpuReduce
 from ringcomm.transport.node import To
 
 _BYTE, _FLOAT32 = DTYPES["uint8"], DTYPES["float32"]
@@ -64,20 +64,20 @@ class SumsByHost:
         self._column = self._columns[place] if place < len(self._columns) else ()
         self._place = place
 
-    def is_fit(self, work: Reduce) -> bool:
+    def is_fit(self, work: GpuReduce) -> bool:
         """Return True if combine() sends fewer bytes between hosts than all pairs do."""
         if not work.dtype.is_16bit_float or work.is_deterministic or len(self._hosts) == 1:
             return False
         # Of all pairs, a host sends as many bytes as its ranks have; of its sums 3, or 2.
         return self._size > (1 if work.to is To.ALL else 2) * len(self._hosts)
 
-    def kernels(self, work: Reduce) -> list[Kernel]:
+    def kernels(self, work: GpuReduce) -> list[Kernel]:
         """Return the kernels of combine(); the same on all ranks."""
         numbers = sorted({len(host) for host in self._hosts})
         first = [self._within((0,) * n, 0, 0, work) for n in numbers]
         return [*first, self._between((0,) * len(self._hosts), 0, 0, work)]
 
-    def combine(self, work: Reduce) -> None:
+    def combine(self, work: GpuReduce) -> None:
         """Enqueue this rank's part of a reduction, in passes."""
         if work.to is To.OWNER:
             self._scatter(work)
@@ -103,7 +103,7 @@ class SumsByHost:
             self._exchange([(target[own], rank) for rank in mates], self._of_owners(target, parts))
 
     def _bring_to_root(
-        self, x: Span, parts: Sequence[slice], target: Span | None, work: Reduce
+        self, x: Span, parts: Sequence[slice], target: Span | None, work: GpuReduce
     ) -> None:
         """Reduce x over this rank's column; send the pieces to the root, which has a `target`."""
         mine = self._cut(x, work)
@@ -123,7 +123,7 @@ class SumsByHost:
         self._exchange(sends, receives)
 
     # --- reduce-scatter ---------------------------------------------------------------------------
-    def _scatter(self, work: Reduce) -> None:
+    def _scatter(self, work: GpuReduce) -> None:
         """Enqueue this rank's part of a reduction of which each rank gets its elements."""
         item, most = work.dtype.itemsize, max(len(host) for host in self._hosts)
         # An owner's memory for an element: the values of its host, their sum, and for its own
@@ -139,7 +139,7 @@ class SumsByHost:
             ]
             self._scatter_pass(work, cuts)
 
-    def _scatter_pass(self, work: Reduce, cuts: Sequence[slice]) -> None:
+    def _scatter_pass(self, work: GpuReduce, cuts: Sequence[slice]) -> None:
         x, item = work.source, work.dtype.itemsize
         served = self._served[self._place] if self._column else ()  # by host
         lengths = [sum(cuts[r].stop - cuts[r].start for r in ranks) for ranks in served]
@@ -174,7 +174,7 @@ class SumsByHost:
         self._reduce_over_hosts(total, pieces, result, work)
         self._hand_out(work, cuts, result)
 
-    def _hand_out(self, work: Reduce, cuts: Sequence[slice], result: Span) -> None:
+    def _hand_out(self, work: GpuReduce, cuts: Sequence[slice], result: Span) -> None:
         """Copy this rank's elements from the result; send the others theirs, or receive mine."""
         assert work.target is not None
         first = work.parts[self._rank].start
@@ -199,7 +199,7 @@ class SumsByHost:
         owners = zip(self._here, parts, strict=False)  # the first ranks of the host
         return [(x[part], rank) for rank, part in owners if rank != self._rank]
 
-    def _sum_of_host(self, x: Span, parts: Sequence[slice], own: slice, work: Reduce) -> Span:
+    def _sum_of_host(self, x: Span, parts: Sequence[slice], own: slice, work: GpuReduce) -> Span:
         """Return the reduction of this rank's part over its host, in float32."""
         mine = x[own]
         places = self._places("pieces", self._here, mine)
@@ -213,7 +213,7 @@ class SumsByHost:
             self._device.launch(self._stream, kernel)
         return Span(memory.address, mine.count, _FLOAT32)
 
-    def _sum_of_hosts(self, x: Span, target: Span, work: Reduce) -> None:
+    def _sum_of_hosts(self, x: Span, target: Span, work: GpuReduce) -> None:
         """Fill `target` with the reduction of x over this rank's column, rounded once."""
         pieces = self._cut(x, work)
         result = target[pieces.get(self._rank, slice(0, 0))]
@@ -224,12 +224,12 @@ class SumsByHost:
             [(target[piece], rank) for rank, piece in others],
         )
 
-    def _cut(self, x: Span, work: Reduce) -> dict[int, slice]:
+    def _cut(self, x: Span, work: GpuReduce) -> dict[int, slice]:
         pieces = even_parts(x.count, max(1, len(self._column)), work.dtype.itemsize)
         return dict(zip(self._column, pieces, strict=False))
 
     def _reduce_over_hosts(
-        self, x: Span, pieces: dict[int, slice], result: Span, work: Reduce
+        self, x: Span, pieces: dict[int, slice], result: Span, work: GpuReduce
     ) -> None:
         """Fill `result` with the reduction of this rank's piece over its column, rounded once."""
         mine = x[pieces.get(self._rank, slice(0, 0))]
@@ -253,12 +253,12 @@ class SumsByHost:
         return places
 
     @staticmethod
-    def _within(sources: tuple[int, ...], target: int, count: int, work: Reduce) -> ReduceKernel:
+    def _within(sources: tuple[int, ...], target: int, count: int, work: GpuReduce) -> ReduceKernel:
         op: Op = SUM if work.op is AVERAGE else work.op
         return ReduceKernel(sources, (target,), count, work.dtype, op, result=_FLOAT32)
 
     def _between(
-        self, sources: tuple[int, ...], target: int, count: int, work: Reduce
+        self, sources: tuple[int, ...], target: int, count: int, work: GpuReduce
     ) -> ReduceKernel:
         divisor = work.op.divisor(self._size)
         return ReduceKernel(sources, (target,), count, _FLOAT32, work.op, divisor, work.dtype)

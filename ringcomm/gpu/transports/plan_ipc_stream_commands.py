@@ -24,7 +24,7 @@ from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel
 from ringcomm.gpu.transports.slices import Slice, even_parts, passes
-from ringcomm.gpu.transports.works import Move, Pull, Reduce, Update, UpdatePiece, Work
+from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Pull, Update, UpdatePiece, Work
 from ringcomm.transport.node import To
 
 _T = TypeVar("_T")
@@ -65,7 +65,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class View:
+class MappedView:
     """The memory of a team, as one rank sees it.
 
     Attributes:
@@ -98,28 +98,28 @@ def others_of(each: Sequence[_T], rank: int) -> list[_T]:
     return [each[(rank + shift) % len(each)] for shift in range(1, len(each))]
 
 
-def is_written_by_others(work: Reduce, *, reduces: bool) -> bool:
+def is_written_by_others(work: GpuReduce, *, reduces: bool) -> bool:
     """Return True if other ranks write parts of this rank's result; `reduces`: it reduces, too."""
     if work.to is To.OWNER:
         return not reduces
     return work.to is To.ALL or work.target is not None
 
 
-def phases(work: Work, view: View) -> Iterator[list[Command]]:
+def phases(work: Work, view: MappedView) -> Iterator[list[Command]]:
     """Yield the commands of each phase; all ranks meet between two phases.
 
     Raises:
         RingcommError: before the first phase, if a rank cannot map what an Update needs.
     """
-    if isinstance(work, Reduce):
+    if isinstance(work, GpuReduce):
         return _reduce(work, view)
     return _update(work, view) if isinstance(work, Update) else _move(work, view)
 
 
 def kernels(work: Work, size: int) -> list[Kernel]:
-    if isinstance(work, Reduce):
+    if isinstance(work, GpuReduce):
         return [_reduce_kernel(size, size if work.to is To.ALL else 1, work.dtype, work.op)]
-    if isinstance(work, Move):
+    if isinstance(work, GpuMove):
         return []
     sources = (0,) * (1 if work.is_reduced else size)
     return [_update_kernel(work, piece, sources, (0,) * size) for piece in work.pieces]
@@ -131,7 +131,7 @@ def _reduce_kernel(size: int, n_targets: int, dtype: DType, op: Op) -> ReduceKer
 
 
 # --- reductions -----------------------------------------------------------------------------------
-def _reduce(work: Reduce, view: View) -> Iterator[list[Command]]:
+def _reduce(work: GpuReduce, view: MappedView) -> Iterator[list[Command]]:
     item = work.dtype.itemsize
     having = range(view.size) if work.to is To.OWNER else sorted(set(view.reducers))
     parts = work.parts or even_parts(work.source.count, len(having), item)
@@ -147,7 +147,7 @@ def _reduce(work: Reduce, view: View) -> Iterator[list[Command]]:
     yield ready
 
 
-def _stage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]:
+def _stage(work: GpuReduce, view: MappedView, slices: Sequence[Slice]) -> list[Command]:
     """Copy the slices that others reduce to the staging memory if those cannot map the source."""
     if view.mine.source.region:
         return []
@@ -155,7 +155,9 @@ def _stage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]:
     return [Copy(view.staging() + p.staged_at, span.address, span.nbytes) for p, span in pieces]
 
 
-def _unstage(work: Reduce, view: View, slices: Sequence[tuple[int, Slice]]) -> list[Command]:
+def _unstage(
+    work: GpuReduce, view: MappedView, slices: Sequence[tuple[int, Slice]]
+) -> list[Command]:
     """Copy the results of others from the staging memory if those cannot map the target."""
     is_written = is_written_by_others(work, reduces=view.reducers[view.rank] == view.rank)
     if view.mine.target.region or work.target is None or not is_written:
@@ -169,7 +171,7 @@ def _unstage(work: Reduce, view: View, slices: Sequence[tuple[int, Slice]]) -> l
     return [Copy(span.address, view.staging() + p.staged_at, span.nbytes) for p, span in pieces]
 
 
-def _combine(work: Reduce, view: View, rank: int, piece: Slice) -> Command:
+def _combine(work: GpuReduce, view: MappedView, rank: int, piece: Slice) -> Command:
     """Combine elements of a pass: those of `rank`, if each rank gets its own."""
     addresses = [outline.source for outline in view.outlines]
     sources = _places(view, range(view.size), addresses, work.source, piece)
@@ -181,12 +183,12 @@ def _combine(work: Reduce, view: View, rank: int, piece: Slice) -> Command:
     return ReduceKernel(sources, targets, piece.count, work.dtype, work.op, divisor)
 
 
-def _first_of_target(work: Reduce, rank: int) -> int:
+def _first_of_target(work: GpuReduce, rank: int) -> int:
     return work.parts[rank].start if work.to is To.OWNER else 0
 
 
 def _places(
-    view: View,
+    view: MappedView,
     ranks: Iterable[int],
     addresses: Sequence[Address],
     own: Span,
@@ -210,7 +212,7 @@ def _places(
 
 
 # --- steps of an optimizer ------------------------------------------------------------------------
-def _update(work: Update, view: View) -> Iterator[list[Command]]:
+def _update(work: Update, view: MappedView) -> Iterator[list[Command]]:
     sources = [work.source.address]
     if not work.is_reduced:
         sources = _wholes(view, work.source, [outline.source for outline in view.outlines])
@@ -241,7 +243,7 @@ def _update_kernel(
     )
 
 
-def _wholes(view: View, own: Span, addresses: Sequence[Address]) -> list[int]:
+def _wholes(view: MappedView, own: Span, addresses: Sequence[Address]) -> list[int]:
     """Return the addresses of one array on all ranks. Raises RingcommError if one is not mapped."""
     if own.count and not all(address.region for address in addresses):
         raise RingcommError("an update needs gradients and weights made by rc.zeros(device='cuda')")
@@ -252,7 +254,7 @@ def _wholes(view: View, own: Span, addresses: Sequence[Address]) -> list[int]:
 
 
 # --- moves ----------------------------------------------------------------------------------------
-def _move(work: Move, view: View) -> Iterator[list[Command]]:
+def _move(work: GpuMove, view: MappedView) -> Iterator[list[Command]]:
     longest = max(outline.shown for outline in view.outlines)
     for start in range(0, max(1, longest), view.capacity):
         yield _show(work, view, start)
@@ -261,7 +263,7 @@ def _move(work: Move, view: View) -> Iterator[list[Command]]:
     yield []
 
 
-def _show(work: Move, view: View, start: int) -> list[Command]:
+def _show(work: GpuMove, view: MappedView, start: int) -> list[Command]:
     """Copy a window of the source to the staging memory if others pull from there."""
     is_wanted = any(p.source == view.rank != p.dest for p in work.pulls)
     if work.source is None or not view.mine.shown or not is_wanted:
@@ -270,7 +272,7 @@ def _show(work: Move, view: View, start: int) -> list[Command]:
     return [Copy(view.staging(), work.source.address + start, nbytes)] if nbytes > 0 else []
 
 
-def _pull(pull: Pull, work: Move, view: View, window: int) -> list[Command]:
+def _pull(pull: Pull, work: GpuMove, view: MappedView, window: int) -> list[Command]:
     """Copy the part of a pull that lies in a window of the source."""
     assert work.target is not None
     at, outline = work.target.address + pull.at, view.outlines[pull.source]

@@ -14,7 +14,7 @@ TRANSPORTS: Final = ("nccl", "ipc", "staged")  # config.GPU_TRANSPORTS: not impo
 
 
 @dataclass(frozen=True)
-class Facts:
+class GpuFacts:
     """Facts about one rank's GPU, from which all ranks make the same choice.
 
     Attributes:
@@ -39,7 +39,7 @@ class Facts:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Facts:
+    def unpack(cls, packed: bytes) -> GpuFacts:
         fields = json.loads(packed)
         return cls(**fields | {"reaches": tuple(fields["reaches"])})
 
@@ -70,7 +70,7 @@ class GpuChoice:
         return "\n".join(lines)
 
 
-def choose_transport(facts: Sequence[Facts], forced: str = "auto") -> GpuChoice:
+def choose_transport(facts: Sequence[GpuFacts], forced: str = "auto") -> GpuChoice:
     """Return the transport of these ranks; `forced` is RINGCOMM_GPU_TRANSPORT."""
     reasons = {"nccl": _no_nccl(facts, forced), "ipc": _no_ipc(facts)}
     unfit = {name: why for name, why in reasons.items() if why}
@@ -83,7 +83,7 @@ def _first_except(unfit: dict[str, str]) -> GpuChoice:
     return GpuChoice(next(name for name in TRANSPORTS if name not in unfit), unfit)
 
 
-def _no_nccl(facts: Sequence[Facts], forced: str) -> str:
+def _no_nccl(facts: Sequence[GpuFacts], forced: str) -> str:
     for rank, each in enumerate(facts):
         if each.no_nccl:
             return f"rank {rank}: {each.no_nccl}"
@@ -100,7 +100,7 @@ def _no_nccl(facts: Sequence[Facts], forced: str) -> str:
     return ""
 
 
-def _no_ipc(facts: Sequence[Facts]) -> str:
+def _no_ipc(facts: Sequence[GpuFacts]) -> str:
     other = next((r for r, each in enumerate(facts) if each.node != facts[0].node), None)
     if other is not None:
         return f"rank 0 and rank {other} are on different hosts"
@@ -114,7 +114,7 @@ def _no_ipc(facts: Sequence[Facts]) -> str:
     return ""
 
 
-def _shared_gpu(facts: Sequence[Facts]) -> tuple[int, int] | None:
+def _shared_gpu(facts: Sequence[GpuFacts]) -> tuple[int, int] | None:
     first: dict[str, int] = {}
     for rank, each in enumerate(facts):
         if each.uuid in first:

@@ -15,7 +15,7 @@ from ringcomm.transport.node import To
 
 
 @dataclass(slots=True, eq=False)  # frozen ones take three times as long to make
-class Reduce:
+class GpuReduce:
     """A reduction over the ranks of a team, as one rank sees it."""
 
     source: Span  # this rank's values
@@ -43,7 +43,7 @@ class Pull:
 
 
 @dataclass(frozen=True)
-class Move:
+class GpuMove:
     """Copies of bytes from rank to rank, as one rank sees them."""
 
     source: Span | None  # bytes of this rank that others get; None: they get none
@@ -83,7 +83,7 @@ class Update:
     is_reduced: bool = False  # within `pieces`, the source is already the mean of all ranks
 
 
-Work = Reduce | Move | Update
+Work = GpuReduce | GpuMove | Update
 _UNSCALED: Final = ReductionOptions()
 
 

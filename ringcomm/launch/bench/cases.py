@@ -37,7 +37,7 @@ COLLECTIVES: Final = {
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     collective: str  # a key of COLLECTIVES; the root is rank 0
     op: str  # value of an rc.Op; "" if nothing is reduced
     dtype: np.dtype[Any]
@@ -57,7 +57,7 @@ class Case:
         return self.count // self.size
 
 
-def make_case(collective: str, op: str, dtype: np.dtype[Any], nbytes: int, size: int) -> Case:
+def make_case(collective: str, op: str, dtype: np.dtype[Any], nbytes: int, size: int) -> BenchCase:
     """Return the case of about `nbytes`; each rank's part has at least one element."""
     how = COLLECTIVES[collective]
     count = max(nbytes // dtype.itemsize, 1)
@@ -65,7 +65,7 @@ def make_case(collective: str, op: str, dtype: np.dtype[Any], nbytes: int, size:
         count = max(count // size, 1) * size
     if collective == "barrier":
         count = 0
-    return Case(collective, op if how.is_reduction else "", dtype, count, size)
+    return BenchCase(collective, op if how.is_reduction else "", dtype, count, size)
 
 
 def bus_factor(collective: str, size: int) -> float:
@@ -75,7 +75,7 @@ def bus_factor(collective: str, size: int) -> float:
     return (size - 1) / size if COLLECTIVES[collective].has_parts else 1.0
 
 
-def wire_bytes(case: Case, hosts: int) -> float:
+def wire_bytes(case: BenchCase, hosts: int) -> float:
     """Return the fewest bytes that an algorithm can send over the link of the busiest host."""
     if hosts == 1:
         return 0.0

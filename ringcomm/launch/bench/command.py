@@ -24,7 +24,7 @@ from ringcomm.engine.api.explain import bytes_text
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
 from ringcomm.launch.bench import table
-from ringcomm.launch.bench.cases import COLLECTIVES, Case, make_case, parse_sizes, wire_bytes
+from ringcomm.launch.bench.cases import COLLECTIVES, BenchCase, make_case, parse_sizes, wire_bytes
 from ringcomm.launch.bench.runner import (
     MODES,
     Array,
@@ -203,7 +203,7 @@ def _measure(
                 bar.advance(1)
 
 
-def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[Case]]:
+def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[BenchCase]]:
     fitting = _fitting(args.sizes)
     for name, dtype in itertools.product(args.collective, dtypes):
         if name == "barrier" and dtype != dtypes[0]:
@@ -241,7 +241,7 @@ def _registered(nbytes: int) -> Array:
     return memory
 
 
-def _note_algorithm(case: Case, rows: list[table.Row]) -> list[str]:
+def _note_algorithm(case: BenchCase, rows: list[table.BenchRow]) -> list[str]:
     ours = [row for row in rows if (row.engine, row.collective) == ("ringcomm", "allreduce")]
     if not ours:
         return []

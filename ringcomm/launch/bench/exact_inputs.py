@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.launch.bench.cases import Case
+from ringcomm.launch.bench.cases import BenchCase
 
 Array = NDArray[Any]
 # A prime, so it divides no power of two, and no two parts, segments or chunks are equal.
@@ -25,12 +25,12 @@ _UFUNCS: Final[dict[str, np.ufunc]] = {
 }
 
 
-def fill(x: Array, case: Case, rank: int) -> None:
+def fill(x: Array, case: BenchCase, rank: int) -> None:
     """Fill x, shape (count,), with the argument of a rank."""
     x[...] = _spread(_values(case, rank), 0, x.size).astype(x.dtype)
 
 
-def expected(case: Case, rank: int) -> Array | None:
+def expected(case: BenchCase, rank: int) -> Array | None:
     """Return the result of a rank, shape (n,); None if it gets none. Not for barriers."""
     each = [_values(case, r) for r in range(case.size)]
     how, part = case.how, case.part
@@ -58,7 +58,7 @@ def count_wrong(result: Array | None, right: Array | None) -> int:
     return int(np.count_nonzero(result.view(bits) != right.view(bits)))
 
 
-def _values(case: Case, rank: int) -> Array:
+def _values(case: BenchCase, rank: int) -> Array:
     """Return one period of a rank's elements; their sums and products fit in every dtype."""
     seeds = np.random.RandomState(0).randint(0, 1 << 16, _PERIOD)  # the same in every numpy
     seeds = np.roll(seeds, -_RANK_SHIFT * rank)

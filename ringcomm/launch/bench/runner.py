@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 import ringcomm as rc
 from ringcomm.launch.bench import exact_inputs
-from ringcomm.launch.bench.cases import Case, bus_factor
-from ringcomm.launch.bench.table import Row
+from ringcomm.launch.bench.cases import BenchCase, bus_factor
+from ringcomm.launch.bench.table import BenchRow
 
 Array = NDArray[Any]
 Call = Callable[[], Array | None]
@@ -35,7 +35,7 @@ _FEWEST_BATCHES, _MOST_BATCHES = 5, 200
 
 
 class Bind(Protocol):
-    def __call__(self, case: Case, send: Array, recv: Array) -> Call | None:
+    def __call__(self, case: BenchCase, send: Array, recv: Array) -> Call | None:
         """Return the call to time, which returns its result; None if the engine lacks the case.
 
         Args:
@@ -63,7 +63,7 @@ def ringcomm_in(mode: str) -> Bind:
     """
     number = itertools.count()
 
-    def bind(case: Case, send: Array, recv: Array) -> Call:
+    def bind(case: BenchCase, send: Array, recv: Array) -> Call:
         form = ("" if mode == "sync" else "_async") + ("_" if recv is send else "")
         function = getattr(rc, case.collective + form)
         arguments: list[Any] = [] if case.collective == "barrier" else [send]
@@ -76,7 +76,7 @@ def ringcomm_in(mode: str) -> Bind:
     return bind
 
 
-def memcpy(case: Case, send: Array, recv: Array) -> Call | None:
+def memcpy(case: BenchCase, send: Array, recv: Array) -> Call | None:
     return None if recv is send or not case.count else lambda: np.copyto(recv, send)
 
 
@@ -97,13 +97,13 @@ class _Lane:
 
 
 def measure(
-    case: Case,
+    case: BenchCase,
     contenders: Sequence[Contender],
     *,
     forms: Sequence[bool] = (False, True),
     seconds: float = 2.0,
     batches: int | None = None,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Return the rows of one case, the same on every rank. Collective.
 
     A contender whose result is wrong is not timed.
@@ -128,7 +128,7 @@ def measure(
     return [_row(case, lane, timed.get(id(lane))) for lane in lanes]
 
 
-def _lane(case: Case, contender: Contender, in_place: bool) -> _Lane | None:
+def _lane(case: BenchCase, contender: Contender, in_place: bool) -> _Lane | None:
     if in_place and not case.how.has_in_place:
         return None
     is_whole = contender.bind is memcpy
@@ -141,7 +141,7 @@ def _lane(case: Case, contender: Contender, in_place: bool) -> _Lane | None:
 
 
 # --- correctness --------------------------------------------------------------------------------
-def _check(case: Case, lanes: Sequence[_Lane]) -> None:
+def _check(case: BenchCase, lanes: Sequence[_Lane]) -> None:
     for lane in lanes:
         if not lane.is_memcpy:
             check = _wrong_ranks if case.collective == "barrier" else _wrong_elements
@@ -149,7 +149,7 @@ def _check(case: Case, lanes: Sequence[_Lane]) -> None:
             lane.wrong += sum(rc.allgather_object(check(case, lane)))
 
 
-def _wrong_elements(case: Case, lane: _Lane) -> int:
+def _wrong_elements(case: BenchCase, lane: _Lane) -> int:
     lane.recv.view(np.uint8).fill(_POISON)
     exact_inputs.fill(lane.send, case, rc.rank())
     right = exact_inputs.expected(case, rc.rank())
@@ -161,7 +161,7 @@ def _wrong_elements(case: Case, lane: _Lane) -> int:
     return wrong
 
 
-def _wrong_ranks(case: Case, lane: _Lane) -> int:
+def _wrong_ranks(case: BenchCase, lane: _Lane) -> int:
     """Return 1 if this rank left a barrier before the last rank entered it; 0 on several hosts."""
     if rc.rank() == case.size - 1:
         time.sleep(_LATE_S)  # so that the others have to wait
@@ -231,9 +231,9 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
-def _row(case: Case, lane: _Lane, times_s: Array | None) -> Row:
+def _row(case: BenchCase, lane: _Lane, times_s: Array | None) -> BenchRow:
     what = (case.collective, case.op, case.dtype.name, case.nbytes, case.count)
-    row = Row(*what, lane.contender.engine, lane.contender.buffers, lane.in_place, lane.wrong)
+    row = BenchRow(*what, lane.contender.engine, lane.contender.buffers, lane.in_place, lane.wrong)
     if times_s is None:
         return row
     batches_us, calls_us = (1e6 * t.max(axis=0) for t in (times_s.mean(axis=2), times_s))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Row:
+class BenchRow:
     """The result of one engine for one case in one form. Times are None if it was wrong."""
 
     collective: str  # the engine memcpy is measured beside each collective
@@ -44,7 +44,7 @@ def heading(*, has_wire: bool) -> list[str]:
     ]
 
 
-def lines(rows: Sequence[Row], *, has_wire: bool) -> list[str]:
+def lines(rows: Sequence[BenchRow], *, has_wire: bool) -> list[str]:
     memcpy_us = next((row.time_us for row in rows if row.engine == "memcpy"), None)
     found = []
     for label in dict.fromkeys(row.label for row in rows):
@@ -60,7 +60,7 @@ def lines(rows: Sequence[Row], *, has_wire: bool) -> list[str]:
     return found
 
 
-def _form(row: Row | None) -> str:
+def _form(row: BenchRow | None) -> str:
     if row is None:
         return f" {'-':>7} {'-':>6} {'-':>6} {'-':>6}"
     time, algbw, busbw = (_digits(x) for x in (row.time_us, row.algbw_gbps, row.busbw_gbps))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ringcomm.launch.mpi_kind import Kind
+from ringcomm.launch.mpi_kind import MpiKind
 from ringcomm.nvidia.judge_software import Stack
 
 # If both are set to 1, Open MPI's mpirun runs as root.
@@ -17,7 +17,7 @@ ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFI
 class Library:
     """The MPI library that mpi4py loads."""
 
-    kind: Kind | None  # None: none could be loaded
+    kind: MpiKind | None  # None: none could be loaded
     path: str = ""  # "" if it is not known
     error: str = ""
 
@@ -27,7 +27,7 @@ class Launcher:
     """The mpirun beside Python, else the one on PATH."""
 
     path: str
-    kind: Kind | None  # None: it does not run
+    kind: MpiKind | None  # None: it does not run
     error: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)  # without which it does not run
 

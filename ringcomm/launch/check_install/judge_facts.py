@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final, Literal, NamedTuple
 
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts
-from ringcomm.launch.mpi_kind import FAMILIES, Family, Kind, fit
+from ringcomm.launch.mpi_kind import FAMILIES, Family, MpiKind, fit
 from ringcomm.nvidia.judge_software import (
     Driver,
     Stack,
@@ -98,7 +98,7 @@ def _mpirun(facts: Facts) -> _Verdict:
     return _matched(facts, found, facts.mpi.kind, launcher.kind)
 
 
-def _matched(facts: Facts, found: str, library: Kind, launcher: Kind) -> _Verdict:
+def _matched(facts: Facts, found: str, library: MpiKind, launcher: MpiKind) -> _Verdict:
     match fit(library, launcher):
         case "fits":
             return _Verdict("ok", f"{found}, fits the library")

@@ -9,7 +9,7 @@ from typing import Final
 
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts
 from ringcomm.launch.check_install.judge_facts import Finding, problem_of
-from ringcomm.launch.run_child_with_deadline import Outcome, outside_of_a_job, run_child
+from ringcomm.launch.run_child_with_deadline import ChildOutcome, outside_of_a_job, run_child
 
 _DEADLINE_S = 60.0
 _CORRECT = "ringcomm-check: correct"
@@ -35,7 +35,7 @@ _MPI_ALONE: Final = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrialPlan:
     mpirun: tuple[str, ...]  # the arguments before the program: mpirun -np 2
     python: str
     variables: Mapping[str, str]  # environment variables of the command
@@ -56,7 +56,7 @@ def run_trial(facts: Facts, findings: list[Finding], environ: Mapping[str, str])
     return judge_trial(plan, outcome)
 
 
-def plan_trial(facts: Facts, size: int = 2) -> Plan | None:
+def plan_trial(facts: Facts, size: int = 2) -> TrialPlan | None:
     """Return how to start `size` ranks here; None if there is no working mpirun. Pure."""
     launcher = facts.launcher
     if launcher is None or launcher.kind is None:
@@ -64,7 +64,7 @@ def plan_trial(facts: Facts, size: int = 2) -> Plan | None:
     is_openmpi = launcher.kind.family == "openmpi"
     options = ["--oversubscribe"] if is_openmpi and facts.cores < size else []
     needs_root = is_openmpi and facts.is_root and not facts.allows_root
-    return Plan(
+    return TrialPlan(
         mpirun=(launcher.path, *options, "-np", str(size)),
         python=facts.python[1],
         variables={
@@ -74,7 +74,7 @@ def plan_trial(facts: Facts, size: int = 2) -> Plan | None:
     )
 
 
-def judge_trial(plan: Plan, outcome: Outcome) -> Finding:
+def judge_trial(plan: TrialPlan, outcome: ChildOutcome) -> Finding:
     if outcome.code == 0 and _CORRECT in outcome.output:
         found = f"2 ranks, allreduce correct, {outcome.seconds:.1f} s{_extras(plan)}"
         found += _ports_text(outcome.output)
@@ -100,12 +100,12 @@ def _ports_text(output: str) -> str:
     )
 
 
-def _extras(plan: Plan) -> str:
+def _extras(plan: TrialPlan) -> str:
     extras = [f"{name}={value}" for name, value in plan.variables.items()]
     extras += [option for option in plan.mpirun if option == "--oversubscribe"]
     return f" (with {' '.join(extras)})" if extras else ""
 
 
-def _alone(plan: Plan) -> str:
+def _alone(plan: TrialPlan) -> str:
     variables = [f"{name}={value}" for name, value in plan.variables.items()]
     return shlex.join([*variables, *plan.mpirun, plan.python, "-c", _MPI_ALONE])

@@ -22,7 +22,7 @@ from ringcomm.launch.job.verdict import SIGNAL_NAMES
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
-from ringcomm.launch.watch.send_command import Outcome, ask, choose_job
+from ringcomm.launch.watch.send_command import CommandOutcome, ask, choose_job
 from ringcomm.launch.watch.what_is_slow import Verdicts
 
 _SEARCH_S: Final = 2.0
@@ -100,15 +100,15 @@ class Source:
         except FileNotFoundError:
             return ""
 
-    def command(self, command: Command) -> Outcome:
+    def command(self, command: Command) -> CommandOutcome:
         with self._lock:
             samples = self._samples()
         try:
             if self.folder is not None and (text := self.folder.distrust):
-                return Outcome(False, f"the folder of the run {text}")
+                return CommandOutcome(False, f"the folder of the run {text}")
             members = choose_job(samples, self._job)
         except (LookupError, OSError) as error:  # OSError: somebody has removed the folder
-            return Outcome(False, str(error))
+            return CommandOutcome(False, str(error))
         return ask(self._ranks, members, command, _COMMAND_S)
 
     def _samples(self) -> list[RankSample]:

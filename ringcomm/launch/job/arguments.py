@@ -12,7 +12,7 @@ from typing import Any, Final
 from ringcomm.errors import ConfigError
 from ringcomm.launch.job import horovodrun_flags
 from ringcomm.launch.job.hosts import Host, parse_host_file, parse_hosts
-from ringcomm.launch.job.plan_types import LAUNCHERS, Request
+from ringcomm.launch.job.plan_types import LAUNCHERS, RunRequest
 from ringcomm.launch.option_types import seconds
 
 GRACE_S: Final = 20.0
@@ -24,7 +24,7 @@ _DASHES: Final = "\0--"  # stands for "--", which argparse would take from the p
 class Arguments:
     """The command line: the job, and how this command runs it."""
 
-    request: Request
+    request: RunRequest
     run_folder: Path | None  # None: a new one in `runs`
     runs: Path
     grace_s: float
@@ -50,7 +50,7 @@ def parse_arguments(argv: Sequence[str], python: str) -> Arguments:
     program = _program(args, python)
     if not program:
         parser.error("name the program that the ranks run: ringcomm run -np 4 train.py")
-    request = Request(
+    request = RunRequest(
         program=program,
         np=args.np,
         hosts=_hosts(args),

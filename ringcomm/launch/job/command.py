@@ -20,13 +20,13 @@ from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.gather_facts import gather
 from ringcomm.launch.job.arguments import Arguments, parse_arguments
 from ringcomm.launch.job.plan import plan
-from ringcomm.launch.job.plan_types import Plan, Request, Surroundings
+from ringcomm.launch.job.plan_types import RunPlan, RunRequest, Surroundings
 from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
 from ringcomm.launch.job.restart.unreachable_hosts import silent_hosts
 from ringcomm.launch.job.run_folder import END, RunFolder
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.supervisor import Supervisor
-from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, Ending, Verdict, judge_ending
+from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, JobEnding, Verdict, judge_ending
 from ringcomm.launch.run_child_with_deadline import outside_of_a_job, run_child
 from ringcomm.launched import become_rank_program
 from ringcomm.launched.launcher import launching_variable
@@ -151,8 +151,8 @@ def _run_and_restart(argv: Sequence[str], args: Arguments, folder: RunFolder) ->
 
 
 def _planned(
-    args: Arguments, request: Request, folder: RunFolder
-) -> tuple[RunFolder, Surroundings, Plan]:
+    args: Arguments, request: RunRequest, folder: RunFolder
+) -> tuple[RunFolder, Surroundings, RunPlan]:
     """Return a folder that is this run's own now, and how to run the job there.
 
     Raises ConfigError if the job is refused, or the folder that the user has named is not free.
@@ -168,19 +168,19 @@ def _planned(
     return folder, here, job
 
 
-def _surroundings(request: Request, folder: RunFolder) -> Surroundings:
+def _surroundings(request: RunRequest, folder: RunFolder) -> Surroundings:
     asks_srun = request.launcher == "srun"
     return gather_surroundings(environment(), folder.path, asks_srun=asks_srun)
 
 
-def _silent(request: Request, job: Plan, here: Surroundings) -> frozenset[str]:
+def _silent(request: RunRequest, job: RunPlan, here: Surroundings) -> frozenset[str]:
     names = [host.name for host in job.hosts]
     return silent_hosts(names, agent_of(request), here.environ, own_names=here.own_names)
 
 
 def _run(
-    args: Arguments, request: Request, here: Surroundings, job: Plan, folder: RunFolder
-) -> tuple[Verdict, Ending | None]:
+    args: Arguments, request: RunRequest, here: Surroundings, job: RunPlan, folder: RunFolder
+) -> tuple[Verdict, JobEnding | None]:
     say(f"{_described(job, here)}; {_near(folder.path)}", *args.notes, *job.notes)
     if args.is_verbose:
         show(f"{_shown(job)}\n".encode(errors="backslashreplace"), sys.stderr)
@@ -211,7 +211,7 @@ def _run(
     return verdict, ending
 
 
-def _forks_ranks(request: Request) -> bool:
+def _forks_ranks(request: RunRequest) -> bool:
     """Return True if the launcher itself starts the ranks: no daemon of Slurm or PRRTE does."""
     return request.launcher == "mpirun" and not any("dvm" in each for each in request.options)
 
@@ -233,7 +233,7 @@ def _say_end(verdict: Verdict, folder: RunFolder, *, has_shown_report: bool) -> 
     show(f"\n{report}  logs: {_near(shown)}\n".encode(errors="backslashreplace"), sys.stderr)
 
 
-def _described(job: Plan, here: Surroundings) -> str:
+def _described(job: RunPlan, here: Surroundings) -> str:
     roles = ", ".join(f"{n} {role}{'s' if n > 1 else ''}" for role, n in job.roles.items())
     ranks = f"{job.size} rank{'s' if job.size > 1 else ''}"
     ranks += f" ({roles})" if len(job.roles) > 1 else ""
@@ -241,13 +241,13 @@ def _described(job: Plan, here: Surroundings) -> str:
     return f"{ranks} on {place}, {here.facts.mpi.kind}"
 
 
-def _shown(job: Plan) -> str:
+def _shown(job: RunPlan) -> str:
     variables = [f"{name}={value}" for name, value in job.variables.items()]
     return shlex.join([*variables, *job.argv])
 
 
 def _config(
-    argv: Sequence[str], request: Request, here: Surroundings, job: Plan, notes: Sequence[str]
+    argv: Sequence[str], request: RunRequest, here: Surroundings, job: RunPlan, notes: Sequence[str]
 ) -> dict[str, Any]:
     """Return the content of run.json: enough to run the job again, and no secret of the user."""
     return {
@@ -277,7 +277,7 @@ def _settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith("RINGCOMM_")}
 
 
-def _record(verdict: Verdict, ending: Ending | None, start: float) -> dict[str, Any]:
+def _record(verdict: Verdict, ending: JobEnding | None, start: float) -> dict[str, Any]:
     """Return the content of end.json."""
     ends = {} if ending is None else ending.ends
     return {

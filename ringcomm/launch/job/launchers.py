@@ -9,8 +9,8 @@ from typing import Final
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Launcher
 from ringcomm.launch.job.hosts import Host
-from ringcomm.launch.job.plan_types import Request, Surroundings
-from ringcomm.launch.mpi_kind import Kind
+from ringcomm.launch.job.plan_types import RunRequest, Surroundings
+from ringcomm.launch.mpi_kind import MpiKind
 
 # Variables that ranks on other hosts get, too. MPICH's mpiexec passes all.
 _PASSED: Final = (
@@ -60,7 +60,7 @@ class Start:
     notes: list[str] = field(default_factory=list)
 
 
-def start_by_mpirun(request: Request, here: Surroundings, order: Order) -> Start:
+def start_by_mpirun(request: RunRequest, here: Surroundings, order: Order) -> Start:
     """Return how mpirun starts the job. Raises ConfigError if it lacks what is asked for."""
     launcher = here.facts.launcher
     assert launcher is not None  # else there was a problem
@@ -76,7 +76,9 @@ def start_by_mpirun(request: Request, here: Surroundings, order: Order) -> Start
     return _hydra(request, here, order, launcher)
 
 
-def _open_mpi(request: Request, here: Surroundings, order: Order, path: str, kind: Kind) -> Start:
+def _open_mpi(
+    request: RunRequest, here: Surroundings, order: Order, path: str, kind: MpiKind
+) -> Start:
     is_old = kind.version.partition(".")[0] in ("1", "2", "3", "4")
     if request.elastic and is_old:
         raise ConfigError(f"--elastic needs Open MPI 5; here is {kind}")
@@ -107,12 +109,12 @@ def _open_mpi(request: Request, here: Surroundings, order: Order, path: str, kin
     return Start([*argv, *request.options, "-np", str(order.size)], variables, notes=notes)
 
 
-def _binds(request: Request, here: Surroundings) -> bool:
+def _binds(request: RunRequest, here: Surroundings) -> bool:
     names = {option.partition("=")[0] for option in request.options}
     return bool(names & {*_BINDING_OPTIONS}) or any(n in here.environ for n in _BINDING_VARIABLES)
 
 
-def _hydra(request: Request, here: Surroundings, order: Order, launcher: Launcher) -> Start:
+def _hydra(request: RunRequest, here: Surroundings, order: Order, launcher: Launcher) -> Start:
     argv, files = [launcher.path], {}
     if order.hosts and launcher.kind is not None and launcher.kind.name == "Intel MPI":
         files["machines"] = "".join(f"{host}\n" for host in order.hosts)
@@ -134,7 +136,7 @@ def _hydra(request: Request, here: Surroundings, order: Order, launcher: Launche
     return Start(argv, {**launcher.variables}, files)
 
 
-def start_by_srun(request: Request, here: Surroundings, order: Order) -> Start:
+def start_by_srun(request: RunRequest, here: Surroundings, order: Order) -> Start:
     """Return how Slurm's srun starts the job. Raises ConfigError if it cannot."""
     kind = here.facts.mpi.kind
     assert kind is not None  # else there was a problem

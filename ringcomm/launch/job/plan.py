@@ -9,7 +9,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.judge_facts import judge, problem_of
 from ringcomm.launch.job.hosts import Host, parse_host_file, places_of, slurm_hosts
 from ringcomm.launch.job.launchers import Order, start_by_mpirun, start_by_srun
-from ringcomm.launch.job.plan_types import Plan, Request, Surroundings
+from ringcomm.launch.job.plan_types import RunPlan, RunRequest, Surroundings
 
 _THREADS: Final = "OMP_NUM_THREADS"
 _LEAST_LOSSES: Final = 8  # as by default: small jobs may be resized, too
@@ -17,7 +17,7 @@ _BELOW_MIN: Final = 4  # so many losses more end with code 75 and a checkpoint; 
 _SLURM: Final = "the hosts of this Slurm job"
 
 
-def plan(request: Request, here: Surroundings) -> Plan:
+def plan(request: RunRequest, here: Surroundings) -> RunPlan:
     """Return how to start the job.
 
     Raises ConfigError if that is impossible; the text says what to do.
@@ -37,7 +37,7 @@ def plan(request: Request, here: Surroundings) -> Plan:
     start = start_by(request, here, order)
     python = here.facts.python[1]
     program = map(_escaped, request.program)
-    return Plan(
+    return RunPlan(
         argv=(*start.argv, python, "-I", "-S", here.starter, here.folder, *program),
         variables=start.variables | variables,
         roles=where.roles,
@@ -52,7 +52,7 @@ def _escaped(argument: str) -> str:
     return f"\\{argument}" if argument.lstrip("\\") == ":" else argument
 
 
-def _refuse_what_is_missing(request: Request, here: Surroundings) -> None:
+def _refuse_what_is_missing(request: RunRequest, here: Surroundings) -> None:
     if here.rank_of:
         raise ConfigError(
             f"this process is a rank of a job already ({here.rank_of} is set), so there would be a "
@@ -92,7 +92,7 @@ class _Where:
         return sum(self.roles.values())
 
 
-def _where(request: Request, here: Surroundings) -> _Where:
+def _where(request: RunRequest, here: Surroundings) -> _Where:
     hosts, origin = _hosts(request, here)
     if request.np is None and not hosts:
         raise ConfigError("say how many ranks: -np N")
@@ -117,7 +117,7 @@ def _where(request: Request, here: Surroundings) -> _Where:
     )
 
 
-def _hosts(request: Request, here: Surroundings) -> tuple[tuple[Host, ...], str]:
+def _hosts(request: RunRequest, here: Surroundings) -> tuple[tuple[Host, ...], str]:
     """Return the hosts, and where they come from; ((), "") for this host."""
     if request.hosts:
         return request.hosts, "the hosts of -H or --hostfile"
@@ -128,7 +128,7 @@ def _hosts(request: Request, here: Surroundings) -> tuple[tuple[Host, ...], str]
     return (), ""
 
 
-def _roles(request: Request, hosts: tuple[Host, ...], origin: str) -> dict[str, int]:
+def _roles(request: RunRequest, hosts: tuple[Host, ...], origin: str) -> dict[str, int]:
     others = {
         "server": request.servers,
         "evaluator": request.evaluators,
@@ -154,7 +154,7 @@ def _listed(roles: dict[str, int]) -> str:
 
 
 # --- variables ----------------------------------------------------------------------------------
-def _threads(request: Request, here: Surroundings, where: _Where) -> tuple[int, list[str]]:
+def _threads(request: RunRequest, here: Surroundings, where: _Where) -> tuple[int, list[str]]:
     """Return the number of threads of a rank, and a note if it is decided here."""
     text = request.variables.get(_THREADS) or here.environ.get(_THREADS)
     if text is not None:
@@ -167,7 +167,9 @@ def _threads(request: Request, here: Surroundings, where: _Where) -> tuple[int, 
     return threads, [f"{_THREADS}={threads}: {here.facts.cores} cores for {ranks} ranks"]
 
 
-def _variables(request: Request, here: Surroundings, where: _Where, threads: int) -> dict[str, str]:
+def _variables(
+    request: RunRequest, here: Surroundings, where: _Where, threads: int
+) -> dict[str, str]:
     wanted = {
         "MASTER_ADDR": where.hosts[0].name if len(where.hosts) > 1 else "127.0.0.1",
         "MASTER_PORT": str(here.free_port),
@@ -198,7 +200,7 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
     return made
 
 
-def _given(request: Request, here: Surroundings) -> dict[str, str]:
+def _given(request: RunRequest, here: Surroundings) -> dict[str, str]:
     for name, value in request.variables.items():
         if value is None and name not in here.environ:
             raise ConfigError(f"--env {name}: it is not set. Set it, or pass --env {name}=VALUE")

@@ -13,7 +13,7 @@ LAUNCHERS: Final = ("mpirun", "srun")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RunRequest:
     """The command line of `ringcomm run`.
 
     Attributes:
@@ -80,7 +80,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """The command and environment that start a job.
 
     Attributes:

@@ -22,7 +22,7 @@ class Evidence(StrEnum):
 
 
 @dataclass(frozen=True)
-class Failure:
+class RecordedFailure:
     """A guardian's report: the first failure on its node."""
 
     rank: int | None  # None: nobody failed; the ranks were ended from outside
@@ -35,7 +35,7 @@ class Failure:
 @dataclass(frozen=True)
 class GuardianFile:
     pid: int
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RecordedFailure, ...] = ()
     notes: tuple[str, ...] = ()
     has_ended: bool = False
 
@@ -52,7 +52,9 @@ def parse_guardian_file(data: bytes) -> GuardianFile:
             case ["report", number, code, evidence, time_ns, size] if len(data) >= int(size):
                 text, data = data[: int(size)].decode(errors="replace"), data[int(size) :]
                 rank = int(number) if int(number) >= 0 else None
-                failures.append(Failure(rank, int(code), Evidence(evidence), int(time_ns), text))
+                failures.append(
+                    RecordedFailure(rank, int(code), Evidence(evidence), int(time_ns), text)
+                )
             case ["note", size] if len(data) >= int(size):
                 notes.append(data[: int(size)].decode(errors="replace"))
                 data = data[int(size) :]

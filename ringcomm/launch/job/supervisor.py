@@ -26,10 +26,10 @@ from ringcomm.launch.job.processes.ranks_of_this_host import (
     send_signal,
     session_members,
 )
-from ringcomm.launch.job.processes.waits_in_vain import Hung, Orphan, Start, Unseen
+from ringcomm.launch.job.processes.waits_in_vain import Hung, Orphan, StartWait, Unseen
 from ringcomm.launch.job.run_folder import LAUNCHER_LOG, RunFolder
 from ringcomm.launch.job.show import say, show
-from ringcomm.launch.job.verdict import SIGNAL_NAMES, Ending
+from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding
 from ringcomm.launched.rank_process import RankProcess
 
 _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job to stop
@@ -87,7 +87,7 @@ class Supervisor:
         self._goes_on = least is not None
         self._orphan = None if silent_hosts is None else Orphan(grace_s, silent_hosts)
         self._launcher_name = Path(argv[0]).name
-        self._start = Start(folder)
+        self._start = StartWait(folder)
         self._unseen = Unseen(folder, size, hosts, self._launcher_name)
         self._hung = Hung(folder, size, grace_s)
         self._mpi_files = MpiFiles(folder, size)
@@ -101,7 +101,7 @@ class Supervisor:
         self._reports_shown = 0
         self._argv, self._environ = argv, environ
 
-    def run(self) -> Ending:
+    def run(self) -> JobEnding:
         """Run the job to its end; return what is known of it.
 
         Raises OSError if the launcher cannot be started.
@@ -138,8 +138,8 @@ class Supervisor:
             say(f"{name} in the folder of the run {what}: it does not count")
         return ending
 
-    def _ending(self, launcher_code: int) -> Ending:
-        return Ending(
+    def _ending(self, launcher_code: int) -> JobEnding:
+        return JobEnding(
             size=self._size,
             ends=self._folder.ends(),
             seen=self._folder.ranks().keys(),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from ringcomm.launch.job.read_records import Evidence, Failure, RankEnd
+from ringcomm.launch.job.read_records import Evidence, RankEnd, RecordedFailure
 
 STOPPED_IN_ORDER: Final = 75  # EX_TEMPFAIL: start it again to go on
 SIGNAL_NAMES: Final = {1: "SIGHUP", 2: "SIGINT", 15: "SIGTERM"}  # those that ask a job to stop
@@ -39,7 +39,7 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class JobEnding:
     """All that is known when the launcher has ended.
 
     Attributes:
@@ -62,7 +62,7 @@ class Ending:
     size: int
     ends: Mapping[int, RankEnd]
     seen: Collection[int]
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RecordedFailure, ...] = ()
     launcher_code: int
     launcher_text: str = ""
     asked: int | None = None
@@ -84,7 +84,7 @@ class Verdict:
     cause: Cause | None = None  # of an elastic job's code, unless that is 0
 
 
-def judge_ending(ending: Ending) -> Verdict:
+def judge_ending(ending: JobEnding) -> Verdict:
     """Return the verdict: the first of these rules that applies."""
     rules = (
         _could_not_go_on,
@@ -101,7 +101,7 @@ def judge_ending(ending: Ending) -> Verdict:
     return replace(verdict, cause=_cause(ending))
 
 
-def _could_not_go_on(e: Ending) -> Verdict | None:
+def _could_not_go_on(e: JobEnding) -> Verdict | None:
     """The ranks of an elastic job that have not died have saved a checkpoint, and stopped.
 
     If there are enough together with those that failed by themselves, that failure counts.
@@ -121,7 +121,7 @@ def _could_not_go_on(e: Ending) -> Verdict | None:
     return Verdict(STOPPED_IN_ORDER, what, cause=Cause.TOO_FEW)
 
 
-def _lost_launcher(e: Ending) -> Verdict | None:
+def _lost_launcher(e: JobEnding) -> Verdict | None:
     """A signal has ended the launcher, and its ranks have ended because of that.
 
     A rank's own deed comes first. A rank that was killed has failed before if the launcher has
@@ -140,7 +140,7 @@ def _lost_launcher(e: Ending) -> Verdict | None:
     return Verdict(128 + number, what, cause=cause)
 
 
-def _cause(e: Ending) -> Cause:
+def _cause(e: JobEnding) -> Cause:
     """Return why an elastic job has ended that has not come to its end, nor ended in order.
 
     Its launcher ends no rank because another one has failed. But if so many are killed that the
@@ -169,7 +169,7 @@ def _cause(e: Ending) -> Cause:
     return Cause.ASKED if Evidence.ASKED in kinds.values() else Cause.PROGRAM
 
 
-def _failed_rank(e: Ending) -> Verdict | None:
+def _failed_rank(e: JobEnding) -> Verdict | None:
     """Guardians have seen which rank of their host failed first."""
     culprits = _culprits(e)
     if not culprits or _are_done(e):
@@ -191,7 +191,7 @@ def _failed_rank(e: Ending) -> Verdict | None:
     return Verdict(code, what, first.rank, first.text)
 
 
-def _code_of_silent(e: Ending, rank: int) -> int:
+def _code_of_silent(e: JobEnding, rank: int) -> int:
     """Return the exit code of a rank that has died, nobody knows how.
 
     It is the launcher's, unless that is of another rank: MPI ends ranks of other hosts, and the
@@ -209,7 +209,7 @@ def _code_of_silent(e: Ending, rank: int) -> int:
     return _BY_SIGKILL if code != 0 and is_of_another else code or 1
 
 
-def _doubt(failure: Failure) -> tuple[int, int]:
+def _doubt(failure: RecordedFailure) -> tuple[int, int]:
     """Order failures that guardians of several hosts saw, the likeliest cause first.
 
     MPI and launchers end the ranks of the other hosts. The clocks of hosts differ, so what ended a
@@ -218,12 +218,12 @@ def _doubt(failure: Failure) -> tuple[int, int]:
     return _SUREST.index(_kind(failure)), failure.time_ns
 
 
-def _kind(failure: Failure) -> Evidence:
+def _kind(failure: RecordedFailure) -> Evidence:
     """Return by what it is known; who ends with 75 has done as it was asked."""
     return Evidence.ASKED if failure.code == STOPPED_IN_ORDER else failure.evidence
 
 
-def _stopped(e: Ending) -> Verdict | None:
+def _stopped(e: JobEnding) -> Verdict | None:
     """The job was asked to stop, by us or by somebody else."""
     stops = _stops(e)
     report = stops[0].text if stops else ""
@@ -236,31 +236,31 @@ def _stopped(e: Ending) -> Verdict | None:
     return Verdict(128 + e.asked, f"ended by {name}", report=report)
 
 
-def _completed(e: Ending) -> Verdict | None:
+def _completed(e: JobEnding) -> Verdict | None:
     """Each rank has recorded a good end: whatever the launcher says."""
     if e.is_stopped and (_are_done(e) or STOPPED_IN_ORDER in [x.code for x in e.ends.values()]):
         return Verdict(STOPPED_IN_ORDER, "stopped in order by a signal or by `ringcomm ctl`")
     return Verdict(0, "completed") if _are_done(e) else None
 
 
-def _are_done(e: Ending) -> bool:
+def _are_done(e: JobEnding) -> bool:
     counts = {*range(e.size)} - _dead(e)
     is_enough = e.least is None or len(_good_workers(e)) >= e.least
     return bool(e.ends) and is_enough and all(_is_good(e, rank) for rank in counts)
 
 
-def _good_workers(e: Ending) -> list[int]:
+def _good_workers(e: JobEnding) -> list[int]:
     counts = {*range(e.size)} - _dead(e)
     return [rank for rank in counts if _trains(e, rank) and _is_good(e, rank)]
 
 
-def _dead(e: Ending) -> set[int | None]:
+def _dead(e: JobEnding) -> set[int | None]:
     """Return the ranks whose death is no failure of the job, as long as enough workers live."""
     is_none = e.least is None
     return {x.rank for x in e.failures if not is_none and x.code != STOPPED_IN_ORDER}
 
 
-def _is_good(e: Ending, rank: int) -> bool:
+def _is_good(e: JobEnding, rank: int) -> bool:
     """Return True if a rank has recorded a good end.
 
     os._exit() after shutdown() leaves no exit code, nor does a rank that never calls init(), as
@@ -276,15 +276,15 @@ def _is_good(e: Ending, rank: int) -> bool:
     return end.code == 0 or (is_asked and end.code == STOPPED_IN_ORDER)
 
 
-def _trains(e: Ending, rank: int | None) -> bool:
+def _trains(e: JobEnding, rank: int | None) -> bool:
     return rank is not None and e.ends.get(rank, RankEnd()).is_worker
 
 
-def _stops(e: Ending) -> list[Failure]:
+def _stops(e: JobEnding) -> list[RecordedFailure]:
     return [each for each in e.failures if each.rank is None]
 
 
-def _culprits(e: Ending) -> list[Failure]:
+def _culprits(e: JobEnding) -> list[RecordedFailure]:
     """Return the failures of ranks; in an elastic job of workers alone, if any have failed.
 
     What others do there follows from it: spares get no state, and servers have nobody to serve.
@@ -295,7 +295,7 @@ def _culprits(e: Ending) -> list[Failure]:
     return [each for each in failed if _trains(e, each.rank)] or failed
 
 
-def _bad_exit(e: Ending) -> Verdict | None:
+def _bad_exit(e: JobEnding) -> Verdict | None:
     """A rank has recorded a bad exit code, and no guardian was there, as in a job of 1 rank."""
     bad = {rank: end.code for rank, end in sorted(e.ends.items()) if end.code}
     if not bad:
@@ -306,7 +306,7 @@ def _bad_exit(e: Ending) -> Verdict | None:
     return Verdict(bad[rank] or 1, f"rank {rank} failed", rank)
 
 
-def _by_launcher(e: Ending) -> Verdict:
+def _by_launcher(e: JobEnding) -> Verdict:
     """The ranks have recorded too little: they never called init(), or no guardian saw them die."""
     code, rank = _code_of_launcher(e), _named_by_launcher(e)
     if e.lost_before_init is not None:
@@ -340,7 +340,7 @@ _RANKS: Final = (
 )
 
 
-def _code_of_launcher(e: Ending) -> int:
+def _code_of_launcher(e: JobEnding) -> int:
     """Return the launcher's exit code, as 128 + signal if a signal ended it or a rank.
 
     MPICH's mpiexec returns the bare number of the signal, and Intel MPI's 255.
@@ -360,7 +360,7 @@ def _code_of_launcher(e: Ending) -> int:
     return code
 
 
-def _killed_says_intel(e: Ending) -> dict[int | None, int]:
+def _killed_says_intel(e: JobEnding) -> dict[int | None, int]:
     """Return the signals that have ended ranks, by rank, if this is Intel MPI's launcher.
 
     It names all of them, also those that it has killed itself by SIGKILL, but no rank that has
@@ -369,7 +369,7 @@ def _killed_says_intel(e: Ending) -> dict[int | None, int]:
     return {int(rank): int(number) for rank, number in re.findall(_BY_SIGNAL, e.launcher_text)}
 
 
-def _named_by_launcher(e: Ending) -> int | None:
+def _named_by_launcher(e: JobEnding) -> int | None:
     if killed := _killed_says_intel(e):
         first = [rank for rank, number in killed.items() if number != _SIGKILL]
         exited = {*range(e.size)} - killed.keys()

@@ -120,7 +120,7 @@ _SILENT_S: Final = 10.0  # a host that has written nothing for so long is not he
 
 
 @dataclass(frozen=True)
-class Report:
+class HostReport:
     """The file that one host has written.
 
     Attributes:
@@ -136,7 +136,7 @@ class Report:
     traffic: Mapping[tuple[str, str], Traffic]
 
 
-def reports(folder: Path) -> list[Report]:
+def reports(folder: Path) -> list[HostReport]:
     found = []
     for path in sorted(paths_in(folder)):
         if not re.fullmatch(r"host-.*\.json", path.name):
@@ -156,7 +156,7 @@ class RunFolders:
     def __init__(self, given: Path | None = None) -> None:
         self._given = given
         self._of_pids: dict[int, Path | None] = {}
-        self._reports: list[Report] = []
+        self._reports: list[HostReport] = []
 
     def with_other_hosts(self, local: Sequence[RankSample]) -> list[RankSample]:
         """Return the ranks of this host, and of the other hosts of their runs, by job and rank."""
@@ -192,14 +192,14 @@ def _is_of_another(sample: RankSample, ranks: Mapping[tuple[int, str], RankProce
     return sample.process is not None and host == host_name() and not ranks[pid, host].lives
 
 
-def _ranks_of(report: Report) -> list[RankSample]:
+def _ranks_of(report: HostReport) -> list[RankSample]:
     if report.age_s < _SILENT_S:
         return list(report.ranks)
     words = f"not heard of for {report.age_s:.0f} s"
     return [each if each.is_over else replace(each, ending=words) for each in report.ranks]
 
 
-def traffic_by_host(found: Sequence[Report]) -> dict[tuple[str, str], Traffic]:
+def traffic_by_host(found: Sequence[HostReport]) -> dict[tuple[str, str], Traffic]:
     """Return (from host, to host) -> what was sent until now."""
     host_of = {own: each.host for each in found for own, _ in each.traffic}
     sums: dict[tuple[str, str], Traffic] = {}
@@ -249,13 +249,13 @@ def _content(host: str, ranks: Sequence[RankSample]) -> bytes:
     return json.dumps(content).encode()
 
 
-def _parsed(content: Mapping[str, Any]) -> Report:
+def _parsed(content: Mapping[str, Any]) -> HostReport:
     ranks = []
     for each in content["ranks"]:
         process = Process(**each["process"]) if each["process"] else None
         ranks.append(RankSample(**each | {"process": process}))
     traffic = {(own, other): Traffic(*rest) for own, other, *rest in content["traffic"]}
-    return Report(content["host"], time.time() - content["time"], tuple(ranks), traffic)
+    return HostReport(content["host"], time.time() - content["time"], tuple(ranks), traffic)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ringcomm.status.json_numbers import json_number
-from ringcomm.status.page_enums import RESERVE, SPARE, Ending, OpState, State
+from ringcomm.status.page_enums import RESERVE, SPARE, Ending, OpState, PageState
 
 COLUMNS: Final = (
     "rank", "pid", "state", "step", "operation", "for", "wait", "MB/s", "CPU", "memory", "GPU",
@@ -59,7 +59,7 @@ class RankSample:
 
     @property
     def is_over(self) -> bool:
-        return self.process is None or self.page["state"] == State.LEFT
+        return self.process is None or self.page["state"] == PageState.LEFT
 
     @property
     def is_in_operation(self) -> bool:
@@ -72,14 +72,14 @@ class RankSample:
 
 
 @dataclass(frozen=True)
-class Row:
+class RankRow:
     """A rank's row; the texts are in the order of COLUMNS."""
 
     texts: tuple[str, ...]
     is_bad: bool  # the rank has failed, is dead or is stopped
 
 
-def row_of(now: RankSample, before: RankSample | None) -> Row:
+def row_of(now: RankSample, before: RankSample | None) -> RankRow:
     """Return the row of a rank; rates are since `before`, and empty without one."""
     page = now.page
     state, is_bad = _state(now)
@@ -98,7 +98,7 @@ def row_of(now: RankSample, before: RankSample | None) -> Row:
             f"{_one_line(name)}={value:.4g}" for name, _, value in now.scalars[:_SHOWN_SCALARS]
         ),
     )
-    return Row(texts, is_bad)
+    return RankRow(texts, is_bad)
 
 
 def title_of(samples: Sequence[RankSample]) -> str:
@@ -151,7 +151,7 @@ def as_json(now: RankSample) -> dict[str, Any]:
 def _state(now: RankSample) -> tuple[str, bool]:
     """Return the state in words, and True if it is a bad one."""
     page = now.page
-    if page["state"] == State.LEFT:
+    if page["state"] == PageState.LEFT:
         return "left", False
     if now.ending:
         return _shortened(now.ending), page["end_kind"] != Ending.PEER_FAILED
@@ -166,8 +166,8 @@ def _good_state(page: Mapping[str, Any]) -> str:
     role = str(page["role"])
     if role in (SPARE, RESERVE):
         return role
-    if page["state"] != State.RUNNING:
-        return State(page["state"]).name.lower()
+    if page["state"] != PageState.RUNNING:
+        return PageState(page["state"]).name.lower()
     doing = "waits" if page["op_state"] == OpState.RUNNING else "computes"
     shown = f"{role}: " if role not in ("", "worker") else ""
     return shown + ("paused" if page["is_paused"] else doing)

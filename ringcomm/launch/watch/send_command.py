@@ -22,7 +22,7 @@ _TICK_S: Final = 0.01
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandOutcome:
     is_done: bool
     text: str
 
@@ -42,7 +42,9 @@ def choose_job(samples: Sequence[RankSample], job: str) -> list[RankSample]:
     raise LookupError(f"several live jobs fit: {', '.join(jobs)}. Name one")
 
 
-def ask(ranks: Ranks, members: Sequence[RankSample], command: Command, limit_s: float) -> Outcome:
+def ask(
+    ranks: Ranks, members: Sequence[RankSample], command: Command, limit_s: float
+) -> CommandOutcome:
     """Give a command to a job; return what became of it, at the latest after limit_s.
 
     Args:
@@ -53,7 +55,7 @@ def ask(ranks: Ranks, members: Sequence[RankSample], command: Command, limit_s: 
     """
     taking = [each for each in members if each.page["takes_commands"]]
     if not taking:
-        return Outcome(
+        return CommandOutcome(
             False,
             "this job has not come to a step boundary. It needs a DistributedOptimizer, or one "
             "rc.step() per training step",
@@ -62,10 +64,10 @@ def ask(ranks: Ranks, members: Sequence[RankSample], command: Command, limit_s: 
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(OSError), _mailbox(ranks, asked, deadline) as page:
         if page is None:
-            return Outcome(False, "another command waits for its answer")
+            return CommandOutcome(False, "another command waits for its answer")
         page.put_command(command.text)
         return _await(page, asked, deadline, limit_s)
-    return Outcome(False, f"rank {asked.rank} has ended")
+    return CommandOutcome(False, f"rank {asked.rank} has ended")
 
 
 @contextlib.contextmanager
@@ -83,26 +85,26 @@ def _mailbox(ranks: Ranks, asked: RankSample, deadline: float) -> Iterator[Statu
         page.give_mailbox_back()
 
 
-def _await(page: StatusPage, asked: RankSample, deadline: float, limit_s: float) -> Outcome:
+def _await(page: StatusPage, asked: RankSample, deadline: float, limit_s: float) -> CommandOutcome:
     while page.mail != Mail.ANSWERED:
         if not Path(f"/proc/{asked.page['pid']}/fd").exists():
-            return Outcome(False, f"rank {asked.rank} ended before it answered")
+            return CommandOutcome(False, f"rank {asked.rank} ended before it answered")
         if time.monotonic() >= deadline and page.withdraw_command():
-            return Outcome(
+            return CommandOutcome(
                 False,
                 f"rank {asked.rank} has not come to a step boundary within {limit_s:g} s, so the "
                 "command is withdrawn. `ringcomm top` names the rank for which the others wait, if "
                 "there is one; `ringcomm ctl JOB stacks` shows where each is",
             )
         if time.monotonic() >= deadline and page.mail == Mail.TAKEN:
-            return Outcome(
+            return CommandOutcome(
                 False,
                 f"not all ranks have come to a step boundary within {limit_s:g} s. They will "
                 "take the command when they do. See `ringcomm top`",
             )
         time.sleep(_TICK_S)  # the job tells nobody of its answer
     verdict, _, text = page.answer.partition(" ")
-    return Outcome(verdict == "ok", text)
+    return CommandOutcome(verdict == "ok", text)
 
 
 def look(what: str) -> tuple[Ranks, list[RankSample]]:

@@ -33,7 +33,7 @@ def read_events(text: str) -> list[Event]:
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """An operation of a rank, in microseconds; its number counts those of this label."""
 
     rank: int
@@ -44,7 +44,7 @@ class Span:
     nbytes: int
 
 
-def spans_of(events: Iterable[Event]) -> list[Span]:
+def spans_of(events: Iterable[Event]) -> list[TraceSpan]:
     """Return the operations that have ended, in the order of their ends."""
     under_way: dict[tuple[int, int], Event] = {}
     counts: Counter[tuple[int, str]] = Counter()
@@ -59,12 +59,12 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
         elif event["ph"] == "E" and row in under_way:
             began = under_way.pop(row)
             nbytes = began.get("args", {}).get("nbytes", 0)
-            span = Span(row[0], began["name"], numbers[row], began["ts"], event["ts"], nbytes)
+            span = TraceSpan(row[0], began["name"], numbers[row], began["ts"], event["ts"], nbytes)
             found.append(span)
     return found
 
 
-def clock_offsets(hosts: Mapping[int, str], spans: Sequence[Span]) -> dict[str, float]:
+def clock_offsets(hosts: Mapping[int, str], spans: Sequence[TraceSpan]) -> dict[str, float]:
     """Return host -> microseconds to add to its times, so that they are those of rank 0's host.
 
     Args:
@@ -136,9 +136,9 @@ def summary(events: Sequence[Event]) -> str:
     spans = spans_of(merge(events))
     if not spans:
         return "no operation has ended"
-    meetings: defaultdict[tuple[str, int], list[Span]] = defaultdict(list)
+    meetings: defaultdict[tuple[str, int], list[TraceSpan]] = defaultdict(list)
     operations: defaultdict[str, _Operation] = defaultdict(_Operation)
-    of_rank: defaultdict[int, list[Span]] = defaultdict(list)
+    of_rank: defaultdict[int, list[TraceSpan]] = defaultdict(list)
     for span in spans:
         meetings[span.label, span.number].append(span)
         each = operations[span.label]
@@ -166,7 +166,7 @@ def summary(events: Sequence[Event]) -> str:
     return "\n".join(lines)
 
 
-def _covered_us(spans: Iterable[Span]) -> float:
+def _covered_us(spans: Iterable[TraceSpan]) -> float:
     """Return the time in which at least one of the operations was under way."""
     covered, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda each: each.begin):

@@ -17,8 +17,8 @@ from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import (
     COLUMNS,
+    RankRow,
     RankSample,
-    Row,
     as_json,
     latest_events,
     row_of,
@@ -207,7 +207,7 @@ def _by_rank(samples: Sequence[RankSample]) -> _Samples:
 
 def _tables(
     jobs: Jobs, samples: Sequence[RankSample], before: _Samples
-) -> list[tuple[str, list[Row], list[str]]]:
+) -> list[tuple[str, list[RankRow], list[str]]]:
     """Return title, rows and further lines of each job."""
     found = []
     for _, group in groupby(samples, key=lambda each: each.job):
@@ -248,7 +248,7 @@ def _rich(jobs: Jobs, samples: Sequence[RankSample], before: _Samples) -> Group:
     return Group(*parts)
 
 
-def _has_values(rows: Sequence[Row], column: int) -> bool:
+def _has_values(rows: Sequence[RankRow], column: int) -> bool:
     return any(row.texts[column] for row in rows)
 
 

@@ -20,13 +20,13 @@ from ringcomm.ps.checkpoint.check_checkpoint_arguments import (
     require_periods,
     step_of,
 )
-from ringcomm.ps.checkpoint.files import Checkpoint
+from ringcomm.ps.checkpoint.files import SavedCheckpoint
 from ringcomm.ps.checkpoint.when_to_save import Periodic
 from ringcomm.ps.client.future import Future, FutureOfAll, require_timeout
 from ringcomm.ps.client.json_requests import ask_json, ask_servers, ignore
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, pause, release
 from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, LOOK, PREPARE
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.session import Session, acts_as_chief, session
 
 _log = logging.getLogger("ringcomm")
@@ -170,7 +170,7 @@ def _await_steps(current: Session, limit_s: float) -> None:
     """Return once all servers have what all workers have pushed in as many steps as this one."""
     client = current.client
     ask_servers(
-        client, "ps.save", Kind.TICK, client.servers, ignore, clock=current.clock, option=1
+        client, "ps.save", FrameKind.TICK, client.servers, ignore, clock=current.clock, option=1
     ).wait(limit_s)
 
 
@@ -180,7 +180,7 @@ def _await_pushes(current: Session) -> None:
 
     def are_in() -> bool:
         with outstanding.lock:
-            return not any(each.kind == Kind.PUSH for each in outstanding.requests.values())
+            return not any(each.kind == FrameKind.PUSH for each in outstanding.requests.values())
 
     current.client.wait_until_sent("ps.save")
     current.client.wait_until(are_in, "ps.save", lambda: current.client.servers)
@@ -330,7 +330,7 @@ def _write(
     client = current.client
     outer: Future[Path] = Future(client, "save", 1, lambda: folder)
     question = {"id": number, "folder": str(folder)}
-    inner = [ask_json(client, Kind.SAVE, question, [server]) for server in client.servers]
+    inner = [ask_json(client, FrameKind.SAVE, question, [server]) for server in client.servers]
     written = threading.Semaphore(0)
     for each in inner:
         each.then(lambda _: written.release())
@@ -382,20 +382,20 @@ def _restore(
     label = "ps.load" if values_only else "ps.restore"
     job = ""
 
-    def attempt(checkpoint: Checkpoint) -> dict[str, Any]:
+    def attempt(checkpoint: SavedCheckpoint) -> dict[str, Any]:
         common = {"id": new_id(client), "values_only": values_only, "is_strict": is_strict}
         manifest = checkpoint.manifest
         prepare = {**common, "do": PREPARE, "folder": str(checkpoint.folder)}
         try:
             with progress_bar(label, len(client.servers)) as bar:
-                asked = [ask_json(client, Kind.RESTORE, prepare, [n]) for n in client.servers]
+                asked = [ask_json(client, FrameKind.RESTORE, prepare, [n]) for n in client.servers]
                 for each in asked:
                     each.then(lambda _: bar.advance(1))
                 answers = [
                     answer for [answer] in FutureOfAll(client, "restore", asked).wait(limit_s)
                 ]
         except BaseException:
-            ask_json(client, Kind.RESTORE, {**common, "do": FORGET}).wait()
+            ask_json(client, FrameKind.RESTORE, {**common, "do": FORGET}).wait()
             raise
         found = answers[0]
         fresh = [*found["missing"], *found.get("mismatched", ())]
@@ -403,7 +403,7 @@ def _restore(
             some = ", ".join(fresh)
             _log.warning("%s: %s stay as they are: %s has none", label, some, checkpoint.folder)
         commit = {**common, "do": COMMIT, "is_same_job": manifest["job"] == job}
-        ask_json(client, Kind.RESTORE, commit).wait()
+        ask_json(client, FrameKind.RESTORE, commit).wait()
         return {**manifest, **found} if values_only else manifest
 
     try:
@@ -422,7 +422,7 @@ def _require_unseen(current: Session, root: Path, label: str) -> None:
     here = name(current.engine.job_rank)
     look = {"do": LOOK, "folder": str(root)}
     for server in client.servers:
-        [answer] = ask_json(client, Kind.RESTORE, look, [server]).wait()
+        [answer] = ask_json(client, FrameKind.RESTORE, look, [server]).wait()
         if answer["newest"]:
             raise RingcommError(
                 f"{label}: {here} sees no checkpoint in {root}, and server {server}, "

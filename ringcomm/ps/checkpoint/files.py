@@ -30,7 +30,7 @@ import numpy as np
 
 from ringcomm.atomic_files import BrokenFileError, crc_of, paths_in, replacing, sync_folder
 from ringcomm.integers import is_integer
-from ringcomm.ps.partition_state import State, recut
+from ringcomm.ps.partition_state import PartitionState, recut
 from ringcomm.ps.placement.partition_places_and_moves import Partition
 from ringcomm.ps.table_spec import Spec
 
@@ -72,7 +72,7 @@ class Record:
     stop: int = 0
 
 
-class Checkpoint(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint, as its lists describe it.
 
     Attributes:
@@ -162,7 +162,7 @@ class Writer:
         self._linked: set[str] = set()
         self._file: IO[bytes] | None = None
 
-    def add(self, partition: Partition, state: State) -> Record:
+    def add(self, partition: Partition, state: PartitionState) -> Record:
         """Write a partition; return where it stands."""
         if self._file is None:
             self._file = (self._folder / next(self._names)).open("xb")
@@ -360,7 +360,7 @@ def _require_files(folder: Path, records: dict[int, list[Record]]) -> None:
             raise BrokenFileError(f"{path}: has {length} bytes, and {end} were written")
 
 
-def read_state(folder: Path, record: Record) -> State:
+def read_state(folder: Path, record: Record) -> PartitionState:
     """Return a partition.
 
     Raises:
@@ -378,12 +378,14 @@ def read_state(folder: Path, record: Record) -> State:
         raise BrokenFileError(f"{path}: bytes {record.offset} to {record.offset + record.nbytes} "
                               "have changed since they were written")  # fmt: skip
     try:
-        return State.unpacked(data)
+        return PartitionState.unpacked(data)
     except ValueError as error:
         raise BrokenFileError(f"{path}: {error}") from error
 
 
-def cut(folder: Path, spec: Spec, records: Iterable[Record], start: int, stop: int) -> State:
+def cut(
+    folder: Path, spec: Spec, records: Iterable[Record], start: int, stop: int
+) -> PartitionState:
     """Return elements [start, stop) of a dense table.
 
     Raises:
@@ -401,13 +403,17 @@ def cut(folder: Path, spec: Spec, records: Iterable[Record], start: int, stop: i
         raise BrokenFileError(f"{folder}: {error}") from error
 
 
-def reading(folder: Path) -> Callable[[Record], State]:
+def reading(folder: Path) -> Callable[[Record], PartitionState]:
     """Return read_state() that has the last partitions at hand: many parameters share one."""
     return functools.lru_cache(maxsize=2)(functools.partial(read_state, folder))
 
 
 def cut_values(
-    read: Callable[[Record], State], spec: Spec, records: Iterable[Record], start: int, stop: int
+    read: Callable[[Record], PartitionState],
+    spec: Spec,
+    records: Iterable[Record],
+    start: int,
+    stop: int,
 ) -> NDArray[Any]:
     """Return the values alone of elements [start, stop) of a dense table; see reading() for read.
 
@@ -427,7 +433,7 @@ def cut_values(
     return values
 
 
-def first_usable(root: Path, label: str, attempt: Callable[[Checkpoint], T]) -> T | None:
+def first_usable(root: Path, label: str, attempt: Callable[[SavedCheckpoint], T]) -> T | None:
     """Return attempt(checkpoint) of the newest checkpoint of which no file is broken.
 
     Args:
@@ -447,7 +453,7 @@ def first_usable(root: Path, label: str, attempt: Callable[[Checkpoint], T]) -> 
             manifest = read_manifest(folder)
             records = read_records(folder, manifest)
             _require_files(folder, records)
-            return attempt(Checkpoint(folder, manifest, records))
+            return attempt(SavedCheckpoint(folder, manifest, records))
         except BrokenFileError as error:
             _log.warning("%s: %s. The checkpoint before it is used, if there is one", label, error)
             problems.append(str(error))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
-REFUSED: Final = 2  # options of Kind.REPLACED, beside those of notice_of_replaced_values
+REFUSED: Final = 2  # options of FrameKind.REPLACED, beside those of notice_of_replaced_values
 KNOWN: Final = 3  # to that rank: this one knows
 GOES_ON: Final = 4  # its program has caught the error, and trains
 
@@ -20,7 +20,7 @@ class Refusals:
 
     Args:
         me: this rank.
-        send: sends a frame of Kind.REPLACED: to whom, and its option.
+        send: sends a frame of FrameKind.REPLACED: to whom, and its option.
         on_change: called when `needed` has changed; in the thread that drives, or that begins.
 
     Attributes:

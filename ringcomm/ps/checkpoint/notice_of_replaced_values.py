@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
-NEWS: Final = 0  # options of Kind.REPLACED: the chief has replaced values
+NEWS: Final = 0  # options of FrameKind.REPLACED: the chief has replaced values
 KNOWN: Final = 1  # to the chief: this worker knows
 
 
@@ -17,7 +17,7 @@ class Replacements:
 
     Args:
         me: this rank.
-        send: sends a frame of Kind.REPLACED: to whom, and its option.
+        send: sends a frame of FrameKind.REPLACED: to whom, and its option.
         on_news: called when values were replaced; in the thread that drives.
 
     Attributes:

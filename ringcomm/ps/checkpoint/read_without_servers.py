@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from ringcomm.ps.checkpoint.check_checkpoint_arguments import folder_of
 from ringcomm.ps.checkpoint.files import (
-    Checkpoint,
     Record,
+    SavedCheckpoint,
     cut_values,
     first_usable,
     reading,
     specs_of,
 )
 from ringcomm.ps.checkpoint.match_values_by_name import Named, array_of, labels_of, named_in
-from ringcomm.ps.partition_state import State
+from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.table_spec import Spec
 
 
@@ -55,7 +55,7 @@ def read_parts(path: str | Path) -> list[tuple[str, str, str, NDArray[Any]]]:
     return found
 
 
-def _parts_of(checkpoint: Checkpoint) -> list[tuple[str, str, str, NDArray[Any]]]:
+def _parts_of(checkpoint: SavedCheckpoint) -> list[tuple[str, str, str, NDArray[Any]]]:
     all_named = named_in(specs_of(checkpoint.manifest))
     read = reading(checkpoint.folder)
     return [
@@ -65,12 +65,14 @@ def _parts_of(checkpoint: Checkpoint) -> list[tuple[str, str, str, NDArray[Any]]
     ]
 
 
-def _array(read: Callable[[Record], State], checkpoint: Checkpoint, named: Named) -> NDArray[Any]:
+def _array(
+    read: Callable[[Record], PartitionState], checkpoint: SavedCheckpoint, named: Named
+) -> NDArray[Any]:
     records = checkpoint.records[named.table]
     return array_of(named.part, cut_values(read, named.spec, records, named.start, named.stop))
 
 
-def _values_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def _values_of(checkpoint: SavedCheckpoint) -> dict[str, Any]:
     read = reading(checkpoint.folder)
     out: dict[str, Any] = {}
     all_named = list(named_in(specs_of(checkpoint.manifest)))

@@ -22,7 +22,7 @@ from ringcomm.ps.checkpoint.check_checkpoint_arguments import folder_of
 from ringcomm.ps.checkpoint.client import limit_of, restore_tables
 from ringcomm.ps.client.json_requests import json_of
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.protocol.frames import Kind, Meeting, Status
+from ringcomm.ps.protocol.frames import FrameKind, MeetingOption, Status
 from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.session import Session, is_chief, session
 
@@ -95,7 +95,7 @@ def follow(current: Session) -> dict[str, Any] | None:
     """
     while True:
         try:
-            answer = _meet(current, Meeting.FOLLOW, [*current.tables], float("inf"))
+            answer = _meet(current, MeetingOption.FOLLOW, [*current.tables], float("inf"))
         except ServerLostError:
             continue  # another one
         if answer is None:
@@ -120,7 +120,7 @@ def _recover(current: Session, root: Path, limit_s: float) -> Recovered:
     client.wait_until(lambda: not _has_ticks(current), _LABEL, lambda: client.servers)
     tables = {name: table.described() for name, table in current.tables.items()}
     said = {"tables": tables, "found": bool(files.complete(root))}
-    answer = _meet(current, Meeting.BEGIN, said, limit_s)
+    answer = _meet(current, MeetingOption.BEGIN, said, limit_s)
     if answer is None or answer["tables"] is None:
         raise FileNotFoundError(f"{_LABEL}: no complete checkpoint in {root}")
     _reopen(current, answer["tables"])
@@ -145,10 +145,12 @@ def _has_ticks(current: Session) -> bool:
     """Return True if a server may hear of a step of this worker later: it would count then."""
     outstanding = current.client.outstanding
     with outstanding.lock:
-        return any(request.kind == Kind.TICK for request in outstanding.requests.values())
+        return any(request.kind == FrameKind.TICK for request in outstanding.requests.values())
 
 
-def _meet(current: Session, meeting: Meeting, said: Any, limit_s: float) -> dict[str, Any] | None:
+def _meet(
+    current: Session, meeting: MeetingOption, said: Any, limit_s: float
+) -> dict[str, Any] | None:
     """Take part in a meeting, and return the leader's answer; None: no worker is left."""
     client, layout = current.client, current.layout
 
@@ -162,7 +164,7 @@ def _meet(current: Session, meeting: Meeting, said: Any, limit_s: float) -> dict
         return answer
 
     body = as_body({"servers": client.servers, "said": said})
-    request = Request(Kind.RECOVER, server=client.leader, option=meeting, body=body)
+    request = Request(FrameKind.RECOVER, server=client.leader, option=meeting, body=body)
     found: list[Any] = []
     request.on_reply = lambda reply: found.append(take(reply))
     client.call(_LABEL, [request], lambda: None).wait(limit_s)
@@ -205,7 +207,7 @@ def _restored(current: Session, root: Path, limit_s: float) -> dict[str, Any]:
             except Exception as error:  # noqa: BLE001 - the others get it, too
                 problem = error
                 said = {"problem": f"{type(error).__name__}: {error}"}
-        answer = _meet(current, Meeting.DONE, said, limit_s)
+        answer = _meet(current, MeetingOption.DONE, said, limit_s)
         if problem is not None:
             raise problem
         assert answer is not None  # this worker has met

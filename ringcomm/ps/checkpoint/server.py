@@ -23,7 +23,7 @@ from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Record
 from ringcomm.ps.checkpoint.match_values_by_name import LoadPlan, plan_load
 from ringcomm.ps.optim import from_json
-from ringcomm.ps.partition_state import State
+from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.protocol.frame_meta import COMMIT, LOOK, PREPARE, packed_json
 from ringcomm.ps.protocol.frames import Status
 from ringcomm.ps.protocol.remote_errors import error_text
@@ -62,7 +62,7 @@ class _Item:
     partition: Partition
     part: Part
     stamp: int
-    state: State | None
+    state: PartitionState | None
     before: _Saved | None
 
 
@@ -81,11 +81,11 @@ class _Source(NamedTuple):
     records: dict[int, list[Record]]
     by_partition: dict[Partition, Record]
     counts: dict[str, dict[int, int]]
-    read: Callable[[Record], State]
+    read: Callable[[Record], PartitionState]
 
 
 @dataclass(eq=False)
-class _Work:
+class _FileWork:
     """A save that a thread writes, or a restore that it reads.
 
     Attributes:
@@ -108,7 +108,7 @@ _Take = Callable[[], dict[str, Any]]
 
 class _Finished(NamedTuple):
     request: Delivery
-    work: _Work | None
+    work: _FileWork | None
     outcome: _Take | Exception
 
 
@@ -137,8 +137,8 @@ class Store:
         self._counts: dict[int, dict[str, dict[int, int]]] = {}
         self._is_there: dict[Path, bool] = {}
         self._saved: dict[Partition, _Saved] = {}
-        self._prepared: dict[int, list[tuple[_Wanted, State]]] = {}
-        self._under_way: dict[int, _Work] = {}
+        self._prepared: dict[int, list[tuple[_Wanted, PartitionState]]] = {}
+        self._under_way: dict[int, _FileWork] = {}
         self._finished: deque[_Finished] = deque()  # threads append, settle() takes
 
     @property
@@ -234,7 +234,7 @@ class Store:
                 f"ps.save: server {self._index} died while it wrote this checkpoint, which is not "
                 "complete; its copy has all values. Save again"
             )
-        folder, work = Path(content["folder"]), _Work(number, is_save=True)
+        folder, work = Path(content["folder"]), _FileWork(number, is_save=True)
         before = [each for each in self._under_way.values() if each.is_save]
 
         def write() -> _Take:
@@ -251,7 +251,7 @@ class Store:
         self._beside(request, write, work)
 
     def _write(
-        self, work: _Work, folder: Path, items: list[_Item]
+        self, work: _FileWork, folder: Path, items: list[_Item]
     ) -> tuple[dict[str, Any], dict[Partition, _Saved]]:
         """Return the server's entry of the manifest, and what need not be written again."""
         if not folder.is_dir():
@@ -304,7 +304,7 @@ class Store:
             for part, values in _partitions_of(contents)
         ]
         self._forget_restores()  # of a client that has given up
-        folder, work = Path(content["folder"]), _Work(content["id"], is_save=False)
+        folder, work = Path(content["folder"]), _FileWork(content["id"], is_save=False)
 
         def read() -> _Take:
             if not folder.is_dir():
@@ -376,7 +376,7 @@ class Store:
 
     # --- threads --------------------------------------------------------------------------------
     def _beside(
-        self, request: Delivery, run: Callable[[], _Take], work: _Work | None = None
+        self, request: Delivery, run: Callable[[], _Take], work: _FileWork | None = None
     ) -> None:
         """Run something that touches files in a thread of its own; settle() takes its result."""
 
@@ -404,12 +404,12 @@ class Store:
         )
 
 
-def _require_owner(work: _Work) -> None:
+def _require_owner(work: _FileWork) -> None:
     if work.is_given_up.is_set():
         raise RingcommError(f"ps.save: rank {owner_of(work.number)}, whose save this is, died")
 
 
-def _require_wanted(work: _Work) -> None:
+def _require_wanted(work: _FileWork) -> None:
     if work.is_given_up.is_set():
         raise RingcommError(
             f"ps.restore: rank {owner_of(work.number)} has given up this restore while its files "
@@ -417,7 +417,7 @@ def _require_wanted(work: _Work) -> None:
         )
 
 
-def _while_wanted(work: _Work, wanted: Iterable[_Wanted]) -> Iterator[_Wanted]:
+def _while_wanted(work: _FileWork, wanted: Iterable[_Wanted]) -> Iterator[_Wanted]:
     for each in wanted:
         _require_wanted(work)
         yield each
@@ -497,17 +497,17 @@ def _partitions_of(contents: Contents) -> list[tuple[int, Part]]:
     return [(number, RowsPartition(shard, number)) for number in shard.partitions]
 
 
-def _read(source: _Source, number: int, wanted: _Wanted) -> State:
+def _read(source: _Source, number: int, wanted: _Wanted) -> PartitionState:
     spec, part = source.specs[number], wanted.part
     if isinstance(part, DensePartition):
         return files.cut(source.folder, spec, source.records[number], part.start, part.stop)
     record = source.by_partition.get((number, wanted.partition[1]))
-    state = State({}) if record is None else files.read_state(source.folder, record)
+    state = PartitionState({}) if record is None else files.read_state(source.folder, record)
     state.meta.update((name, of[number]) for name, of in source.counts.items() if number in of)
     return state
 
 
-def _values_for(source: _Source, plan: LoadPlan, wanted: _Wanted) -> State | None:
+def _values_for(source: _Source, plan: LoadPlan, wanted: _Wanted) -> PartitionState | None:
     """Return what ps.load() takes for a partition; None: nothing."""
     number, part = wanted.partition[0], wanted.part
     if not isinstance(part, DensePartition):
@@ -522,7 +522,7 @@ def _values_for(source: _Source, plan: LoadPlan, wanted: _Wanted) -> State | Non
                 source.read, spec, records, first + shift, last + shift
             )
             filled.append((first - part.start, last - part.start))
-    return State({"filled": filled}, {"values": values}) if filled else None
+    return PartitionState({"filled": filled}, {"values": values}) if filled else None
 
 
 def _worth_keeping(written: dict[Partition, _Saved]) -> dict[Partition, _Saved]:

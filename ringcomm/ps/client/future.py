@@ -36,7 +36,7 @@ class Pushed(NamedTuple):
     is_finite: bool = True
 
 
-class Waiter(Protocol):
+class FutureWaiter(Protocol):
     """The client of a future."""
 
     def timestamp(self) -> int:
@@ -66,7 +66,7 @@ class Future(Generic[R]):
     _error: BaseException | None = None
     _is_done = False
 
-    def __init__(self, client: Waiter, label: str, n: int, finish: Callable[[], R]) -> None:
+    def __init__(self, client: FutureWaiter, label: str, n: int, finish: Callable[[], R]) -> None:
         self._client = client
         self.label = label
         self.timestamp = client.timestamp()
@@ -180,7 +180,7 @@ class FutureOfAll(Future[list[R]]):
         parts: futures.
     """
 
-    def __init__(self, client: Waiter, label: str, parts: Sequence[Future[R]]) -> None:
+    def __init__(self, client: FutureWaiter, label: str, parts: Sequence[Future[R]]) -> None:
         self._parts = parts
         super().__init__(client, label, len(parts), lambda: [each.wait() for each in parts])
         for each in parts:

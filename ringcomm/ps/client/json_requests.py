@@ -11,7 +11,7 @@ from ringcomm.ps.protocol.frame_meta import packed_json
 
 if TYPE_CHECKING:
     from ringcomm.ps.client.future import Future
-    from ringcomm.ps.protocol.frames import Kind
+    from ringcomm.ps.protocol.frames import FrameKind
     from ringcomm.ps.protocol.link import Delivery
 
 R = TypeVar("R")
@@ -32,7 +32,7 @@ class Asker(Protocol):
 def ask_servers(
     client: Asker,
     label: str,
-    kind: Kind,
+    kind: FrameKind,
     servers: Sequence[int],
     read: Callable[[Delivery], R],
     *,
@@ -49,7 +49,7 @@ def ask_servers(
 
 def ask_json(
     client: Asker,
-    kind: Kind,
+    kind: FrameKind,
     question: Any,
     servers: Sequence[int] | None = None,
     *,

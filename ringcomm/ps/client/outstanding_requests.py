@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from ringcomm.ps.client.push_outcome import AnyRequest, table_of
 from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.client.request_order import RequestOrder
-from ringcomm.ps.placement.partition_places_and_moves import Partition, View
+from ringcomm.ps.placement.partition_places_and_moves import Partition, PlacementView
 from ringcomm.ps.protocol.frame_meta import owners_of
 from ringcomm.ps.protocol.frames import (
-    Header,
-    Kind,
+    FrameHeader,
+    FrameKind,
     Pausing,
     RequestHeader,
     Status,
-    Step,
+    StepOption,
     header_of_request,
 )
 from ringcomm.ps.protocol.link import Delivery
@@ -52,7 +52,7 @@ class PartitionOwners:
     """
 
     def __init__(self) -> None:
-        self.view = View()
+        self.view = PlacementView()
         self.orders: dict[Partition, RequestOrder] = {}
         self.notices: list[tuple[Partition, int]] = []
         self.confirmed: dict[Partition, int] = {}
@@ -85,7 +85,7 @@ class PartitionOwners:
         for partition in [each for each in self.confirmed if each[0] == number]:
             del self.confirmed[partition]
         chains = {part: chain for part, chain in self.view.chains.items() if part[0] != number}
-        self.view = View(self.view.number + 1, chains)
+        self.view = PlacementView(self.view.number + 1, chains)
 
     def note_move(self, partition: Partition, meta: bytes, epoch: int) -> list[int]:
         """A server has announced a move, to be confirmed; return the requests to send now."""
@@ -222,9 +222,16 @@ class SendQueue:
 # --- credit ---------------------------------------------------------------------------------------
 CREDIT_NBYTES: Final = 64 << 20  # of bodies under way from one rank to one server
 CREDIT_REQUESTS: Final = 4096  # likewise
-_PUSH: Final = Kind.PUSH  # looked up once: each request needs it
+_PUSH: Final = FrameKind.PUSH  # looked up once: each request needs it
 _CONTROL: Final = frozenset(
-    (Kind.ENTER, Kind.LEAVE, Kind.MISSING, Kind.MOVE, Kind.SNAPSHOT, Kind.STATS)
+    (
+        FrameKind.ENTER,
+        FrameKind.LEAVE,
+        FrameKind.MISSING,
+        FrameKind.MOVE,
+        FrameKind.SNAPSHOT,
+        FrameKind.STATS,
+    )
 )
 
 
@@ -309,18 +316,18 @@ class Credit:
         return is_first or not there.n_pushes.get(table, 0)
 
 
-_NEWS: Final = frozenset((Kind.LEAVE, Kind.TICK, Kind.STATS, Kind.MISSING))
-_GO_ON: Final = frozenset((*_NEWS, Kind.SAVE))  # at servers that live, if another dies
-_ALLOWED: Final = frozenset((*_NEWS, Kind.SNAPSHOT, Kind.RECOVER))  # before ps.recover()
+_NEWS: Final = frozenset((FrameKind.LEAVE, FrameKind.TICK, FrameKind.STATS, FrameKind.MISSING))
+_GO_ON: Final = frozenset((*_NEWS, FrameKind.SAVE))  # at servers that live, if another dies
+_ALLOWED: Final = frozenset((*_NEWS, FrameKind.SNAPSHOT, FrameKind.RECOVER))  # before ps.recover()
 
 
 def _awaits_step(request: AnyRequest) -> bool:
-    return request.kind == Kind.TICK and request.option == 1
+    return request.kind == FrameKind.TICK and request.option == 1
 
 
 def _may_be_forgotten(request: AnyRequest) -> bool:
     """Return True if servers that begin anew would leave a request without a reply."""
-    begins = request.kind == Kind.SNAPSHOT and request.option == Pausing.BEGINS
+    begins = request.kind == FrameKind.SNAPSHOT and request.option == Pausing.BEGINS
     return begins or _awaits_step(request)
 
 
@@ -482,7 +489,7 @@ class Outstanding:
             self._find_server(request)
         if not self.send_queue.n_waiting:
             return self.credit.allows(request)
-        is_second = request.kind == Kind.PUSH and self.send_queue.has_table(table_of(request))
+        is_second = request.kind == FrameKind.PUSH and self.send_queue.has_table(table_of(request))
         return not is_second and self._may_leave(request)
 
     def _may_leave(self, request: AnyRequest) -> bool:
@@ -568,7 +575,7 @@ class Outstanding:
                 self._confirm_move(*move, (home,))
 
     # --- replies --------------------------------------------------------------------------------
-    def place_for(self, header: Header) -> Bytes | None:
+    def place_for(self, header: FrameHeader) -> Bytes | None:
         """Return memory for the body of a reply that comes as a message; None: any memory."""
         request = self.requests.get(header.sequence)
         out = None if request is None else request.out
@@ -590,8 +597,13 @@ class Outstanding:
             return
         rank = self._layout.rank_of(request.server)
         table, part = request.partition or (request.table, 0)
-        header = Header(
-            Kind.REPLY, origin=rank, sequence=sequence, table=table, partition=part, clock=clock
+        header = FrameHeader(
+            FrameKind.REPLY,
+            origin=rank,
+            sequence=sequence,
+            table=table,
+            partition=part,
+            clock=clock,
         )
         self.on_reply(Delivery(rank, header, b"", NO_BODY))
 
@@ -663,9 +675,9 @@ class Outstanding:
     def _confirm_move(
         self, partition: Partition, epoch: int, servers: Collection[int] | None = None
     ) -> None:
-        header = Header(
-            Kind.MOVE, origin=self._me, table=partition[0], partition=partition[1], clock=epoch,
-            option=Step.NOTED,
+        header = FrameHeader(
+            FrameKind.MOVE, origin=self._me, table=partition[0], partition=partition[1],
+            clock=epoch, option=StepOption.NOTED,
         )  # fmt: skip
         self.owners.confirmed[partition] = epoch
         layout = self._layout

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.json_requests import ask_json
-from ringcomm.ps.protocol.frames import Kind, Pausing
+from ringcomm.ps.protocol.frames import FrameKind, Pausing
 from ringcomm.ps.snapshot_numbers_and_phases import HOLD, PAUSE, RELEASE, STOP, moment_number
 
 if TYPE_CHECKING:
@@ -97,4 +97,4 @@ def _ask_all(client: Client, **question: Any) -> Future[list[Any]]:
 
 def _ask(client: Client, question: dict[str, Any], servers: Sequence[int]) -> Future[list[Any]]:
     option = Pausing.ENDS if question["do"] == RELEASE else Pausing.BEGINS
-    return ask_json(client, Kind.SNAPSHOT, question, servers, option=option)
+    return ask_json(client, FrameKind.SNAPSHOT, question, servers, option=option)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
-from ringcomm.ps.client.future import Future, Pushed, Waiter
+from ringcomm.ps.client.future import Future, FutureWaiter, Pushed
 from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.protocol.frame_meta import REJECTED, SQUARES
-from ringcomm.ps.protocol.frames import Kind, Status
+from ringcomm.ps.protocol.frames import FrameKind, Status
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -59,12 +59,12 @@ class PlainPush(Future[Pushed]):
         reuse: takes the body once it is not needed any more.
     """
 
-    kind: Final = Kind.PUSH
+    kind: Final = FrameKind.PUSH
     table = option = place = epoch = turn = 0
     clock_of = source = out = on_end = None
 
     def __init__(
-        self, client: Waiter, label: str, partition: Partition, *, clock: int, meta: bytes,
+        self, client: FutureWaiter, label: str, partition: Partition, *, clock: int, meta: bytes,
         body: Bytes, reuse: Callable[[Bytes], None],
     ) -> None:  # fmt: skip
         self._client = client

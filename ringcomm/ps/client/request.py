@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.client.future import Future
     from ringcomm.ps.placement.partition_places_and_moves import Partition
-    from ringcomm.ps.protocol.frames import Kind
+    from ringcomm.ps.protocol.frames import FrameKind
     from ringcomm.ps.protocol.link import Delivery
 
 NO_BODY: Final = np.empty(0, np.uint8)
@@ -43,7 +43,7 @@ class Request:
         future: completes with the reply, and perhaps with others.
     """
 
-    kind: Kind
+    kind: FrameKind
     partition: Partition | None = None
     server: int = -1
     table: int = 0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.protocol.frames import Entry, Kind, Status
+from ringcomm.ps.protocol.frames import EntryOption, FrameKind, Status
 
 if TYPE_CHECKING:
     from ringcomm.ps.client.future import Pushed
@@ -58,8 +58,9 @@ def request_entry(
         replies.append(EntryReply(reply.header.status == Status.OK, reply.header.clock))
 
     request = Request(
-        Kind.ENTER, server=client.servers[table % len(client.servers)], table=table, clock=number,
-        option=Entry.ASK if join is None else Entry.JOIN, place=join or 0, on_reply=take,
+        FrameKind.ENTER, server=client.servers[table % len(client.servers)], table=table,
+        clock=number, option=EntryOption.ASK if join is None else EntryOption.JOIN, place=join or 0,
+        on_reply=take,
     )  # fmt: skip
     future = Future(client, label, 1, lambda: replies[0])
     client.send_control([request], future)
@@ -100,7 +101,7 @@ class PendingStep:
     number: int
     pushes: list[PendingPush] = field(default_factory=list)
     is_asked: bool = False
-    outcome: Entry | None = None
+    outcome: EntryOption | None = None
     error: Exception | None = None
 
 
@@ -213,12 +214,12 @@ class FirstOfRounds:
         """Pass the outcome of a step on to the blocks; called in the loop."""
         outcome, problem = None, None
         try:
-            outcome = Entry.IN if reply.result().is_in else Entry.OUT
+            outcome = EntryOption.IN if reply.result().is_in else EntryOption.OUT
         except Exception as error:  # noqa: BLE001 - raised where a push is waited for
             problem = error
         with self._lock:
             step.outcome, step.error = outcome, problem
-            self.n_missed += outcome == Entry.OUT
+            self.n_missed += outcome == EntryOption.OUT
             pushes = list(step.pushes)
         try:
             for push in pushes:
@@ -239,7 +240,7 @@ class FirstOfRounds:
         told = Future(self._client, push.future.label, len(push.parts), lambda: None)
         told.then(lambda told: self._on_told(push, told))
         requests = [
-            Request(Kind.ENTER, (push.table, part), clock=number, option=outcome)
+            Request(FrameKind.ENTER, (push.table, part), clock=number, option=outcome)
             for part in push.parts
         ]
         self._client.send_control(requests, told)

@@ -14,7 +14,7 @@ from ringcomm.ps.client.future import Future, require_timeout
 from ringcomm.ps.client.json_requests import ignore, json_of
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 
 if TYPE_CHECKING:
     from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
@@ -183,7 +183,7 @@ def begin_close(table: TableBase) -> None:
     if table._closed is not None:
         return
     client, session = table.client, table._session
-    request = Request(Kind.CLOSE, server=client.leader, table=table.number)
+    request = Request(FrameKind.CLOSE, server=client.leader, table=table.number)
     table._closed = client.call_one(f"close[{table.name}]", request, ignore)
     client.outstanding.forget_table(table.number)
     del session.tables[table.name]
@@ -228,7 +228,7 @@ def open_once(session: Session, spec: Spec, make: Callable[[dict[str, Any]], T])
             known.require_same(spec)
             return known
         client, meta = session.client, packed_json(spec.to_json())
-        request = Request(Kind.CREATE, server=client.leader, meta=meta)
+        request = Request(FrameKind.CREATE, server=client.leader, meta=meta)
         label = f"table[{spec.name}]"
         try:
             created = client.call_one(label, request, json_of).wait()

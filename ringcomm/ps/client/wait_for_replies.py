@@ -15,8 +15,8 @@ from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.engine.progress.deadlines import ANSWER_S
 from ringcomm.errors import CommTimeoutError
 from ringcomm.ps.client.json_requests import Asker, ask_json
-from ringcomm.ps.protocol.frames import CLOSING, Kind
-from ringcomm.transport.control_header import Kind as ControlKind
+from ringcomm.ps.protocol.frames import CLOSING, FrameKind
+from ringcomm.transport.control_header import ControlKind
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
@@ -137,7 +137,7 @@ class Waits:
 
     def _missing_workers(self, servers: Servers, is_over: IsOver) -> Missing | None:
         """Return for which workers servers wait; None: they do not answer."""
-        answers = ask_json(self._asker, Kind.MISSING, None, sorted(servers()))
+        answers = ask_json(self._asker, FrameKind.MISSING, None, sorted(servers()))
         drive_until(self._engine, lambda: answers.done() or is_over(), answers.label, ANSWER_S)
         if not answers.done():
             return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Coming, Header, Kind
+from ringcomm.ps.protocol.frames import Coming, FrameHeader, FrameKind
 
 if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Delivery
@@ -90,7 +90,7 @@ def _let_in(current: Session) -> None:
 
 
 def send(current: Session, to: int, option: Coming, meta: bytes = b"") -> None:
-    header = Header(Kind.NEWCOMER, origin=current.engine.job_rank, option=option)
+    header = FrameHeader(FrameKind.NEWCOMER, origin=current.engine.job_rank, option=option)
     current.client.link.send(to, header, meta)
 
 

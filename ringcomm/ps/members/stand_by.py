@@ -19,7 +19,7 @@ from ringcomm.ps.client.request import Request
 from ringcomm.ps.members.let_in import send
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Coming, Join, Kind, Status
+from ringcomm.ps.protocol.frames import Coming, FrameKind, Join, Status
 from ringcomm.ps.server.replies import as_body
 from ringcomm.transport.group_members import Members
 
@@ -94,7 +94,7 @@ def _say_gone(current: Session) -> None:
     Those that wait for nobody have ended, so no reply is awaited.
     """
     client = current.client
-    ask_servers(client, _LABEL, Kind.LEAVE, client.servers, ignore)
+    ask_servers(client, _LABEL, FrameKind.LEAVE, client.servers, ignore)
 
 
 class _Spare:
@@ -104,8 +104,8 @@ class _Spare:
         self._current = current
         self._here: Delivery | None = None
         self._seen: set[int] = set()
-        self._others = current.dispatcher.takes[Kind.NEWCOMER]
-        current.dispatcher.takes[Kind.NEWCOMER] = self._hear
+        self._others = current.dispatcher.takes[FrameKind.NEWCOMER]
+        current.dispatcher.takes[FrameKind.NEWCOMER] = self._hear
 
     def _hear(self, frame: Delivery) -> None:
         if frame.header.option == Coming.HERE:
@@ -246,6 +246,6 @@ class _Spare:
 
         body = as_body(said)
         requests = [
-            Request(Kind.JOIN, server=server, option=option, body=body) for server in servers
+            Request(FrameKind.JOIN, server=server, option=option, body=body) for server in servers
         ]
         return self._current.client.gather(_LABEL, requests, read).wait(limit_s)

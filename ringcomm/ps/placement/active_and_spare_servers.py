@@ -14,7 +14,7 @@ from typing import Protocol
 from ringcomm.ps.placement.partition_places_and_moves import Move
 
 
-class Members(Protocol):
+class ServerMembers(Protocol):
     @property
     def server_numbers(self) -> tuple[int, ...]:
         """The servers that live."""
@@ -34,7 +34,7 @@ class Places:
         vacant: servers without a place.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: ServerMembers) -> None:
         self._members = members
         self.vacant: set[int] = set()
         self.restart()

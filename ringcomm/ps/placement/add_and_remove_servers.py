@@ -12,7 +12,7 @@ from ringcomm.ps.client.json_requests import ask_json
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.placement.rebalance import ask_for_moves
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Kind, Step
+from ringcomm.ps.protocol.frames import FrameKind, StepOption
 from ringcomm.ps.session import Session, session
 
 R = TypeVar("R")
@@ -114,7 +114,7 @@ def _in_its_process(current: Session, server: int) -> list[int]:
 def _standing_by(current: Session) -> list[int]:
     """Return the spares, but those that have come to share a process with a server."""
     leader, hosts = current.client.leader, current.layout.ranks_of_servers()
-    (answer,) = ask_json(current.client, Kind.STATS, {"keys": True}, [leader]).wait()
+    (answer,) = ask_json(current.client, FrameKind.STATS, {"keys": True}, [leader]).wait()
     vacant = {*answer["vacant"]}
     busy = {rank for each, rank in hosts.items() if each not in vacant}
     by_rank = {hosts[each]: each for each in sorted(vacant & hosts.keys(), reverse=True)}
@@ -127,5 +127,5 @@ def _ask(
     """Ask the leader; return a future of result(number of partitions that have moved)."""
     question = {**question, "hosts": [*current.layout.ranks_of_servers().items()]}
     leader, meta = current.client.leader, packed_json(question)
-    request = Request(Kind.MOVE, server=leader, option=Step.PLACES, meta=meta)
+    request = Request(FrameKind.MOVE, server=leader, option=StepOption.PLACES, meta=meta)
     return ask_for_moves(current, label, request, result)

@@ -15,7 +15,7 @@ Partition = tuple[int, int]  # of a table: its number, and which part of it
 
 
 @dataclass(frozen=True)
-class View:
+class PlacementView:
     """The servers of each partition. Immutable: a change is a new view with the next number.
 
     Attributes:
@@ -29,8 +29,8 @@ class View:
     def owner(self, partition: Partition) -> int:
         return self.chains[partition][0]
 
-    def with_(self, changes: Mapping[Partition, tuple[int, ...]]) -> View:
-        return View(self.number + 1, {**self.chains, **changes})
+    def with_(self, changes: Mapping[Partition, tuple[int, ...]]) -> PlacementView:
+        return PlacementView(self.number + 1, {**self.chains, **changes})
 
 
 def cuts(count: int, block: int) -> list[int]:
@@ -93,7 +93,7 @@ class Move:
 
 
 def plan_moves(
-    view: View,
+    view: PlacementView,
     traffic: Mapping[Partition, float],
     servers: Sequence[int],
     slack: float = 0.1,

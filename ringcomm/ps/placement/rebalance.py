@@ -12,9 +12,14 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_json, json_of
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.placement.partition_places_and_moves import Move, Partition, View, plan_moves
+from ringcomm.ps.placement.partition_places_and_moves import (
+    Move,
+    Partition,
+    PlacementView,
+    plan_moves,
+)
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Kind, Step
+from ringcomm.ps.protocol.frames import FrameKind, StepOption
 from ringcomm.ps.session import Session, session
 from ringcomm.ps.statistics import counted_since
 
@@ -65,7 +70,7 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
         raise RingcommError("ps.rebalance: not within ps.snapshot(), while which nothing moves")
     if slack < 0:
         raise ValueError(f"ps.rebalance: slack is {slack}; it must be 0 or more")
-    answers = ask_json(current.client, Kind.STATS, {"keys": True}).wait()
+    answers = ask_json(current.client, FrameKind.STATS, {"keys": True}).wait()
     view, heat = measured(answers)
     before = _before.get(current, {})
     _before[current] = heat
@@ -74,7 +79,7 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
     vacant = vacant_in(answers, current.client.leader)
     heads = heads_of([n for n in servers if n not in vacant], current.layout.rank_of)
     chains = {part: chain for part, chain in view.chains.items() if chain[0] in heads}
-    busy = View(view.number, {part: (heads[chain[0]],) for part, chain in chains.items()})
+    busy = PlacementView(view.number, {part: (heads[chain[0]],) for part, chain in chains.items()})
     moves = plan_moves(busy, recent, sorted({*heads.values()}), slack, pinned_in(answers))
     after = view.with_({move.partition: (move.dest,) for move in moves})
     load, load_after = shares(view, recent, servers), shares(after, recent, servers)
@@ -107,7 +112,9 @@ def move_all(
     text = packed_json([[*m.partition, m.source, m.dest] for m in moves])
     body = current.memory_for(current.client.leader, len(text))
     body[:] = np.frombuffer(text, np.uint8)
-    request = Request(Kind.MOVE, server=current.client.leader, option=Step.ASK, body=body)
+    request = Request(
+        FrameKind.MOVE, server=current.client.leader, option=StepOption.ASK, body=body
+    )
     return ask_for_moves(
         current, "rebalance", request, lambda n_moved: Rebalanced(n_moved, load, load_after)
     )
@@ -136,7 +143,7 @@ def ask_for_moves(
     return current.client.call(label, [request], finish)
 
 
-def measured(answers: Sequence[dict[str, Any]]) -> tuple[View, dict[Partition, float]]:
+def measured(answers: Sequence[dict[str, Any]]) -> tuple[PlacementView, dict[Partition, float]]:
     """Return the view, and the traffic of each partition, by the statistics of all servers.
 
     A request to a hash table is for many partitions, and costs as much wherever they are.
@@ -157,7 +164,7 @@ def measured(answers: Sequence[dict[str, Any]]) -> tuple[View, dict[Partition, f
                 partition = (int(number), part)
                 chains[partition] = (server,)
                 heat[partition] = nbytes
-    return View(1, chains), heat
+    return PlacementView(1, chains), heat
 
 
 def pinned_in(answers: Sequence[dict[str, Any]]) -> set[Partition]:
@@ -171,7 +178,9 @@ def pinned_in(answers: Sequence[dict[str, Any]]) -> set[Partition]:
     }
 
 
-def shares(view: View, heat: dict[Partition, float], servers: Sequence[int]) -> tuple[float, ...]:
+def shares(
+    view: PlacementView, heat: dict[Partition, float], servers: Sequence[int]
+) -> tuple[float, ...]:
     load = dict.fromkeys(servers, 0.0)
     for partition, chain in view.chains.items():
         load[chain[0]] += heat.get(partition, 0.0)

@@ -39,7 +39,7 @@ class Newcomer(NamedTuple):
     number: int
 
 
-class Members(Protocol):
+class WorkerMembers(Protocol):
     """The ranks that take part, as of now."""
 
     @property
@@ -103,7 +103,7 @@ class Newcomers:
     def evaluators(self) -> set[int]:
         return {rank for rank, each in self.taken.items() if each.role == "evaluator"}
 
-    def role_of(self, rank: int, members: Members) -> str:
+    def role_of(self, rank: int, members: WorkerMembers) -> str:
         if rank in self.taken:
             return self.taken[rank].role
         return "worker" if rank in members.workers else "evaluator"
@@ -116,7 +116,7 @@ class Newcomers:
         return [*(request for request, _ in self.waiting.values()), *self.alone]
 
     # --- places ---------------------------------------------------------------------------------
-    def give(self, members: Members) -> tuple[Any, Newcomer] | None:
+    def give(self, members: WorkerMembers) -> tuple[Any, Newcomer] | None:
         """Give a place to the lowest rank that waits, if one is free; return its request, too."""
         if self._granted is not None:
             return None
@@ -200,7 +200,7 @@ class Present:
         newcomers: see above.
     """
 
-    def __init__(self, members: Callable[[], Members], newcomers: Newcomers) -> None:
+    def __init__(self, members: Callable[[], WorkerMembers], newcomers: Newcomers) -> None:
         self._members, self._newcomers = members, newcomers
 
     @property

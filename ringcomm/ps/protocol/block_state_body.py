@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.ps.partition_state import State
+from ringcomm.ps.partition_state import PartitionState
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 def joined(arrays: list[Array], dtype: np.dtype[Any], segments: dict[str, Array]) -> Bytes:
     joined: Bytes = np.concatenate([np.asarray(each, dtype) for each in arrays]).view(np.uint8)
-    return np.concatenate([joined, *State({}, segments).packed()]) if segments else joined
+    return np.concatenate([joined, *PartitionState({}, segments).packed()]) if segments else joined
 
 
 def split(
@@ -29,6 +29,6 @@ def split(
     if body.nbytes < nbytes:
         raise ValueError(f"state[{name}]: {body.nbytes // dtype.itemsize} numbers came for {sizes}")
     flat, rest = body[:nbytes].view(dtype), body[nbytes:]
-    segments = State.unpacked(rest.copy()).arrays if rest.nbytes else {}
+    segments = PartitionState.unpacked(rest.copy()).arrays if rest.nbytes else {}
     bounds = np.cumsum([0, *sizes])
     return [flat[a:b] for a, b in itertools.pairwise(bounds)], segments

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ringcomm.ps.partition_state import State
+from ringcomm.ps.partition_state import PartitionState
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -28,7 +28,7 @@ def packed(label: str, value: Any) -> Bytes:
     """
     arrays: dict[str, Any] = {}
     outline = _without_arrays(label, value, arrays)
-    return np.concatenate(State({"value": outline}, arrays).packed())
+    return np.concatenate(PartitionState({"value": outline}, arrays).packed())
 
 
 def unpacked(data: Bytes) -> Any:
@@ -37,7 +37,7 @@ def unpacked(data: Bytes) -> Any:
     Raises:
         ValueError: the bytes are none.
     """
-    state = State.unpacked(data)
+    state = PartitionState.unpacked(data)
     return _with_arrays(state.meta["value"], state.arrays)
 
 

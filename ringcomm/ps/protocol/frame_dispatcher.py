@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.protocol.frames import Kind, Step
+from ringcomm.ps.protocol.frames import FrameKind, StepOption
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.client.outstanding_requests import Outstanding
     from ringcomm.ps.protocol.death_listeners import Deaths
-    from ringcomm.ps.protocol.frames import Header
+    from ringcomm.ps.protocol.frames import FrameHeader
     from ringcomm.ps.protocol.link import Delivery, Link
     from ringcomm.ps.server.homes.homes_of_this_process import Homes
     from ringcomm.ps.server.server import Server
@@ -66,7 +66,7 @@ class FrameDispatcher:
         self.client: Outstanding | None = None
         self.server: Server | Homes | None = None
         self.reports = Reports()
-        self.takes: dict[int, Callable[[Delivery], None]] = {Kind.REPORT: self.reports.append}
+        self.takes: dict[int, Callable[[Delivery], None]] = {FrameKind.REPORT: self.reports.append}
 
     @property
     def has_news(self) -> bool:
@@ -104,10 +104,13 @@ class FrameDispatcher:
 
     def _take(self, deliveries: list[Delivery]) -> bool:
         for delivery in deliveries:
-            if delivery.header.kind == Kind.REPLY:
+            if delivery.header.kind == FrameKind.REPLY:
                 assert self.client is not None
                 self.client.on_reply(delivery)
-            elif delivery.header.kind == Kind.MOVE and delivery.header.option == Step.NOTICE:
+            elif (
+                delivery.header.kind == FrameKind.MOVE
+                and delivery.header.option == StepOption.NOTICE
+            ):
                 assert self.client is not None
                 self.client.on_notice(delivery)
             elif (take := self.takes.get(delivery.header.kind)) is not None:
@@ -131,6 +134,6 @@ class FrameDispatcher:
     def is_streaming(self) -> bool:
         return self.link.is_streaming
 
-    def place_for(self, header: Header) -> Bytes | None:
-        is_reply = header.kind == Kind.REPLY and self.client is not None
+    def place_for(self, header: FrameHeader) -> Bytes | None:
+        is_reply = header.kind == FrameKind.REPLY and self.client is not None
         return self.client.place_for(header) if is_reply and self.client is not None else None

@@ -21,13 +21,13 @@ HEADER_NBYTES: Final = _HEADER.size
 STEPS_MAX: Final = 1 << 62  # of a worker: a header has room for them
 INLINE_MAX: Final = SHORT_MESSAGE_MAX - 1024  # bytes of a body in a frame; the rest: header, meta
 META_MAX: Final = 1024 - HEADER_NBYTES  # of the meta beside such a body
-CLOSING: Final = "closing"  # for what a request of Kind.CLOSE waits
-RECOVERING: Final = "ps.recover()"  # likewise, of Kind.RECOVER
+CLOSING: Final = "closing"  # for what a request of FrameKind.CLOSE waits
+RECOVERING: Final = "ps.recover()"  # likewise, of FrameKind.RECOVER
 _EMPTY: Final = memoryview(b"")
 _GAPS: Final = tuple(bytes(n) for n in range(8))
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     REPLY = 1
     CREATE = 2
     PUSH = 3
@@ -59,8 +59,8 @@ class Kind(IntEnum):
     NEWCOMER = 29  # the same, between clients, see Coming
 
 
-class Step(IntEnum):
-    """The option of a frame of Kind.MOVE. See ringcomm.ps.server.core.migration_facade."""
+class StepOption(IntEnum):
+    """The option of a frame of FrameKind.MOVE. See ringcomm.ps.server.core.migration_facade."""
 
     ASK = 0  # a client asks for moves
     SERVERS = 1  # between servers
@@ -70,8 +70,8 @@ class Step(IntEnum):
     PLACES = 5  # a client asks that servers get a place, or one has none any more
 
 
-class Meeting(IntEnum):
-    """The option of a frame of Kind.RECOVER. See ringcomm.ps.server.core.recovery_meetings."""
+class MeetingOption(IntEnum):
+    """The option of a frame of FrameKind.RECOVER. See ringcomm.ps.server.core.recovery_meetings."""
 
     BEGIN = 0
     DONE = 1
@@ -79,14 +79,14 @@ class Meeting(IntEnum):
 
 
 class Pausing(IntEnum):
-    """The option of a frame of Kind.SNAPSHOT. See ringcomm.ps.client.pause_moves_and_snapshot."""
+    """Options of FrameKind.SNAPSHOT. See ringcomm.ps.client.pause_moves_and_snapshot."""
 
     BEGINS = 0  # not once a server is lost, until ps.recover()
     ENDS = 1  # a moment, or the work of this rank
 
 
 class Join(IntEnum):
-    """The option of a frame of Kind.JOIN. See ringcomm.ps.placement.replacement_workers."""
+    """The option of a frame of FrameKind.JOIN. See ringcomm.ps.placement.replacement_workers."""
 
     WAIT = 0  # to the leader: I stand by
     ALONE = 1  # a newcomer: no worker lives; how far were they?
@@ -95,7 +95,7 @@ class Join(IntEnum):
 
 
 class Coming(IntEnum):
-    """The option of a frame of Kind.NEWCOMER. See ringcomm.ps.members."""
+    """The option of a frame of FrameKind.NEWCOMER. See ringcomm.ps.members."""
 
     ASK = 0  # the newcomer, to a worker: stand still once your step is over
     HERE = 1  # the worker, which stands still: here you begin
@@ -104,8 +104,8 @@ class Coming(IntEnum):
     MEMBERS = 4  # the chief, to workers: who is in the next group of ps.live_workers()
 
 
-class Copy(IntEnum):
-    """The option of a frame of Kind.RECORD. See ringcomm.ps.server.homes.replication."""
+class CopyOption(IntEnum):
+    """The option of a frame of FrameKind.RECORD. See ringcomm.ps.server.homes.replication."""
 
     FOLLOW = 0  # to the follower: carry out the frame that is within
     DONE = 1  # to the primary: carried out, up to this one
@@ -121,8 +121,8 @@ class Copy(IntEnum):
     PLACES = 11  # within: a spare takes the place of a home, or partitions are on homes without one
 
 
-class Entry(IntEnum):
-    """The option of a frame of Kind.ENTER. See ringcomm.ps.client.rounds_of_first_k_workers."""
+class EntryOption(IntEnum):
+    """Options of FrameKind.ENTER. See ringcomm.ps.client.rounds_of_first_k_workers."""
 
     ASK = 0
     JOIN = 1
@@ -131,7 +131,7 @@ class Entry(IntEnum):
 
 
 class Stop(IntEnum):
-    """The option of a frame of Kind.STOP. See ringcomm.ps.end_of_job.EndOfTraining."""
+    """The option of a frame of FrameKind.STOP. See ringcomm.ps.end_of_job.EndOfTraining."""
 
     NOW = 0  # the chief: training is over
     ASK = 1  # the chief: training ends; how often has should_stop() said that it goes on?
@@ -140,7 +140,15 @@ class Stop(IntEnum):
 
 
 _ONE_WAY: Final = frozenset(
-    (Kind.VIEW, Kind.REPORT, Kind.STOP, Kind.REPLACED, Kind.RECORD, Kind.HOMES, Kind.NEWCOMER)
+    (
+        FrameKind.VIEW,
+        FrameKind.REPORT,
+        FrameKind.STOP,
+        FrameKind.REPLACED,
+        FrameKind.RECORD,
+        FrameKind.HOMES,
+        FrameKind.NEWCOMER,
+    )
 )
 
 
@@ -161,7 +169,7 @@ class Where(IntFlag):
     MESSAGE = 3  # a message with tag `place`
 
 
-class Header(NamedTuple):
+class FrameHeader(NamedTuple):
     """The fixed part of a frame.
 
     Attributes:
@@ -208,7 +216,7 @@ class Frame(NamedTuple):
         inline: the body if it is in the frame, else empty.
     """
 
-    header: Header
+    header: FrameHeader
     meta: bytes
     inline: memoryview
 
@@ -217,18 +225,20 @@ class Frame(NamedTuple):
 RequestHeader = tuple[int, int, int, int, int, int, int, int, int]
 
 
-def header_of_request(header: RequestHeader, status: int = 0) -> Header:
+def header_of_request(header: RequestHeader, status: int = 0) -> FrameHeader:
     kind, view, origin, sequence, table, part, clock, option, place = header
-    return Header(kind, 0, status, view, origin, 0, sequence, table, part, clock, 0, option, place)
+    return FrameHeader(
+        kind, 0, status, view, origin, 0, sequence, table, part, clock, 0, option, place
+    )
 
 
-def is_one_way(header: Header) -> bool:
-    if header.kind == Kind.MOVE:
-        return header.option not in (Step.ASK, Step.SETTLE, Step.PLACES)
+def is_one_way(header: FrameHeader) -> bool:
+    if header.kind == FrameKind.MOVE:
+        return header.option not in (StepOption.ASK, StepOption.SETTLE, StepOption.PLACES)
     return header.kind in _ONE_WAY
 
 
-def packed(header: Header, meta: bytes = b"", inline: bytes | memoryview = b"") -> bytes:
+def packed(header: FrameHeader, meta: bytes = b"", inline: bytes | memoryview = b"") -> bytes:
     """Return a frame as bytes; n_meta is filled in, and n_body of one that is inline."""
     n_meta, n_inline = len(meta), len(inline)
     where, n_body = header.where, header.n_body
@@ -240,12 +250,12 @@ def packed(header: Header, meta: bytes = b"", inline: bytes | memoryview = b"") 
     return b"".join((head, meta, _GAPS[-n_meta % 8], inline, _GAPS[-n_inline % 8]))
 
 
-def header_of(data: bytes) -> Header:
-    return Header._make(_HEADER.unpack_from(data))
+def header_of(data: bytes) -> FrameHeader:
+    return FrameHeader._make(_HEADER.unpack_from(data))
 
 
 def frame_of(data: bytes) -> Frame:
-    header = Header._make(_HEADER.unpack_from(data))
+    header = FrameHeader._make(_HEADER.unpack_from(data))
     start = HEADER_NBYTES + header.n_meta
     if header.where != 1:  # not inline
         return Frame(header, data[HEADER_NBYTES:start], _EMPTY)
@@ -268,7 +278,7 @@ def frames(data: bytes) -> Iterator[Frame]:
         start = at + HEADER_NBYTES
         if start > len(data):
             raise RingcommError(f"ps: a message of {len(data)} bytes ends inside a header")
-        header = Header._make(_HEADER.unpack_from(data, at))
+        header = FrameHeader._make(_HEADER.unpack_from(data, at))
         body = start + _padded(header.n_meta)
         end = body + (header.n_body if header.where == Where.INLINE else 0)
         at = body + _padded(end - body)

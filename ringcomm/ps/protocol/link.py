@@ -23,8 +23,8 @@ from ringcomm.ps.protocol.frames import (
     INLINE_MAX,
     META_MAX,
     Frame,
-    Header,
-    Kind,
+    FrameHeader,
+    FrameKind,
     RequestHeader,
     Where,
     frame_of,
@@ -33,7 +33,7 @@ from ringcomm.ps.protocol.frames import (
     packed,
 )
 from ringcomm.ps.protocol.memory_for_bodies import MemoryForBodies
-from ringcomm.transport.base import Request, Transport
+from ringcomm.transport.base import Transport, WireRequest
 from ringcomm.transport.tags import P2P
 from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX, ShortMessages
 
@@ -84,7 +84,7 @@ class BodiesToSend:
         self.under_way = left
         return n_left
 
-    def forget(self, rank: int) -> list[Request]:
+    def forget(self, rank: int) -> list[WireRequest]:
         """Send nothing to a dead rank any more; return what has begun, for abandon()."""
         self._dead.add(rank)
         for_it = [each.request for each in self.under_way if each.dest == rank]
@@ -110,7 +110,7 @@ class _Sending:
         self._transport, self._body, self._tag = transport, body, tag
         self._is_filled = is_filled
         self.dest = dest
-        self.request: Request | None = None
+        self.request: WireRequest | None = None
 
     def test(self) -> bool:
         if self.request is None:
@@ -141,7 +141,7 @@ def pieces(frame: bytes, number: int, most: int) -> Iterator[bytes]:
     """
     room = most - HEADER_NBYTES
     for at in range(0, len(frame), room):
-        header = Header(Kind.PIECE, sequence=number, clock=len(frame), place=at)
+        header = FrameHeader(FrameKind.PIECE, sequence=number, clock=len(frame), place=at)
         yield packed(header, b"", frame[at : at + room])
 
 
@@ -188,7 +188,7 @@ class Delivery:
     """
 
     source: int
-    header: Header
+    header: FrameHeader
     meta: bytes
     body: Bytes
 
@@ -198,7 +198,7 @@ class _Incoming:
     """A frame that waits for its body, or behind such a frame of its sender."""
 
     delivery: Delivery
-    request: Request | None
+    request: WireRequest | None
 
 
 class Link:
@@ -226,7 +226,7 @@ class Link:
         transport: Transport,
         messages: ShortMessages,
         context: int,
-        place_for: Callable[[Header], Bytes | None],
+        place_for: Callable[[FrameHeader], Bytes | None],
         pipes: Pipes | None = None,
         *,
         survivable: Collection[int] = (),
@@ -291,7 +291,7 @@ class Link:
     def send(
         self,
         dest: int,
-        header: Header,
+        header: FrameHeader,
         meta: bytes = b"",
         body: Bytes = _NO_BODY,
         *,
@@ -374,7 +374,7 @@ class Link:
         if only_near and not self._n_waiting and len(arrived) == 1:  # as a rule
             (source, data), arrived = arrived[0], []
             frame = frame_of(data)
-            if frame.header.where <= 1 and frame.header.kind != Kind.PIECE:
+            if frame.header.where <= 1 and frame.header.kind != FrameKind.PIECE:
                 body = np.frombuffer(frame.inline, np.uint8) if frame.inline else _NO_BODY
                 return [Delivery(source, frame.header, frame.meta, body)]
             self._admit(source, frame)
@@ -459,7 +459,7 @@ class Link:
     def _admit(self, source: int, frame: Frame) -> None:
         if source in self._dead:
             return
-        if frame.header.kind == Kind.PIECE:
+        if frame.header.kind == FrameKind.PIECE:
             whole = self._joiner.add(source, frame)
             if whole is None:
                 return

@@ -28,10 +28,10 @@ from ringcomm.ps.placement.partition_places_and_moves import (
     some_of,
 )
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.row_policies import Evict
 from ringcomm.ps.server.core.actions import Close, Moved
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import Applied, AppliedHere, Unit
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.parts_of_a_table import Contents
@@ -68,7 +68,7 @@ def available_nbytes() -> int:
     return min(available, int(limit)) if limit.isdecimal() else available
 
 
-ADOPT, ADOPT_ALL, ADOPTED, DROP = range(4)  # options of Kind.VIEW
+ADOPT, ADOPT_ALL, ADOPTED, DROP = range(4)  # options of FrameKind.VIEW
 
 
 @dataclass
@@ -199,7 +199,7 @@ class Catalog:
 
     def _tell_others(self, number: int, option: int, body: Bytes = NOTHING) -> set[int]:
         others = {*self._layout.server_numbers} - {self._index}
-        header = Header(Kind.VIEW, sequence=number, option=option)
+        header = FrameHeader(FrameKind.VIEW, sequence=number, option=option)
         for other in sorted(others):
             self._replies.send(self._layout.address_of(other), header, body=body)
         return others
@@ -299,7 +299,7 @@ class Catalog:
                 self.install(each["number"], Spec.of_json(each["spec"]), each["owners"])
         except Exception as error:  # noqa: BLE001 - the clients that have asked get it
             why = f"{type(error).__name__}: {error}"
-        header = Header(Kind.VIEW, sequence=request.header.sequence, option=ADOPTED)
+        header = FrameHeader(FrameKind.VIEW, sequence=request.header.sequence, option=ADOPTED)
         meta = packed_json({"server": self._index, "why": why[:2000]})
         self._replies.send(request.source, header, meta)
 
@@ -327,7 +327,7 @@ class Catalog:
         self.contents[number] = contents
         self._by_name[spec.name] = number
         self._count(spec, owners, 1)
-        core.add_table(Table(number, spec.name, spec.mode, spec.kind == "dense", owners))
+        core.add_table(ServedTable(number, spec.name, spec.mode, spec.kind == "dense", owners))
         if contents.shard is not None:
             self.add_unit(number, 0)
         for part in contents.parts:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringcomm.ps.partition_state import State
+from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import INLINE_MAX, Header, Kind, Step
-from ringcomm.ps.server.dense.block import Traffic
+from ringcomm.ps.protocol.frames import INLINE_MAX, FrameHeader, FrameKind, StepOption
+from ringcomm.ps.server.dense.block import BlockTraffic
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition
 
@@ -60,10 +60,10 @@ class Transfer:
         body = self.staged(self.state_of(key, part).packed(), rank)
         self._sent[key[0], part] = body
         message = {"do": "take", "table": key[0], "unit": key[1], "part": part}
-        header = Header(Kind.MOVE, option=Step.SERVERS)
+        header = FrameHeader(FrameKind.MOVE, option=StepOption.SERVERS)
         self._replies.send(rank, header, packed_json(message), body)
 
-    def state_of(self, key: Key, part: int) -> State:
+    def state_of(self, key: Key, part: int) -> PartitionState:
         """Return a copy of a partition, as put() takes it."""
         contents = self._catalog.contents[key[0]]
         unit = self._core.unit_of(key)
@@ -92,7 +92,7 @@ class Transfer:
             }
         state = values.state()
         state.arrays.update(held)
-        return State({**state.meta, **more, "applied": applied}, state.arrays)
+        return PartitionState({**state.meta, **more, "applied": applied}, state.arrays)
 
     def staged(self, pieces: Sequence[Bytes], rank: int) -> Bytes:
         """Return bytes, one behind the other, where a rank can read them. Raises MemoryError."""
@@ -129,26 +129,26 @@ class Transfer:
         number, part = message["table"], message["part"]
         shard = self._catalog.contents[number].shard
         try:
-            self.put(number, part, State.unpacked(body))
+            self.put(number, part, PartitionState.unpacked(body))
         except Exception as error:  # noqa: BLE001 - it stays where it was; the caller gets the error
             if shard is not None:
                 shard.disown(part)
             return f"cannot take it: {type(error).__name__}: {error}"
         return ""
 
-    def put(self, number: int, part: int, state: State) -> None:
+    def put(self, number: int, part: int, state: PartitionState) -> None:
         shard = self._catalog.contents[number].shard
         if shard is None:
             self._install_dense(number, part, state)
         else:
             put_rows(shard, part, state)
 
-    def _install_dense(self, number: int, part: int, state: State) -> None:
+    def _install_dense(self, number: int, part: int, state: PartitionState) -> None:
         contents, meta = self._catalog.contents[number], state.meta
         values = DensePartition(contents.spec, meta["start"], meta["stop"], self._memory)
         values.load(state)
         values.is_ready, values.version = meta["is_ready"], meta["version"]
-        values.counts = Traffic.of_json(meta["traffic"])
+        values.counts = BlockTraffic.of_json(meta["traffic"])
         values.merge_applied(meta["applied"])
         contents.parts[part] = values
         unit = self._catalog.add_unit(number, part)
@@ -158,7 +158,7 @@ class Transfer:
             values.load_held(state.arrays)
 
 
-def put_rows(shard: Shard, part: int, state: State) -> None:
+def put_rows(shard: Shard, part: int, state: PartitionState) -> None:
     rows, arrays = RowsPartition(shard, part), state.arrays
     held = {name: arrays.pop(name) for name in [*arrays] if name.startswith("held")}
     rows.load(state)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringcomm.ps.checkpoint.server import Store
 from ringcomm.ps.protocol.frame_meta import ASSIGN, INITIAL, flags_of, packed_json, packed_owners
-from ringcomm.ps.protocol.frames import Entry, Header, Kind, Status, Step
+from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.rows.hash_shard import Shard
 
 
-class Performer:
+class ActionPerformer:
     """Gives events to the core of one server, and carries out the actions that it returns.
 
     Args:
@@ -159,8 +159,8 @@ class Performer:
     # --- requests for values --------------------------------------------------------------------
     def arrived(self, request: Delivery) -> None:
         header = request.header
-        if header.kind == Kind.ENTER and header.option in (Entry.ASK, Entry.JOIN):
-            is_ask = header.option == Entry.ASK
+        if header.kind == FrameKind.ENTER and header.option in (EntryOption.ASK, EntryOption.JOIN):
+            is_ask = header.option == EntryOption.ASK
             self.handle(on.Entered(request) if is_ask else on.Joined(request, header.place))
             return
         table = self.core.tables.get(header.table)
@@ -171,7 +171,7 @@ class Performer:
             self._carry(request, key)
             return
         round_of = None
-        if header.kind == Kind.PUSH and table.mode.has_rounds:
+        if header.kind == FrameKind.PUSH and table.mode.has_rounds:
             round_of = None if flags_of(request.meta) & (ASSIGN | INITIAL) else header.clock
         self.handle(on.Arrived(request, key, round_of))
 
@@ -208,20 +208,20 @@ class Performer:
         contents, kind = self.catalog.contents[key[0]], request.header.kind
         requests: Any = self._dense if contents.shard is None else self._rows
         values: Any = contents.unit(key[1])
-        if kind == Kind.PUSH:
+        if kind == FrameKind.PUSH:
             self._push(request, key, requests, values)
-        elif kind == Kind.PULL:
+        elif kind == FrameKind.PULL:
             if not requests.serve_held(request, key, values):
                 self.handle(on.Read(key, request))
-        elif kind == Kind.ENTER:
+        elif kind == FrameKind.ENTER:
             if self.core.tables[key[0]].mode.name != "first_of":
                 raise ValueError(f"[{values.spec.name}]: nobody enters rounds of its mode")
-            self.handle(on.Decided(key, request, request.header.option == Entry.IN))
+            self.handle(on.Decided(key, request, request.header.option == EntryOption.IN))
         elif not isinstance(values, DensePartition):
             self._rows.maintain(request, values)
-        elif kind == Kind.CALL:
+        elif kind == FrameKind.CALL:
             self._calls.on_call(request, values, self.core.unit_of(key))
-        elif kind == Kind.STATE:
+        elif kind == FrameKind.STATE:
             if self._dense.state(request, values):
                 self.handle(on.Loaded(key))
         else:
@@ -250,7 +250,7 @@ class Performer:
 
     def _reply(self, action: do.Reply) -> None:
         content = action.content
-        if content is None and action.request.header.kind == Kind.SNAPSHOT:
+        if content is None and action.request.header.kind == FrameKind.SNAPSHOT:
             content = {}
         self.replies(
             action.request,
@@ -286,7 +286,7 @@ class Performer:
             self.store.drop(action.moment)
 
     def send_to_server(self, server: int, message: dict[str, Any]) -> None:
-        header = Header(Kind.MOVE, option=Step.SERVERS)
+        header = FrameHeader(FrameKind.MOVE, option=StepOption.SERVERS)
         self.replies.send(self._layout.address_of(server), header, packed_json(message))
 
     def _export(self, action: do.Export) -> None:
@@ -298,8 +298,8 @@ class Performer:
     def _notify(self, action: do.Notify) -> None:
         table, part = action.key
         epoch = self.core.tables[table].epoch_of(action.key)
-        header = Header(
-            Kind.MOVE, option=Step.NOTICE, table=table, partition=part, clock=epoch
+        header = FrameHeader(
+            FrameKind.MOVE, option=StepOption.NOTICE, table=table, partition=part, clock=epoch
         )  # fmt: skip
         for rank in action.ranks:
             self.replies.send(rank, header, self._owners(action.key))

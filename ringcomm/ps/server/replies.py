@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ringcomm.ps.protocol.frame_meta import READ_BLOCK, packed_json
-from ringcomm.ps.protocol.frames import Header, Kind, Status
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status
 from ringcomm.ps.protocol.remote_errors import error_text
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class Replies:
         option: int = 0,
     ) -> None:
         self.nbytes += body.nbytes // 2 if option == READ_BLOCK else body.nbytes  # of two
-        header = Header(
-            Kind.REPLY,
+        header = FrameHeader(
+            FrameKind.REPLY,
             status=status,
             view=to.header.view,
             origin=self._rank,
@@ -64,7 +64,9 @@ class Replies:
         status = Status.REFUSED if isinstance(error, ValueError | KeyError) else Status.FAILED
         self(to, status=status, meta=error_text(error))
 
-    def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = NOTHING) -> None:
+    def send(
+        self, dest: int, header: FrameHeader, meta: bytes = b"", body: Bytes = NOTHING
+    ) -> None:
         self._link.send(dest, header._replace(origin=self._rank), meta, body)
 
 

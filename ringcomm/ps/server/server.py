@@ -16,11 +16,11 @@ from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
-from ringcomm.ps.protocol.frames import Header, Join, Kind, Step, is_one_way
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Join, StepOption, is_one_way
 from ringcomm.ps.server.busy_time import OwnTime
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.own_or_copied_clock import Clock, OwnClock
-from ringcomm.ps.server.perform_actions import Performer
+from ringcomm.ps.server.perform_actions import ActionPerformer
 from ringcomm.ps.server.user_functions import Function
 from ringcomm.ps.snapshot_numbers_and_phases import HOLD, PAUSE, RELEASE, STOP
 from ringcomm.status.page_enums import BUSY
@@ -35,7 +35,15 @@ if TYPE_CHECKING:
 _SHOWN_S: Final = 1.0  # between two looks that others may have at this server
 _MISSING_MAX: Final = 100  # things for which requests wait, in an answer
 _UNIT_KINDS: Final = frozenset(
-    (Kind.PUSH, Kind.PULL, Kind.CALL, Kind.STATE, Kind.ERASE, Kind.ROWS, Kind.ENTER)
+    (
+        FrameKind.PUSH,
+        FrameKind.PULL,
+        FrameKind.CALL,
+        FrameKind.STATE,
+        FrameKind.ERASE,
+        FrameKind.ROWS,
+        FrameKind.ENTER,
+    )
 )
 
 
@@ -74,7 +82,7 @@ class Server:
     ) -> None:
         self.index = index
         self.layout, self._link = layout, link
-        self._performer = performer = Performer(
+        self._performer = performer = ActionPerformer(
             index, layout, link, memory, functions, clock=clock or OwnClock()
         )
         self.core, self.catalog = performer.core, performer.catalog
@@ -89,20 +97,20 @@ class Server:
         self.own_time = OwnTime()
         self._shows_at = 0.0
         self._handlers: dict[int, Callable[[Delivery], None]] = {
-            Kind.CREATE: self.catalog.create,
-            Kind.VIEW: self.catalog.on_view,
-            Kind.PULLS: performer.pull_many,
-            Kind.TICK: self._tick,
-            Kind.STATS: self._stats,
-            Kind.MISSING: self._missing,
-            Kind.SNAPSHOT: self._snapshot,
-            Kind.SAVE: performer.store.on_save,
-            Kind.RESTORE: self._restore,
-            Kind.MOVE: self._move,
-            Kind.RECOVER: self._recover,
-            Kind.CLOSE: lambda r: self._handle(on.Closed(r, r.header.table)),
-            Kind.LEAVE: self._leave,
-            Kind.JOIN: lambda r: self._handle(_said_by_newcomer(r)),
+            FrameKind.CREATE: self.catalog.create,
+            FrameKind.VIEW: self.catalog.on_view,
+            FrameKind.PULLS: performer.pull_many,
+            FrameKind.TICK: self._tick,
+            FrameKind.STATS: self._stats,
+            FrameKind.MISSING: self._missing,
+            FrameKind.SNAPSHOT: self._snapshot,
+            FrameKind.SAVE: performer.store.on_save,
+            FrameKind.RESTORE: self._restore,
+            FrameKind.MOVE: self._move,
+            FrameKind.RECOVER: self._recover,
+            FrameKind.CLOSE: lambda r: self._handle(on.Closed(r, r.header.table)),
+            FrameKind.LEAVE: self._leave,
+            FrameKind.JOIN: lambda r: self._handle(_said_by_newcomer(r)),
         }
 
     def answers_for(self, number: int) -> bool:
@@ -237,17 +245,17 @@ class Server:
     # --- moves ----------------------------------------------------------------------------------
     def _move(self, request: Delivery) -> None:
         header = request.header
-        if header.option == Step.ASK:
+        if header.option == StepOption.ASK:
             moves = [
                 Move((table, part), source, dest)
                 for table, part, source, dest in json.loads(request.body.tobytes() or b"[]")
             ]
             self._handle(on.MovesAsked(request, moves))
-        elif header.option == Step.PLACES:
+        elif header.option == StepOption.PLACES:
             self.change_places(request, json.loads(request.meta))
-        elif header.option == Step.SETTLE:
+        elif header.option == StepOption.SETTLE:
             self._handle(on.Settling(request))
-        elif header.option == Step.NOTED:
+        elif header.option == StepOption.NOTED:
             key = header.table, header.partition
             self._handle(on.Noted(request.source, key, header.clock))
         else:
@@ -346,6 +354,6 @@ def _said_by_newcomer(request: Delivery) -> on.Event:
     return on.TookPlace(request, Newcomer(*place), begins, beside, servers)
 
 
-def _named(header: Header) -> str:
-    kind = Kind(header.kind).name
-    return f"{kind}/{Step(header.option).name}" if header.kind == Kind.MOVE else kind
+def _named(header: FrameHeader) -> str:
+    kind = FrameKind(header.kind).name
+    return f"{kind}/{StepOption(header.option).name}" if header.kind == FrameKind.MOVE else kind

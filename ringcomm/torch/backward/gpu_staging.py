@@ -15,7 +15,7 @@ from ringcomm.gpu.executor.points_on_streams import Event, Reached
 _LOOK_EVERY_S: Final = 2e-5
 
 
-class Staging:
+class GradientStaging:
     """Registered host memory, and the copy to or from it that is under way.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 _STRIDED: Final = torch.strided
 
 
-class Mark:
+class TensorMark:
     """Recognizes a tensor as long as nobody has written to it or moved it; keeps none alive.
 
     torch counts writes to a tensor, but neither an assignment to x.data, which changes the address

@@ -26,11 +26,11 @@ from ringcomm.torch.distributed.rendezvous_by_mpi import start_as_rank, wrap_env
 BACKEND = "ringcomm"
 
 
-class _ThisThread(threading.local):
+class _EntryThread(threading.local):
     parent: Any = None  # group whose subgroups this thread makes
 
 
-_this_thread = _ThisThread()
+_this_thread = _EntryThread()
 
 
 def register() -> None:

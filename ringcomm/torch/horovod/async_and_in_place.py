@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 from ringcomm.engine.api.blocking_async_in_place import complete_doc, require_arguments
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.plan import Plan
-from ringcomm.torch.horovod.handles import Handle
+from ringcomm.torch.horovod.handles import HorovodHandle
 from ringcomm.torch.horovod.process_sets import ProcessSet
 
 P = ParamSpec("P")
@@ -54,7 +54,7 @@ def begin(
     plan: Callable[..., Plan[Any]],
     *args: Any,
     family: str = "",
-) -> Handle[Any]:
+) -> HorovodHandle[Any]:
     """Start the operation that plan(group, name, *args) plans; return its handle.
 
     If the form is awaited, the operation is over when begin() returns. If the form is in place,
@@ -69,9 +69,9 @@ def begin(
         kind, options = f"{kind}_", {"in_place": True}
     if form.is_awaited:
         result = engine().execute(kind, name, lambda g: plan(g, name, *args, **options), group)
-        return Handle((), lambda: result)
+        return HorovodHandle((), lambda: result)
     handle = engine().start(kind, name, lambda g: plan(g, name, *args, **options), group)
-    return Handle((handle,), lambda result: result)
+    return HorovodHandle((handle,), lambda result: result)
 
 
 def document(function: F) -> F:
@@ -80,7 +80,7 @@ def document(function: F) -> F:
 
 
 def in_place_form(
-    body: Callable[Concatenate[Form, P], Handle[R]], of: Callable[..., R]
+    body: Callable[Concatenate[Form, P], HorovodHandle[R]], of: Callable[..., R]
 ) -> Callable[P, R]:
     """Return the form that overwrites its tensors and waits.
 
@@ -102,14 +102,14 @@ def in_place_form(
 
 
 def async_form(
-    body: Callable[Concatenate[Form, P], Handle[R]],
+    body: Callable[Concatenate[Form, P], HorovodHandle[R]],
     of: Callable[..., Any],
     *,
     in_place: bool = False,
-) -> Callable[P, Handle[R]]:
+) -> Callable[P, HorovodHandle[R]]:
     form = Form(in_place=in_place)
 
-    def call(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+    def call(*args: P.args, **kwargs: P.kwargs) -> HorovodHandle[R]:
         try:
             return body(form, *args, **kwargs)
         except TypeError as error:

@@ -31,7 +31,7 @@ from ringcomm.torch.horovod.async_and_in_place import (
     in_place_form,
 )
 from ringcomm.torch.horovod.autograd_functions import apply, tensor_list
-from ringcomm.torch.horovod.handles import Handle
+from ringcomm.torch.horovod.handles import HorovodHandle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set, prepare
 
 Tensor = torch.Tensor
@@ -83,7 +83,7 @@ def _allgather(
     tensor: Tensor,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Tensor]:
+) -> HorovodHandle[Tensor]:
     return begin(form, "allgather", name, process_set, plan_allgather, tensor)
 
 
@@ -92,7 +92,7 @@ def _grouped_allgather(
     tensors: Tensors,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[list[Tensor]]:
+) -> HorovodHandle[list[Tensor]]:
     xs, plan = tensor_list(tensors), plan_grouped_allgather
     return begin(form, "grouped_allgather", name, process_set, plan, xs, family="grouped")
 
@@ -130,7 +130,7 @@ def _broadcast(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Tensor]:
+) -> HorovodHandle[Tensor]:
     def plan(group: Group, name: str | None, *, in_place: bool = False) -> Plan[Tensor]:
         root = process_set.root(root_rank)  # here, so that other ranks get the error, too
         return plan_broadcast(group, name, tensor, root, in_place=in_place)
@@ -184,7 +184,7 @@ def _alltoall(
     splits: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[tuple[Tensor, Tensor]]:
+) -> HorovodHandle[tuple[Tensor, Tensor]]:
     def plan(group: Group, name: str | None) -> Plan[Any]:
         if isinstance(splits, Tensor) and splits.is_floating_point():
             raise ValueError(
@@ -195,7 +195,7 @@ def _alltoall(
         return plan_alltoall(group, name, tensor, rows, True)
 
     handle = begin(form, "alltoall", name, process_set, plan)
-    return Handle([handle], lambda pair: (pair[0], torch.tensor(pair[1], dtype=torch.int32)))
+    return HorovodHandle([handle], lambda pair: (pair[0], torch.tensor(pair[1], dtype=torch.int32)))
 
 
 alltoall_async = async_form(_alltoall, alltoall)

@@ -10,7 +10,7 @@ from ringcomm.engine.core import handle as engine
 R = TypeVar("R")
 
 
-class Handle(Generic[R]):
+class HorovodHandle(Generic[R]):
     """An operation under way; pass it to poll() or synchronize().
 
     Args:
@@ -19,7 +19,7 @@ class Handle(Generic[R]):
     """
 
     def __init__(
-        self, parts: Sequence[engine.Handle[Any] | Handle[Any]], finish: Callable[..., R]
+        self, parts: Sequence[engine.Handle[Any] | HorovodHandle[Any]], finish: Callable[..., R]
     ) -> None:
         self._parts = tuple(parts)
         self._finish: Callable[..., R] | None = finish
@@ -37,13 +37,13 @@ class Handle(Generic[R]):
     __call__ = wait  # Horovod's sparse_allreduce_async() returns a function
 
 
-def poll(handle: Handle[Any]) -> bool:
+def poll(handle: HorovodHandle[Any]) -> bool:
     """Return True if synchronize() would not block."""
     _require_handle("poll", handle)
     return handle.done()
 
 
-def synchronize(handle: Handle[R]) -> R:
+def synchronize(handle: HorovodHandle[R]) -> R:
     """Wait for an operation and return its result.
 
     Raises:

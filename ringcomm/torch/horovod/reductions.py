@@ -30,7 +30,7 @@ from ringcomm.torch.horovod.async_and_in_place import (
 )
 from ringcomm.torch.horovod.autograd_functions import apply, tensor_list
 from ringcomm.torch.horovod.data_collectives import allgather
-from ringcomm.torch.horovod.handles import Handle
+from ringcomm.torch.horovod.handles import HorovodHandle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.horovod.reduce_op import Adasum, AnyOp, op_of
 from ringcomm.torch.sparse import add_up, plan_elements
@@ -104,17 +104,17 @@ def _allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Tensor]:
+) -> HorovodHandle[Tensor]:
     which = op_of(op, average, stacklevel=4)
     is_plain = name is None and _is_one(prescale_factor) and _is_one(postscale_factor)
     if form is IN_PLACE and is_plain and isinstance(which, Op):  # the fastest path
         ProcessSet.require(process_set)
         result = collectives.allreduce_(tensor, which, group=process_set.group)
-        return Handle((), lambda: result)
+        return HorovodHandle((), lambda: result)
     options = _options(which, prescale_factor, postscale_factor)
     if which is Adasum:
         args = form, "adasum", name, process_set, plan_adasum, [tensor], options
-        return Handle([begin(*args, family="allreduce")], lambda results: results[0])
+        return HorovodHandle([begin(*args, family="allreduce")], lambda results: results[0])
     return begin(form, "allreduce", name, process_set, plan_allreduce, tensor, options)
 
 
@@ -131,7 +131,7 @@ def _grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle[list[Tensor]]:
+) -> HorovodHandle[list[Tensor]]:
     which = op_of(op, average, stacklevel=4)
     options = _options(which, prescale_factor, postscale_factor)
     kind, plan = "grouped_allreduce", plan_grouped_allreduce
@@ -155,7 +155,7 @@ def sparse_allreduce_async(
     name: str | None = None,
     op: AnyOp | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Tensor]:
+) -> HorovodHandle[Tensor]:
     """Start the reduction of a torch.sparse_coo tensor; the result is a coalesced sparse tensor.
 
     Args:
@@ -173,7 +173,7 @@ def sparse_allreduce_async(
     shape, divisor = tensor.shape, process_set.size() if which is AVERAGE else 1
     kind, plan = "sparse_allreduce", plan_elements
     handle = begin(Form(), kind, name, process_set, plan, tensor, family="grouped")
-    return Handle([handle], lambda elements: add_up(elements, shape, divisor))
+    return HorovodHandle([handle], lambda elements: add_up(elements, shape, divisor))
 
 
 # --- reducescatter ------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def _reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle[Tensor]:
+) -> HorovodHandle[Tensor]:
     options, kind = _scatter_options(op, prescale_factor, postscale_factor), "reduce_scatter"
     return begin(form, kind, name, process_set, plan_reduce_scatter, tensor, options)
 
@@ -255,7 +255,7 @@ def _grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle[list[Tensor]]:
+) -> HorovodHandle[list[Tensor]]:
     options, xs = _scatter_options(op, prescale_factor, postscale_factor), tensor_list(tensors)
     kind, plan = "grouped_reduce_scatter", plan_grouped_reduce_scatter
     return begin(form, kind, name, process_set, plan, xs, options, family="grouped")

@@ -15,7 +15,7 @@ from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import next_nu
 from ringcomm.torch.backward.watched_tensors import n_storage_references
 from ringcomm.torch.optim.buckets import Bucket, Member, Scaling, make_buckets
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
-from ringcomm.torch.optim.gradient_presence import SPARSE, Presence, ready_order
+from ringcomm.torch.optim.gradient_presence import SPARSE, GradientPresence, ready_order
 from ringcomm.torch.optim.gradient_slot import GradientSlot, GradientState
 
 
@@ -94,7 +94,7 @@ class BucketPlan:
             full.launch(scaling)
         self._full.clear()
 
-    def learn(self, presence: Presence) -> CollectiveTask[None]:
+    def learn(self, presence: GradientPresence) -> CollectiveTask[None]:
         """Note sparse gradients, and the order of readiness. Collective in the first step."""
         sparse = {index for index, code in enumerate(presence.codes) if code & SPARSE}
         if not sparse <= self._sparse:

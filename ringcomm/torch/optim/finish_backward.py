@@ -29,7 +29,7 @@ from ringcomm.torch.optim.gradient_presence import (
     LEFT,
     UNWEIGHTED,
     WEIGHTED,
-    Presence,
+    GradientPresence,
     bit_of,
     samples_fault,
     sparse_ones,
@@ -118,7 +118,7 @@ class Exchange:
     step: int
     attempt: int
 
-    def run(self) -> CollectiveTask[Presence]:
+    def run(self) -> CollectiveTask[GradientPresence]:
         """Make .grad of all slots final, and return the Presence of all ranks. Collective.
 
         Raises:
@@ -182,7 +182,7 @@ class Exchange:
         flags |= (COMPLAINS if self._complaint else 0) | EXCEEDS_UNIT * self.scaling.exceeds_unit
         group = self.scaling.group
         codes = bytes(slot.code for slot in self.plan.slots)
-        mine = Presence(codes, flags, ranks=bit_of(group.index, group.size))
+        mine = GradientPresence(codes, flags, ranks=bit_of(group.index, group.size))
         message = np.frombuffer(bytearray(mine.pack(self.step)), np.uint8)
         return collectives.allreduce_async_(message, BOR, name=self._name, group=group)
 
@@ -194,9 +194,9 @@ class Exchange:
         """Return True if another rank has called send_presence(), and waits for this rank."""
         return engine().here.have_others_begun(engine(), self._name, self.scaling.group, _ASK_S)
 
-    def _read(self, handle: Handle[NDArray[np.uint8]]) -> Presence:
+    def _read(self, handle: Handle[NDArray[np.uint8]]) -> GradientPresence:
         group = self.scaling.group
-        presence = Presence.unpack(handle.wait().tobytes(), group.size)
+        presence = GradientPresence.unpack(handle.wait().tobytes(), group.size)
         if group.size == engine().size:
             engine().seen_in_join = presence.absent(group.size)
         return presence
@@ -206,7 +206,7 @@ class Exchange:
         complaints = (slot.complaint or slot.dtype_complaint for slot in self.plan.slots)
         return next((each for each in complaints if each), None)
 
-    def _problem(self, presence: Presence) -> Exception | None:
+    def _problem(self, presence: GradientPresence) -> Exception | None:
         """Return the error that all ranks must raise, or None. Collective."""
         unusable = self._unusable(presence)
         if unusable is not None:
@@ -230,7 +230,7 @@ class Exchange:
             )
         return None
 
-    def _unusable(self, presence: Presence) -> Exception | None:
+    def _unusable(self, presence: GradientPresence) -> Exception | None:
         """Return the error for what programs have done to .grad, or None. Collective."""
         if presence.flags & COMPLAINS:
             name, group = f"changed gradients{self.plan.suffix}", self.scaling.group
@@ -254,7 +254,9 @@ class Exchange:
             )
         return None
 
-    def _end_of_others_failure(self, presence: Presence) -> CollectiveTask[Presence]:
+    def _end_of_others_failure(
+        self, presence: GradientPresence
+    ) -> CollectiveTask[GradientPresence]:
         """Complete the buckets of a backward() that failed on other ranks.
 
         If it is of a batch that all ranks skip, run again.
@@ -291,7 +293,7 @@ class Exchange:
         problem = MismatchError(explain_steps([each and each[0] for each in steps]))
         yield from self._land(buckets, None, problem)
 
-    def _launch_rest(self, presence: Presence) -> None:
+    def _launch_rest(self, presence: GradientPresence) -> None:
         for bucket in self._buckets:
             if bucket.is_under_way or not _is_sent_by_any(bucket, presence):
                 continue
@@ -302,7 +304,7 @@ class Exchange:
                     slot.pack(presence.codes[member.index])
             bucket.launch(self.scaling)
 
-    def _enlarge_unit(self, presence: Presence) -> CollectiveTask[None]:
+    def _enlarge_unit(self, presence: GradientPresence) -> CollectiveTask[None]:
         """Choose a unit for the samples of all ranks; send again what was sent in a smaller one."""
         if self.scaling.unit:  # else no rank has sent anything
             self._launch_rest(presence)
@@ -317,7 +319,7 @@ class Exchange:
                 yield from bucket.handles
                 bucket.launch_again(self.scaling)
 
-    def _launch_sparse(self, presence: Presence) -> list[SparseSum]:
+    def _launch_sparse(self, presence: GradientPresence) -> list[SparseSum]:
         sums = []
         for index in sparse_ones(presence):
             slot = self.plan.slots[index]
@@ -325,7 +327,7 @@ class Exchange:
             sums.append(SparseSum(slot, self.scaling, self.plan.suffix))
         return sums
 
-    def _launch_extra(self, presence: Presence) -> list[Bucket]:
+    def _launch_extra(self, presence: GradientPresence) -> list[Bucket]:
         """Send late gradients, and dense ones of parameters without a bucket."""
         apart = [
             slot
@@ -372,7 +374,7 @@ class Exchange:
             raise errors[0]
 
     def _settle(
-        self, presence: Presence, sums: Sequence[SparseSum], extra: Sequence[Bucket]
+        self, presence: GradientPresence, sums: Sequence[SparseSum], extra: Sequence[Bucket]
     ) -> None:
         parts: dict[int, list[torch.Tensor]] = {each.index: [each.result] for each in sums}
         for bucket in extra:
@@ -412,7 +414,7 @@ class FailedPass:
         plan.drop()
 
 
-def _is_sent_by_any(bucket: Bucket, presence: Presence) -> bool:
+def _is_sent_by_any(bucket: Bucket, presence: GradientPresence) -> bool:
     return any(presence.codes[member.index] & DENSE for member in bucket.members)
 
 

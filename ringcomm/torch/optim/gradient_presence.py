@@ -24,7 +24,7 @@ _STEP = 8  # bytes
 
 
 @dataclass(frozen=True)
-class Presence:
+class GradientPresence:
     """Gradients and flags of one rank, or of all ranks, or-ed.
 
     Attributes:
@@ -45,7 +45,7 @@ class Presence:
         return steps + bytes([self.flags]) + self.ranks + self.codes
 
     @classmethod
-    def unpack(cls, message: bytes, size: int = 0) -> Presence:
+    def unpack(cls, message: bytes, size: int = 0) -> GradientPresence:
         """Read the BOR of the messages of `size` ranks; 0: they have no `ranks`."""
         n = 2 * _STEP + 1
         ranks, codes = message[n : n + (size + 7) // 8], message[n + (size + 7) // 8 :]
@@ -65,7 +65,7 @@ def bit_of(rank: int, size: int) -> bytes:
     return (1 << rank).to_bytes((size + 7) // 8, "little")
 
 
-def samples_fault(presence: Presence) -> Literal["partial", "empty"] | None:
+def samples_fault(presence: GradientPresence) -> Literal["partial", "empty"] | None:
     """Return "partial" if only some ranks called set_samples(), "empty" if all passed 0."""
     if presence.flags & WEIGHTED and presence.flags & UNWEIGHTED:
         return "partial"
@@ -74,13 +74,13 @@ def samples_fault(presence: Presence) -> Literal["partial", "empty"] | None:
     return None
 
 
-def sparse_ones(presence: Presence) -> list[int]:
+def sparse_ones(presence: GradientPresence) -> list[int]:
     if not any(code & SPARSE for code in set(presence.codes)):
         return []
     return [i for i, code in enumerate(presence.codes) if code & (DENSE | SPARSE) == SPARSE]
 
 
-def with_unlike_bases(presence: Presence) -> int | None:
+def with_unlike_bases(presence: GradientPresence) -> int | None:
     """Return the index of a gradient that some ranks add to an earlier .grad, and some do not."""
     both, any_ = HAS_BASE | NO_BASE, DENSE | SPARSE
     unlike = {code for code in set(presence.codes) if code & both == both and code & any_}

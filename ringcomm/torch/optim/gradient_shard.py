@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ringcomm.errors import RingcommError
-from ringcomm.torch.backward.watched_tensors import Mark
+from ringcomm.torch.backward.watched_tensors import TensorMark
 from ringcomm.torch.optim.buckets import Member, flat_view
 
 
@@ -20,15 +20,15 @@ class GradientShard:
         self._name, self._parameter = name, parameter
         self._view: torch.Tensor | None = None
         self.place: slice | None = None
-        self._reduced: Mark | None = None  # .grad as the reduction has left it
-        self._displaced: Mark | None = None  # .grad of a step in which `place` was different
-        self._weights: Mark | None = None  # the parameter, since .grad has been this part
+        self._reduced: TensorMark | None = None  # .grad as the reduction has left it
+        self._displaced: TensorMark | None = None  # .grad of a step in which `place` was different
+        self._weights: TensorMark | None = None  # the parameter, since .grad has been this part
 
     def move(self, member: Member | None, *, is_scattered: bool, is_settled: bool) -> None:
         """Use another bucket's member from now on; is_settled: .grad is of an earlier step."""
         gradient = self._parameter.grad
         if self.place is not None and gradient is not None and is_settled:
-            self._displaced = Mark(gradient)
+            self._displaced = TensorMark(gradient)
         self._view = None if member is None else member.view
         self.place = member.own if member is not None and is_scattered else None
 
@@ -91,9 +91,9 @@ class GradientShard:
     def accept(self) -> None:
         """Accept the changes of .grad up to now: is_changed is then False until the next change."""
         gradient = self._parameter.grad
-        self._reduced = None if gradient is None else Mark(gradient)
+        self._reduced = None if gradient is None else TensorMark(gradient)
         if gradient is not None and self._weights is None:
-            self._weights = Mark(self._parameter)
+            self._weights = TensorMark(self._parameter)
 
     def forget(self) -> None:
         self._reduced = self._weights = None

@@ -18,7 +18,7 @@ from ringcomm.arrays.torch import TORCH
 from ringcomm.torch.backward.autograd_hooks import has_other_hooks
 from ringcomm.torch.backward.parameter_hooks import Slot
 from ringcomm.torch.backward.watched_tensors import (
-    Mark,
+    TensorMark,
     address_of,
     can_hold,
     is_held_elsewhere,
@@ -37,7 +37,7 @@ from ringcomm.torch.optim.gradient_shard import GradientShard
 
 
 # --- where a gradient comes from ------------------------------------------------------------------
-class Origin(Enum):
+class GradientOrigin(Enum):
     """Origin of a .grad that is there before a reduction."""
 
     NOBODY = auto()  # it is zeros of zero_grad()
@@ -56,17 +56,17 @@ class GradientHistory:
     def __init__(self) -> None:
         self.is_final = False
         self._left: torch.Tensor | None = None
-        self._zeroed: Mark | None = None  # .grad as zero_grad() has left it
+        self._zeroed: TensorMark | None = None  # .grad as zero_grad() has left it
 
-    def origin_of(self, gradient: torch.Tensor) -> Origin:
+    def origin_of(self, gradient: torch.Tensor) -> GradientOrigin:
         if self.is_final:
-            return Origin.REDUCTION
+            return GradientOrigin.REDUCTION
         if self._zeroed is not None and self._zeroed.is_of(gradient):
-            return Origin.NOBODY
-        return Origin.LEFT if gradient is self._left else Origin.PROGRAM
+            return GradientOrigin.NOBODY
+        return GradientOrigin.LEFT if gradient is self._left else GradientOrigin.PROGRAM
 
     def note_zeroed(self, gradient: torch.Tensor | None) -> None:
-        self._zeroed = None if gradient is None else Mark(gradient)
+        self._zeroed = None if gradient is None else TensorMark(gradient)
 
     def move(self, gradient: torch.Tensor | None, view: torch.Tensor) -> None:
         if gradient is None or gradient.requires_grad or gradient.dtype != view.dtype:
@@ -171,9 +171,11 @@ class GradientSlot(Slot):
         if self.state is not GradientState.SETTLED or gradient is None:
             return False
         origin = self.history.origin_of(gradient)
-        if origin is Origin.NOBODY or (origin is Origin.LEFT and not self.takes_mean):
+        if origin is GradientOrigin.NOBODY or (
+            origin is GradientOrigin.LEFT and not self.takes_mean
+        ):
             return bool(gradient.any())  # zeros may have been written to through .data
-        return origin is not Origin.REDUCTION
+        return origin is not GradientOrigin.REDUCTION
 
     def begin_step(self, *, is_zeroed: bool) -> None:
         """Give .grad back to the program; is_zeroed: zero_grad() clears it now."""
@@ -189,16 +191,16 @@ class GradientSlot(Slot):
         """Keep the .grad that is there before backward(): the result is written to it."""
         self._before = gradient
         origin = self.history.origin_of(gradient)
-        if origin is Origin.LEFT and self.takes_mean:
+        if origin is GradientOrigin.LEFT and self.takes_mean:
             self._has_left = True
-        elif origin is Origin.LEFT and gradient.any():
+        elif origin is GradientOrigin.LEFT and gradient.any():
             self._complain(
                 "is of an earlier step, and perhaps changed. With op=SUM or shard_state=1 nobody "
                 "can tell whether it is this rank's own: call optimizer.zero_grad() after step(), "
                 "or assign a new tensor to .grad. To make another step with the same gradients, "
                 "call step() within `with optimizer.skip_synchronize():`"
             )
-        if origin is not Origin.REDUCTION:
+        if origin is not GradientOrigin.REDUCTION:
             return
         if is_seen is not None:
             is_seen = is_seen or has_other_hooks(self.parameter)
@@ -246,7 +248,10 @@ class GradientSlot(Slot):
         if self.state is GradientState.LATE:
             return code | DENSE | LATE
         if self.state is GradientState.SETTLED:
-            is_base = gradient is not None and self.history.origin_of(gradient) is Origin.REDUCTION
+            is_base = (
+                gradient is not None
+                and self.history.origin_of(gradient) is GradientOrigin.REDUCTION
+            )
             return code | (HAS_BASE if is_base else NO_BASE)
         if gradient is None:
             return code

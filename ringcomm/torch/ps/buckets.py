@@ -30,7 +30,7 @@ from ringcomm.ps.table_spec import Part
 from ringcomm.ps.update_modes import Mode
 from ringcomm.torch.backward.parameter_hooks import Slot
 from ringcomm.torch.backward.watched_tensors import (
-    Mark,
+    TensorMark,
     can_hold,
     n_storage_references,
 )
@@ -64,13 +64,13 @@ class ServedSlot(Slot):
     def begin_step(self) -> None:
         self.is_pushed = False
         self._before: torch.Tensor | None = None  # .grad before backward(), which adds to it
-        self._weights: Mark | None = None  # the parameter before backward()
+        self._weights: TensorMark | None = None  # the parameter before backward()
 
     def note_before_gradient(self) -> None:
         if self._before is None:
             self._before = self.parameter.grad
         if self._weights is None:
-            self._weights = Mark(self.parameter)
+            self._weights = TensorMark(self.parameter)
 
     @property
     def are_weights_changed(self) -> bool:
@@ -139,10 +139,10 @@ class ServedBucket:
         adapter = device_adapter_for(first)
         self._is_on_gpu = adapter is not None
         if adapter is not None:
-            from ringcomm.torch.backward.gpu_staging import Staging
+            from ringcomm.torch.backward.gpu_staging import GradientStaging
 
             size = adapter, first, sum(self._counts), self._dtype
-            self._staged_values, self._staged = Staging(*size), Staging(*size)
+            self._staged_values, self._staged = GradientStaging(*size), GradientStaging(*size)
         self._streams = Streams(first)
         self._values: torch.Tensor | None = None
         self._gradients: torch.Tensor | None = None

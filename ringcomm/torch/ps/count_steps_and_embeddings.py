@@ -38,14 +38,16 @@ _optimizers: Final[WeakKeyDictionary[Session, WeakSet[object]]] = WeakKeyDiction
 _told: Final[WeakSet[Session]] = WeakSet()  # that its optimizers push in step()
 
 
-class _Call(NamedTuple):
+class _EmbeddingCall(NamedTuple):
     """A call of an evaluator's function."""
 
     snapshot: int  # which no other call has
     number: int  # the last one that was drawn before it
 
 
-_calls: Final[WeakKeyDictionary[Session, _Call]] = WeakKeyDictionary()  # the last that has wrapped
+_calls: Final[WeakKeyDictionary[Session, _EmbeddingCall]] = (
+    WeakKeyDictionary()
+)  # the last that has wrapped
 
 
 def count_step(session: Session, optimizer: object) -> None:
@@ -153,4 +155,4 @@ def _begin(current: Session) -> None:
         last = None
     if last is None or last.snapshot != current.snapshot:
         number = last_number(group)
-        _calls[current] = _Call(current.snapshot, number)
+        _calls[current] = _EmbeddingCall(current.snapshot, number)

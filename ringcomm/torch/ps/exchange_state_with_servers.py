@@ -51,7 +51,7 @@ def pull_values(feeder: Feeder) -> None:
     feeder.buffers.fetch()
 
 
-class Recovery:
+class StateRecovery:
     """Takes an optimizer back to a checkpoint, with the tables. See ringcomm.ps.session.Recovering.
 
     Attributes:

@@ -35,7 +35,7 @@ from ringcomm.torch.ps.count_steps_and_embeddings import (
 )
 from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
 from ringcomm.torch.ps.exchange_state_with_servers import (
-    Recovery,
+    StateRecovery,
     gather_state,
     pull_values,
     push_state,
@@ -207,7 +207,7 @@ def DistributedOptimizer(
         if options.class_name is not None:
             push_state(feeder, optimizer.state)
             optimizer.state.clear()
-    recovery = Recovery(feeder)
+    recovery = StateRecovery(feeder)
     return derive(
         optimizer, _Served, _feeder=feeder, _nested=NestedOptimizers(optimizer), _recovery=recovery
     )
@@ -283,7 +283,7 @@ class _Served(Optimizer):
 
     _feeder: Feeder
     _nested: NestedOptimizers
-    _recovery: Recovery
+    _recovery: StateRecovery
 
     @Optimizer.profile_hook_step  # it runs the hooks of a step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

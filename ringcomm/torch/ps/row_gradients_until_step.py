@@ -145,19 +145,19 @@ NO_ROWS: Final = RowGradients()
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _WaitingRows:
     """The gradients that wait on one worker, and the optimizers whose step() they wait for."""
 
     optimizers: WeakSet[Deferring] = field(default_factory=WeakSet)
     found: dict[HashTable, TableGradient] = field(default_factory=dict)
 
 
-_waiting: Final[WeakKeyDictionary[Session, _Waiting]] = WeakKeyDictionary()
+_waiting: Final[WeakKeyDictionary[Session, _WaitingRows]] = WeakKeyDictionary()
 
 
 def let_rows_wait(optimizer: Deferring, current: Session) -> None:
     """Hold gradients of rows for step() of an optimizer, while it lives and needs them."""
-    _waiting.setdefault(current, _Waiting()).optimizers.add(optimizer)
+    _waiting.setdefault(current, _WaitingRows()).optimizers.add(optimizer)
 
 
 def submit(table: HashTable, keys: Array, rows: Array, samples: float | None, note: Note) -> None:

@@ -48,7 +48,7 @@ class Tag(NamedTuple):
     view: int
 
 
-class Outline(NamedTuple):
+class CopyOutline(NamedTuple):
     """Of one piece: its parameter, its elements, the dtypes of their state, and what they share."""
 
     parameter: int  # index
@@ -64,7 +64,7 @@ class Holding(NamedTuple):
     tag: Tag
     owner: int
     n_owners: int
-    outlines: list[Outline]
+    outlines: list[CopyOutline]
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class ShareCopies:
             if holder == group.index
             for index, (piece, state) in unpacked(copies[tag, owner]).items()
         }
-        of_index: dict[int, list[tuple[int, Outline]]] = {}
+        of_index: dict[int, list[tuple[int, CopyOutline]]] = {}
         for owner, holder in holders.items():
             outlines = next(
                 h.outlines for h in of_ranks[holder][0] if (h.tag, h.owner) == (tag, owner)
@@ -235,7 +235,7 @@ class ShareCopies:
         self,
         index: int,
         key: str,
-        parts: Sequence[tuple[int, Outline]],
+        parts: Sequence[tuple[int, CopyOutline]],
         mine: Mapping[tuple[int, int], ParameterState],
     ) -> torch.Tensor:
         """Return one line of a parameter's state, whole, from the parts that ranks hold."""
@@ -291,7 +291,7 @@ def packed(pieces: Pieces) -> Bytes:
     outlines, lines = [], []
     for index, (own, state) in pieces.items():
         dtypes = {k: str(x.dtype).removeprefix("torch.") for k, x in state.by_element.items()}
-        outlines.append(Outline(index, own.start, own.stop, dtypes, dict(state.common)))
+        outlines.append(CopyOutline(index, own.start, own.stop, dtypes, dict(state.common)))
         lines += [
             x.detach().cpu().contiguous().view(torch.uint8) for x in state.by_element.values()
         ]
@@ -304,7 +304,7 @@ def packed(pieces: Pieces) -> Bytes:
     return data
 
 
-def outlines_of(data: Bytes) -> tuple[list[Outline], int]:
+def outlines_of(data: Bytes) -> tuple[list[CopyOutline], int]:
     end = 8 + int.from_bytes(data[:8].tobytes(), "little")
     return pickle.loads(data[8:end].tobytes()), end
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ringcomm.transport.membership.messages import Message
+from ringcomm.transport.membership.messages import MembershipMessage
 from ringcomm.transport.membership.view import View
 
 
@@ -15,7 +15,7 @@ class Lost(NamedTuple):
 
 class Heard(NamedTuple):
     source: int
-    message: Message
+    message: MembershipMessage
 
 
 class Arrive(NamedTuple):
@@ -52,19 +52,31 @@ class GiveUp(NamedTuple):
     """This process waits in vain, and may not have the others killed: the job ends."""
 
 
-class Evict(NamedTuple):
+class EvictRanks(NamedTuple):
     """These processes hang, and must be killed."""
 
     processes: frozenset[int]
 
 
-Event = Lost | Heard | Arrive | Resize | Heal | Cleared | Finish | Leave | Withdraw | GiveUp | Evict
+Event = (
+    Lost
+    | Heard
+    | Arrive
+    | Resize
+    | Heal
+    | Cleared
+    | Finish
+    | Leave
+    | Withdraw
+    | GiveUp
+    | EvictRanks
+)
 
 
 # --- actions --------------------------------------------------------------------------------------
-class Send(NamedTuple):
+class SendMessage(NamedTuple):
     to: tuple[int, ...]
-    message: Message
+    message: MembershipMessage
 
 
 class Clear(NamedTuple):
@@ -93,4 +105,4 @@ class KillHere(NamedTuple):
     processes: frozenset[int]
 
 
-Action = Send | Clear | Install | EndRun | GoneOn | KillHere
+Action = SendMessage | Clear | Install | EndRun | GoneOn | KillHere

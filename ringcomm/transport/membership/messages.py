@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ringcomm.transport.membership.view import Changes, View
 
 
-class Kind(IntEnum):
+class MembershipKind(IntEnum):
     STOPPED = 1  # the sender does not work, was in `view` at last, and knows `changes`
     CLEARED = 2  # all have sent STOPPED with `changes`, and the sender has cleared its memory
     DONE = 3  # run number `run` is done, in `view`
@@ -22,8 +22,8 @@ class Kind(IntEnum):
     ENDS = 10  # the sender has given up: nobody goes on
 
 
-class Message(NamedTuple):
-    kind: Kind
+class MembershipMessage(NamedTuple):
+    kind: MembershipKind
     view: View  # of the sender
     run: int = 0  # number of the sender's runs that are over
     changes: Changes = Changes()
@@ -36,10 +36,10 @@ class Message(NamedTuple):
         return [*head, *view.members, *sorted(lost), *sorted(arrived), *flat]
 
     @classmethod
-    def of(cls, numbers: list[int]) -> Message:
+    def of(cls, numbers: list[int]) -> MembershipMessage:
         kind, run, number, size, n_lost, n_arrived, *rest = numbers
         values = iter(rest)
         members = tuple(islice(values, size))
         lost, arrived = frozenset(islice(values, n_lost)), frozenset(islice(values, n_arrived))
         changes = Changes(lost, arrived, frozenset(zip(values, values, strict=True)))
-        return cls(Kind(kind), View(number, members), run, changes)
+        return cls(MembershipKind(kind), View(number, members), run, changes)

@@ -16,9 +16,9 @@ from ringcomm.transport.membership.events_and_actions import (
     Heard,
     Install,
     KillHere,
-    Send,
+    SendMessage,
 )
-from ringcomm.transport.membership.messages import Message
+from ringcomm.transport.membership.messages import MembershipMessage
 from ringcomm.transport.membership.state_machine import Membership, handle
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class MembershipService:
         self._state, actions = handle(self._state, event)
         for action in actions:
             match action:
-                case Send(to, message):
+                case SendMessage(to, message):
                     for process in to:
                         self._send(process, message)
                 case Clear():
@@ -80,7 +80,7 @@ class MembershipService:
                 case Install() | EndRun():  # `state` shows it
                     self.must_clear = False
 
-    def _send(self, process: int, message: Message) -> None:
+    def _send(self, process: int, message: MembershipMessage) -> None:
         buffer = np.array(message.numbers(), np.int32)
         try:
             request = self._comm.Isend(buffer, process, _TAG)
@@ -89,8 +89,8 @@ class MembershipService:
         except self._mpi.Exception:
             return  # it is dead, which this rank will see
 
-    def _received(self) -> list[tuple[int, Message]]:
-        messages: list[tuple[int, Message]] = []
+    def _received(self) -> list[tuple[int, MembershipMessage]]:
+        messages: list[tuple[int, MembershipMessage]] = []
         try:
             if self._unsent:
                 self._unsent = [each for each in self._unsent if not _is_sent(self._mpi, each[0])]
@@ -98,7 +98,7 @@ class MembershipService:
                 buffer = np.empty(self._status.Get_count(self._mpi.INT), np.int32)
                 source = self._status.source
                 message.Recv(buffer)
-                messages.append((source, Message.of(buffer.tolist())))
+                messages.append((source, MembershipMessage.of(buffer.tolist())))
         except self._mpi.Exception:
             if self._is_fault_tolerant:
                 self._comm.Ack_failed()  # else a wildcard probe fails for ever

@@ -51,7 +51,7 @@ from ringcomm.transport.membership.events_and_actions import (
     Cleared,
     EndRun,
     Event,
-    Evict,
+    EvictRanks,
     Finish,
     GiveUp,
     GoneOn,
@@ -62,10 +62,10 @@ from ringcomm.transport.membership.events_and_actions import (
     Leave,
     Lost,
     Resize,
-    Send,
+    SendMessage,
     Withdraw,
 )
-from ringcomm.transport.membership.messages import Kind, Message
+from ringcomm.transport.membership.messages import MembershipKind, MembershipMessage
 from ringcomm.transport.membership.view import Changes, View
 
 
@@ -264,29 +264,39 @@ def handle(state: Membership, event: Event) -> _Result:
         case Resize(size):
             number = len(state.changes.requests) + 1
             state = _changed(state, Changes(requests=frozenset({(number, size)})))
-            return _and_then([Send(state.everyone, _message(state, Kind.SIZE))], _go_on(state))
+            return _and_then(
+                [SendMessage(state.everyone, _message(state, MembershipKind.SIZE))], _go_on(state)
+            )
         case Heal():
             return _go_on(replace(state, phase=Phase.HEALING))
         case Cleared():
             return _say_cleared(state)
         case Finish():
             done = replace(state, phase=Phase.FINISHING, is_done=True)
-            return _and_then([Send(state.colleagues, _message(state, Kind.DONE))], _go_on(done))
+            return _and_then(
+                [SendMessage(state.colleagues, _message(state, MembershipKind.DONE))], _go_on(done)
+            )
         case Leave():
             outsiders = tuple(m for m in state.everyone if m not in state.view.members)
-            news = [Send(outsiders, _message(state, Kind.LEAVES))] if outsiders else []
+            news = (
+                [SendMessage(outsiders, _message(state, MembershipKind.LEAVES))]
+                if outsiders
+                else []
+            )
             return _and_then([*news], _refuse_others(replace(state, phase=Phase.LEAVING)))
         case Withdraw():
             return _withdraw(state)
         case GiveUp():
             return _end_all(state)
-        case Evict(processes):
-            order = Message(Kind.KILL, state.view, state.run, Changes(lost=processes))
-            return state, [KillHere(processes), Send(state.colleagues, order)]
+        case EvictRanks(processes):
+            order = MembershipMessage(
+                MembershipKind.KILL, state.view, state.run, Changes(lost=processes)
+            )
+            return state, [KillHere(processes), SendMessage(state.colleagues, order)]
 
 
-def _message(state: Membership, kind: Kind) -> Message:
-    return Message(kind, state.view, state.run, state.changes)
+def _message(state: Membership, kind: MembershipKind) -> MembershipMessage:
+    return MembershipMessage(kind, state.view, state.run, state.changes)
 
 
 def _changed(state: Membership, changes: Changes) -> Membership:
@@ -294,34 +304,34 @@ def _changed(state: Membership, changes: Changes) -> Membership:
     return replace(state, changes=state.changes | others)
 
 
-def _hear(state: Membership, source: int, message: Message) -> _Result:
+def _hear(state: Membership, source: int, message: MembershipMessage) -> _Result:
     kind, view = message.kind, message.view
     if state._told is not None and source in state._told[0].lost:
         return state, []  # the others rely on it that this process goes on without the source
-    if kind is Kind.KILL:
+    if kind is MembershipKind.KILL:
         return state, [KillHere(message.changes.lost)]
     is_idle = state.phase is Phase.HEALING or not state.is_member
     if is_idle and view.number > state.view.number and state.me not in view.members:
         state = replace(state, view=view, is_done=False)  # its members have agreed with this one
-    if kind is Kind.AGREED:
+    if kind is MembershipKind.AGREED:
         return _go_over(state, message)
-    if kind is Kind.LEAVES:
+    if kind is MembershipKind.LEAVES:
         return replace(state, _leaving=state._leaving | {source}), []
-    if kind is Kind.OVER:
+    if kind is MembershipKind.OVER:
         return _hear_over(state, message)
-    if kind is Kind.DONE:
+    if kind is MembershipKind.DONE:
         state = replace(state, _done=state._done | {(source, view.number, message.run)})
         return _refuse_others(state) if state.phase is Phase.LEAVING else _go_on(state)
-    if kind is Kind.GONE:
+    if kind is MembershipKind.GONE:
         return _go_on(_changed(state, Changes(lost=frozenset({source}))))
-    if kind is Kind.ENDS:
+    if kind is MembershipKind.ENDS:
         is_ours = message.run >= state.run
         gone = _changed(state, Changes(lost=frozenset({source})))
         return _end_all(gone) if is_ours else (state, [])
     state = _changed(state, message.changes)
-    if kind is Kind.SIZE:
+    if kind is MembershipKind.SIZE:
         return _go_on(state)
-    if kind is Kind.CLEARED:
+    if kind is MembershipKind.CLEARED:
         known = {**state._cleared_of, source: message.changes}
         return _go_on(replace(state, _cleared_of=known))
     state = replace(
@@ -333,12 +343,12 @@ def _hear(state: Membership, source: int, message: Message) -> _Result:
     is_or_was_member = source in (*state.view.members, *view.members)
     may_be_behind = view.number < state.view.number or not state._has_news
     if is_or_was_member and may_be_behind and state.phase is not Phase.HEALING:
-        actions.append(Send((source,), _message(state, Kind.AGREED)))
+        actions.append(SendMessage((source,), _message(state, MembershipKind.AGREED)))
     is_leaving = state.phase is Phase.LEAVING
     return _and_then(actions, _refuse_others(state) if is_leaving else _go_on(state))
 
 
-def _go_over(state: Membership, message: Message) -> _Result:
+def _go_over(state: Membership, message: MembershipMessage) -> _Result:
     """Install a view on which the others have agreed with this process, or learn that it is out."""
     view = message.view
     has_place = state.me in view.members
@@ -353,7 +363,7 @@ def _go_over(state: Membership, message: Message) -> _Result:
     return replace(_at_work(state, view), is_done=False), [Install(view)]
 
 
-def _hear_over(state: Membership, message: Message) -> _Result:
+def _hear_over(state: Membership, message: MembershipMessage) -> _Result:
     if not state.is_member:
         is_news = message.run >= state.run
         return (replace(state, run=message.run + 1), [EndRun()]) if is_news else (state, [])
@@ -382,7 +392,7 @@ def _go_on(state: Membership) -> _Result:
         state = replace(state, view=latest, is_done=False)
     if state._told != (state.changes, state.view.number):
         state = replace(state, _told=(state.changes, state.view.number))
-        actions.append(Send(state.others, _message(state, Kind.STOPPED)))
+        actions.append(SendMessage(state.others, _message(state, MembershipKind.STOPPED)))
     is_agreed = state._has_news and all(state._has_stopped(m) for m in state.others)
     if not (state.has_state and is_agreed):
         return state, actions
@@ -402,7 +412,9 @@ def _say_cleared(state: Membership) -> _Result:
     if state.phase is not Phase.HEALING or state._asked != state.changes:
         return state, []  # there was another change meanwhile
     said = replace(state, _cleared=state.changes)
-    return _and_then([Send(state.others, _message(state, Kind.CLEARED))], _go_on(said))
+    return _and_then(
+        [SendMessage(state.others, _message(state, MembershipKind.CLEARED))], _go_on(said)
+    )
 
 
 def _end_run(state: Membership) -> _Result:
@@ -412,7 +424,7 @@ def _end_run(state: Membership) -> _Result:
         is_done=False,
         _done=frozenset(each for each in state._done if each[2] > state.run),
     )
-    return over, [Send(state.everyone, _message(state, Kind.OVER)), EndRun()]
+    return over, [SendMessage(state.everyone, _message(state, MembershipKind.OVER)), EndRun()]
 
 
 def _at_work(state: Membership, view: View) -> Membership:
@@ -422,13 +434,13 @@ def _at_work(state: Membership, view: View) -> Membership:
 
 def _withdraw(state: Membership) -> _Result:
     gone = replace(state, phase=Phase.GONE)
-    return gone, [Send(state.everyone, _message(state, Kind.GONE))]
+    return gone, [SendMessage(state.everyone, _message(state, MembershipKind.GONE))]
 
 
 def _end_all(state: Membership) -> _Result:
     """Go on no more, and tell all: who hears it tells all, too, in case the first one dies."""
     gone = replace(state, phase=Phase.GONE)
-    return gone, [Send(state.everyone, _message(state, Kind.ENDS))]
+    return gone, [SendMessage(state.everyone, _message(state, MembershipKind.ENDS))]
 
 
 def _and_then(actions: list[Action], result: _Result) -> _Result:

@@ -150,7 +150,7 @@ class Unseen:
         return f"{name} has below it {', '.join(below[:_MANY])}{', ...' * (len(below) > _MANY)}"
 
 
-class Start:
+class StartWait:
     """Looks whether a rank has ended before it was through init(), where others wait for it.
 
     Launchers do not end such a job: Open MPI's not if it is elastic or the rank has ended with 0,

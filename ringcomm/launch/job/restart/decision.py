@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Final
 
 from ringcomm.launch.job.hosts import Host, places_of
-from ringcomm.launch.job.plan_types import Request
+from ringcomm.launch.job.plan_types import RunRequest
 from ringcomm.launch.job.verdict import Cause, Verdict
 
 _AGENTS: Final = ("plm_ssh_agent", "plm_rsh_agent")
@@ -34,7 +34,7 @@ class Ended:
         limit: how often it may be.
     """
 
-    request: Request
+    request: RunRequest
     hosts: tuple[Host, ...]
     verdict: Verdict
     was_asked_to_stop: bool
@@ -47,7 +47,7 @@ class Ended:
 class Decision:
     """The next job. request: how to start it; None: none. why: for the user; "": obvious."""
 
-    request: Request | None
+    request: RunRequest | None
     why: str = ""
 
 
@@ -81,7 +81,7 @@ def _reason(job: Ended) -> str:
     return job.verdict.cause
 
 
-def _on(hosts: tuple[Host, ...], job: Ended) -> Request | None:
+def _on(hosts: tuple[Host, ...], job: Ended) -> RunRequest | None:
     """Return the request with these hosts: workers first, then spares, then reserves."""
     request, places = job.request, places_of(hosts)
     assert request.elastic is not None
@@ -102,7 +102,7 @@ def _on(hosts: tuple[Host, ...], job: Ended) -> Request | None:
     )
 
 
-def agent_of(request: Request) -> tuple[str, ...]:
+def agent_of(request: RunRequest) -> tuple[str, ...]:
     """Return the command that runs another command on a host, as mpirun would."""
     for name, value in pairwise(request.options):
         if name in _AGENTS:

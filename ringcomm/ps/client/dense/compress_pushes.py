@@ -27,7 +27,7 @@ Pack = Callable[[int, Array, ReplyHandler], tuple["Bytes", ReplyHandler]]
 
 
 @dataclass(eq=False, slots=True)
-class _Sent:
+class _SentBlock:
     buffer: Bytes
     rate: float
     values: int  # how often the values had been replaced before
@@ -53,7 +53,7 @@ class Packer:
         self._sender = sender
         self._residual = Residual(codec) if spec.compression["error_feedback"] else None
         self._has_rounds = spec.mode.has_rounds  # of which some become no update
-        self._last: dict[int, _Sent] = {}  # of each block: what was pushed last
+        self._last: dict[int, _SentBlock] = {}  # of each block: what was pushed last
         self._numbers = itertools.count()
         self._values = 0  # how often they have been replaced
         self._lock = threading.Lock()
@@ -120,22 +120,22 @@ class Packer:
     def _encode(
         self, part: int, piece: Array, number: int, rate: float, out: Bytes,
         *, absent: Sequence[slice],
-    ) -> _Sent:  # fmt: skip
+    ) -> _SentBlock:  # fmt: skip
         draw = 0
         if isinstance(self.codec, Int8):
             draw = draw_number("push", self._name, self._sender, part, number)
         if self._residual is None:
-            return _Sent(self.codec.encode(piece, out=out, draw=draw), rate, self._values)
+            return _SentBlock(self.codec.encode(piece, out=out, draw=draw), rate, self._values)
         with self._lock:
             buffer = self._residual.encode(
                 str(part), piece, lr=rate, draw=draw, out=out, absent=absent
             )
-            sent = _Sent(buffer, rate, self._values)
+            sent = _SentBlock(buffer, rate, self._values)
             if self._has_rounds:
                 self._last[part] = sent
         return sent
 
-    def _take_back(self, part: int, sent: _Sent) -> None:
+    def _take_back(self, part: int, sent: _SentBlock) -> None:
         """Keep a push of a block for the next one: once, if it was late and its round skipped.
 
         A gradient of values that were replaced since then is dropped.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol import encode_function_arguments
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.user_functions import register
 from ringcomm.ps.session import require_not_begun
 
@@ -40,7 +40,7 @@ def call_function(blocks: Blocks, name: str, arguments: dict[str, Any]) -> Futur
     require_known(label, name, blocks.session.functions)
     body = encode_function_arguments.packed(f"{label}: arguments of {name}()", [name, arguments])
     requests = [
-        Request(Kind.CALL, (blocks.number, part), body=blocks.staged(part, body))
+        Request(FrameKind.CALL, (blocks.number, part), body=blocks.staged(part, body))
         for part in range(blocks.spec.partitions)
     ]
     return blocks.client.gather(

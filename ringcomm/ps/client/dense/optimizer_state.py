@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.protocol.block_state_body import joined, split
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.segments_with_or_without_gradient import merged
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def push_state(table: Table, state: TableState) -> None:
 
 
 def _exchange(table: Table, part: int, meta: bytes = b"", body: Bytes = NO_BODY) -> Delivery:
-    request = Request(Kind.STATE, (table.number, part), meta=meta, body=body)
+    request = Request(FrameKind.STATE, (table.number, part), meta=meta, body=body)
     return table.client.call_one(f"state[{table.name}]", request, lambda reply: reply).wait()
 
 

@@ -18,7 +18,7 @@ from ringcomm.ps.protocol.frame_meta import (
     WANT_EXACT,
     stamp_of,
 )
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 
 if TYPE_CHECKING:
     from ringcomm._core import NodeMemory
@@ -116,7 +116,7 @@ class DensePulls:
             return None
 
         return Request(
-            Kind.PULL,
+            FrameKind.PULL,
             (blocks.number, part),
             clock=blocks.clock_of_pull(part),
             option=option,

@@ -16,7 +16,7 @@ from ringcomm.ps.client.push_outcome import PlainPush, PushReplies
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.client.rounds_of_first_k_workers import PendingPush
 from ringcomm.ps.protocol.frame_meta import ASSIGN, ENCODED, HOLD, INITIAL, RELEASE, PushMeta
-from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
+from ringcomm.ps.protocol.frames import INLINE_MAX, FrameKind
 from ringcomm.ps.segments_with_or_without_gradient import elements_in, packed_mask
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ class DensePushes:
             )
             requests.append(
                 Request(
-                    Kind.PUSH, (blocks.number, part), clock_of=clock_of, body=body, source=source,
-                    meta=self._meta(updater, key), on_reply=on_reply, on_ack=on_ack,
+                    FrameKind.PUSH, (blocks.number, part), clock_of=clock_of, body=body,
+                    source=source, meta=self._meta(updater, key), on_reply=on_reply, on_ack=on_ack,
                 )
             )  # fmt: skip
         self._client.send(requests, future, is_admitted=pack is not None, before_wait=hurry)
@@ -168,7 +168,7 @@ class DensePushes:
             if first < last
         }
         part = min(memory)
-        first_request = Request(Kind.PUSH, (self._blocks.number, part), body=memory[part])
+        first_request = Request(FrameKind.PUSH, (self._blocks.number, part), body=memory[part])
         self._client.admit(first_request, self._label, before_wait)
         return memory
 

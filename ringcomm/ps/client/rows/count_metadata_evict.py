@@ -13,7 +13,7 @@ from ringcomm.ps.client.rows.build_requests import regrouped, staged, without_ke
 from ringcomm.ps.client.rows.check_and_split_keys import Keys, Portion, keys_of
 from ringcomm.ps.client.rows.split_calls_over_servers import KeyedRequest, RowCalls
 from ringcomm.ps.protocol.frame_meta import COUNT, EVICT, METADATA, Owners
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.rows.hash_shard import METADATA_ITEM
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Maintenance:
         take: Callable[[Portion, Delivery], None],
         finish: Callable[[], Any],
     ) -> Future[Any]:
-        kind, option = (Kind.ERASE, 0) if what == "erase" else (Kind.ROWS, METADATA)
+        kind, option = (FrameKind.ERASE, 0) if what == "erase" else (FrameKind.ROWS, METADATA)
 
         def request_for(portion: Portion) -> KeyedRequest:
             own, body, _ = staged(self._session, portion)
@@ -102,7 +102,7 @@ class Maintenance:
 
         def request(server: int, own: list[int]) -> Request:
             return Request(
-                Kind.ROWS, server=server, table=self._number, option=option,
+                FrameKind.ROWS, server=server, table=self._number, option=option,
                 on_reply=lambda reply: own.append(reply.header.clock),
             )  # fmt: skip
 

@@ -21,9 +21,9 @@ from ringcomm.ps.client.request import Request
 from ringcomm.ps.client.rows.build_requests import may_place
 from ringcomm.ps.client.rows.check_and_split_keys import Portion, Share, shares
 from ringcomm.ps.client.rows.hash_table import HashTable
-from ringcomm.ps.client.rows.split_calls_over_servers import Joined, RowCalls
+from ringcomm.ps.client.rows.split_calls_over_servers import JoinedRows, RowCalls
 from ringcomm.ps.protocol.frame_meta import Answered, KeyedPull, packed_numbers
-from ringcomm.ps.protocol.frames import Kind, Status
+from ringcomm.ps.protocol.frames import FrameKind, Status
 from ringcomm.ps.protocol.remote_errors import error_of
 from ringcomm.ps.session import Session, session
 
@@ -65,7 +65,7 @@ def pull_many(
 
 
 def pull_together(current: Session, pulls: list[RowPull]) -> list[Future[Array]]:
-    return _Batch(current, pulls).begin()
+    return _PullBatch(current, pulls).begin()
 
 
 def _label(pulls: Sequence[RowPull]) -> str:
@@ -115,23 +115,23 @@ def _require_apart(outs: Sequence[Array | None]) -> None:
             )
 
 
-class _Part(NamedTuple):
+class _PullPart(NamedTuple):
     """A pull that goes with the others."""
 
     pull: RowPull
-    joined: Joined
+    joined: JoinedRows
     future: Future[Array]
     at: int  # of its rows in the memory of all
 
 
-class _Batch:
+class _PullBatch:
     """The pulls of one call. Those whose rows move are made one by one."""
 
     def __init__(self, current: Session, pulls: list[RowPull]) -> None:
         self._session, self._client = current, current.client
         self._label = _label(pulls)
         self._pulls = pulls
-        self._parts: list[_Part] = []
+        self._parts: list[_PullPart] = []
         self._joining: list[tuple[RowCalls, Future[Array]]] = []
         self._nbytes = 0
         self._memory: Bytes | None = None
@@ -162,7 +162,7 @@ class _Batch:
         joined = pull.calls.join(pull.split, future)
         if joined is None:
             return None
-        self._parts.append(_Part(pull, joined, future, self._nbytes))
+        self._parts.append(_PullPart(pull, joined, future, self._nbytes))
         self._nbytes += 0 if pull.has_shared_out else pull.nbytes + -pull.nbytes % _ALIGNED
         return future
 
@@ -219,11 +219,11 @@ class _Batch:
         np.concatenate(pieces, out=body)
         sequences = [each.sequence for each in asked]
         return Request(
-            Kind.PULLS, server=share.server, option=len(asked), clock=self._session.snapshot,
+            FrameKind.PULLS, server=share.server, option=len(asked), clock=self._session.snapshot,
             body=body, on_end=partial(self._take, share, sequences),
         )  # fmt: skip
 
-    def _cuts(self, share: Share) -> Iterator[tuple[_Part, int, int]]:
+    def _cuts(self, share: Share) -> Iterator[tuple[_PullPart, int, int]]:
         last = 0
         for part, n in zip(self._parts, share.counts, strict=True):
             first, last = last, last + n

@@ -16,7 +16,7 @@ from ringcomm.ps.client.rows.check_and_split_keys import Keys, Portion
 from ringcomm.ps.client.rows.pushes import RowPushes
 from ringcomm.ps.client.rows.split_calls_over_servers import KeyedRequest, RowCalls
 from ringcomm.ps.protocol.frame_meta import ENCODED_BODY, WANT_EXACT, Owners, PullMeta
-from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
+from ringcomm.ps.protocol.frames import INLINE_MAX, FrameKind
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -133,7 +133,7 @@ class RowPull:
         meta = PullMeta(len(own.keys), self._missing, n_out, place, self._session.snapshot)
         is_target = own.order is None and not (is_placed or self.is_encoded)
         request = Request(
-            Kind.PULL, server=own.server, table=self.calls.table, clock=self.clock,
+            FrameKind.PULL, server=own.server, table=self.calls.table, clock=self.clock,
             option=self._option, meta=meta.packed(), body=body,
             out=self.memory if is_target else None, on_reply=partial(self._take, own),
         )  # fmt: skip

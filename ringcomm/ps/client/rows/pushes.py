@@ -35,7 +35,7 @@ from ringcomm.ps.protocol.frame_meta import (
     Owners,
     PushMeta,
 )
-from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
+from ringcomm.ps.protocol.frames import INLINE_MAX, FrameKind
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -66,7 +66,7 @@ class RowContribution(NamedTuple):
     is_shared: bool
 
 
-class _Part(NamedTuple):
+class _PushPart(NamedTuple):
     """One server's part of a push: keys; rows in its body, or their place in shared memory."""
 
     portion: Portion
@@ -145,14 +145,14 @@ class RowPushes:
                     return []
             return [request(each, rows.dtype) for each in parts]
 
-        def request(part: _Part, dtype: str) -> KeyedRequest:
+        def request(part: _PushPart, dtype: str) -> KeyedRequest:
             own = part.portion
             clock = number if has_rounds else self._versions[own.server]
             meta = PushMeta(
                 push.weight, part.place, len(own.keys), dtype, flags | part.flags, hyper
             ).packed()
             return KeyedRequest(own, Request(
-                Kind.PUSH, server=own.server, table=self._table, clock=clock, meta=meta,
+                FrameKind.PUSH, server=own.server, table=self._table, clock=clock, meta=meta,
                 body=part.body, on_reply=replies.taking(next(places)),
             ))  # fmt: skip
 
@@ -167,18 +167,18 @@ class RowPushes:
             self._held = number
         return future
 
-    def _part(self, portion: Portion, rows: WireRows, push: RowContribution) -> _Part:
+    def _part(self, portion: Portion, rows: WireRows, push: RowContribution) -> _PushPart:
         n, order = len(portion.keys), portion.order
         is_near = push.is_shared and may_place(self._session, portion.server)
         if is_near and rows.nbytes(n) > INLINE_MAX and (memory := rows.plain) is not None:
             own, body, rest = staged(self._session, portion, 0 if order is None else 4 * n)
             if order is not None:
                 rest.view(np.uint32)[:] = order
-            return _Part(own, body, PLACED, self._client.link.place_of(memory))
+            return _PushPart(own, body, PLACED, self._client.link.place_of(memory))
         own, body, rest = staged(self._session, portion, rows.nbytes(n))
         if not rows.write(order, rest) and push.is_strict:
             raise not_finite(self._spec.name, rows.n)
-        return _Part(own, body)
+        return _PushPart(own, body)
 
     def release(self, factor: float, *, is_skip: bool, updater: Updater) -> Future[Pushed]:
         number, replies = self._held, PushReplies(is_sparse=True)
@@ -187,7 +187,7 @@ class RowPushes:
 
         def request(server: int) -> Request:
             return Request(
-                Kind.PUSH, server=server, table=self._table, clock=number, meta=meta,
+                FrameKind.PUSH, server=server, table=self._table, clock=number, meta=meta,
                 on_reply=replies.taking(server),
             )  # fmt: skip
 

@@ -46,7 +46,7 @@ Split = Callable[[Owners, list[KeyedRequest]], list[KeyedRequest]]
 
 
 @dataclass(eq=False)
-class _Call:
+class _RowCall:
     """A call that is under way, or waits.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Call:
     epoch: int = 0
 
 
-class Joined(NamedTuple):
+class JoinedRows(NamedTuple):
     """A call whose first requests are sent by who made it, in one with those to other tables.
 
     Attributes:
@@ -75,7 +75,7 @@ class Joined(NamedTuple):
     """
 
     number: int
-    call: _Call
+    call: _RowCall
     epoch: int
     owners: Owners
 
@@ -92,7 +92,7 @@ class RowCalls:
         self.table: int = created["number"]
         self._owners: Owners = np.array(created["owners"], np.uint32)
         self._order = RequestOrder(int(created["epochs"].get("0", 0)))
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _RowCall] = {}
         self._numbers = itertools.count(1)
         self._notices: list[int] = []  # epochs that servers wait to be confirmed
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ class RowCalls:
             if unsent is not None:
                 unsent()
             raise
-        call = _Call(split, future)
+        call = _RowCall(split, future)
         with self._lock:
             number = next(self._numbers)
             self._calls[number] = call
@@ -153,7 +153,7 @@ class RowCalls:
         self._client.flush(always=True)  # halves a sync step if there are more ranks than cores
         return future
 
-    def join(self, split: Split, future: Future[Any]) -> Joined | None:
+    def join(self, split: Split, future: Future[Any]) -> JoinedRows | None:
         """Put a call behind those before it, of which leave() or ended() is to be called next.
 
         Returns None if rows move: it must be made with begin().
@@ -161,10 +161,10 @@ class RowCalls:
         with self._lock:
             if not self._order.is_settled:
                 return None
-            number, call = next(self._numbers), _Call(split, future)
+            number, call = next(self._numbers), _RowCall(split, future)
             self._calls[number] = call
             self._order.add(number)
-            return Joined(number, call, self._order.epoch, self._owners)
+            return JoinedRows(number, call, self._order.epoch, self._owners)
 
     def leave(self, future: Future[Any]) -> None:
         """Forget the call with this future, if it has joined and nothing of it was sent."""
@@ -173,13 +173,13 @@ class RowCalls:
                 if call.future is future:
                     self._end(number, call)
 
-    def ended(self, joined: Joined) -> None:
+    def ended(self, joined: JoinedRows) -> None:
         with self._lock:
             joined.call.n_out -= 1
             if not joined.call.n_out:
                 self._end(joined.number, joined.call)
 
-    def expect(self, joined: Joined, request: KeyedRequest, sequence: int) -> None:
+    def expect(self, joined: JoinedRows, request: KeyedRequest, sequence: int) -> None:
         request.request.on_end = partial(self._on_end, joined.number, joined.call, request)
         self._outstanding.adopt(sequence, request.request, joined.call.future)
 
@@ -191,7 +191,7 @@ class RowCalls:
             self._notices.append(epoch)
             self._confirm_moves()
 
-    def _on_end(self, number: int, call: _Call, ended: KeyedRequest, reply: Delivery) -> None:
+    def _on_end(self, number: int, call: _RowCall, ended: KeyedRequest, reply: Delivery) -> None:
         with self._lock:
             call.n_out -= 1
             if reply.header.status == Status.WRONG_VIEW:
@@ -202,7 +202,7 @@ class RowCalls:
             if not call.n_out:
                 self._end(number, call)
 
-    def _end(self, number: int, call: _Call) -> None:
+    def _end(self, number: int, call: _RowCall) -> None:
         """Forget a call all of whose requests were answered, or send it again."""
         if call.returned:
             due = self._order.returned(number, call.epoch)
@@ -227,7 +227,7 @@ class RowCalls:
             call.future.expect(len(requests) - len(returned))
             self._send(number, call, requests)
 
-    def _send(self, number: int, call: _Call, requests: list[KeyedRequest]) -> None:
+    def _send(self, number: int, call: _RowCall, requests: list[KeyedRequest]) -> None:
         call.n_out, call.epoch = len(requests), 0
         for each in requests:
             each.request.epoch = self._order.epoch

@@ -9,7 +9,7 @@ Key: TypeAlias = tuple[int, int]  # of a unit: number of the table; partition, o
 Partition: TypeAlias = tuple[int, int]
 
 
-class Header(Protocol):
+class CoreHeader(Protocol):
     """The fixed part of a request, as far as decisions need it; see ringcomm.ps.protocol.frames."""
 
     @property
@@ -30,16 +30,16 @@ class Header(Protocol):
     def option(self) -> int: ...
 
 
-class Request(Protocol):
+class CoreRequest(Protocol):
     """A request of a client: to the core, a header and whatever else the server needs."""
 
     @property
     def source(self) -> int: ...
     @property
-    def header(self) -> Header: ...
+    def header(self) -> CoreHeader: ...
 
 
-class Contribution(NamedTuple):
+class RoundContribution(NamedTuple):
     """A push that waits for its round."""
 
     worker: int
@@ -132,7 +132,7 @@ class Hold(NamedTuple):
 
     key: Key
     number: int  # of rounds that will be over once this one is
-    contributions: Sequence[Contribution]
+    contributions: Sequence[RoundContribution]
 
 
 class End(NamedTuple):
@@ -140,7 +140,7 @@ class End(NamedTuple):
 
     key: Key
     number: int  # of rounds that are over then
-    contributions: Sequence[Contribution]  # none if their mean is held
+    contributions: Sequence[RoundContribution]  # none if their mean is held
     drops: bool = False  # the mean
     release: Any = None  # payload of the release, which says what the mean is multiplied by
 
@@ -149,7 +149,7 @@ class Late(NamedTuple):
     """Say that a contribution came too late."""
 
     key: Key
-    contribution: Contribution
+    contribution: RoundContribution
 
 
 class Released(NamedTuple):

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ringcomm.ps.placement.replacement_workers import Members, Newcomers, Present
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.placement.replacement_workers import Newcomers, Present, WorkerMembers
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import (
     Action,
@@ -41,9 +41,9 @@ from ringcomm.ps.server.core.departures import Departures
 from ringcomm.ps.server.core.migration_facade import Migration
 from ringcomm.ps.server.core.recovery_meetings import Recovery
 from ringcomm.ps.server.core.snapshot_moments import Moments
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import Unit
-from ringcomm.ps.server.core.worker_clocks_and_first_of_rounds import Progress
+from ringcomm.ps.server.core.worker_clocks_and_first_of_rounds import WorkerProgress
 
 
 # --- tables that are closed -----------------------------------------------------------------------
@@ -67,7 +67,7 @@ class ClosedTables:
     """
 
     def __init__(
-        self, tables: Mapping[int, Table], left: Collection[int], is_quiet: Callable[[], bool]
+        self, tables: Mapping[int, ServedTable], left: Collection[int], is_quiet: Callable[[], bool]
     ) -> None:
         self._tables, self._left, self._is_quiet = tables, left, is_quiet
         self.numbers: set[int] = set()
@@ -114,11 +114,11 @@ class Core:
         recovery: after the death of a server.
     """
 
-    def __init__(self, index: int, members: Callable[[], Members]) -> None:
+    def __init__(self, index: int, members: Callable[[], WorkerMembers]) -> None:
         self._index, self.newcomers = index, Newcomers()
         present = Present(members, self.newcomers)
         self._members: Callable[[], Present] = lambda: present
-        self.tables: dict[int, Table] = {}
+        self.tables: dict[int, ServedTable] = {}
         self._begin()
         self.recovery = Recovery(self._members, self.left)
         self._handlers[on.Met] = self.recovery.on_met
@@ -126,7 +126,9 @@ class Core:
     def _begin(self) -> None:
         index, members = self._index, self._members
         self.moments = Moments()
-        self.progress = Progress(index, members().workers, lambda: self.live_workers, self.tables)
+        self.progress = WorkerProgress(
+            index, members().workers, lambda: self.live_workers, self.tables
+        )
         self.clocks = self.progress.clocks
         self.migration = Migration(index, members, self.tables, self)
         self.departures = departures = Departures(
@@ -195,7 +197,7 @@ class Core:
         return self.migration.awaits_time
 
     # --- tables ---------------------------------------------------------------------------------
-    def add_table(self, table: Table) -> None:
+    def add_table(self, table: ServedTable) -> None:
         """Know a table; add_unit() follows for what this server has of it."""
         self.tables[table.number] = table
 
@@ -255,7 +257,7 @@ class Core:
             return []
         unit = table.units.get(key[1])
         if unit is None or request.header.view != epoch:
-            is_push = request.header.kind == Kind.PUSH
+            is_push = request.header.kind == FrameKind.PUSH
             if unit is not None and is_push and unit.came_before(request):
                 return unit.answer_again(request)
             return [Redirect(request)]

@@ -24,17 +24,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from ringcomm.ps.placement.replacement_workers import Beginning, Members, Newcomers
+from ringcomm.ps.placement.replacement_workers import Beginning, Newcomers, WorkerMembers
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Reply, Send
 from ringcomm.ps.server.core.migration_facade import Migration
 from ringcomm.ps.server.core.snapshot_moments import Moments
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import Unit
-from ringcomm.ps.server.core.worker_clocks_and_first_of_rounds import Progress
+from ringcomm.ps.server.core.worker_clocks_and_first_of_rounds import WorkerProgress
 
 
-class Units(Protocol):
+class DepartureUnits(Protocol):
     """The units of a server, and what follows for them."""
 
     def units(self) -> Iterator[Unit]: ...
@@ -65,13 +65,13 @@ class Departures:
 
     def __init__(
         self,
-        members: Callable[[], Members],
-        tables: Mapping[int, Table],
+        members: Callable[[], WorkerMembers],
+        tables: Mapping[int, ServedTable],
         *,
-        progress: Progress,
+        progress: WorkerProgress,
         moments: Moments,
         migration: Migration,
-        units: Units,
+        units: DepartureUnits,
         newcomers: Newcomers,
     ) -> None:
         self._members, self._tables, self._units = members, tables, units

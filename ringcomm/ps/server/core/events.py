@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
-from ringcomm.ps.server.core.actions import Key, Request
+from ringcomm.ps.server.core.actions import CoreRequest, Key
 
 
 # --- requests for a unit ------------------------------------------------------------------------
 class Arrived(NamedTuple):
     """A request for values has come, or comes again."""
 
-    request: Request
+    request: CoreRequest
     key: Key
     round_of: int | None = None  # the round that it contributes to; None: it does not
 
@@ -23,7 +23,7 @@ class Initialized(NamedTuple):
     """A push of the values that a table begins with, decoded."""
 
     key: Key
-    request: Request
+    request: CoreRequest
     payload: Any
 
 
@@ -31,7 +31,7 @@ class Assigned(NamedTuple):
     """A push of values, decoded."""
 
     key: Key
-    request: Request
+    request: CoreRequest
     payload: Any
 
 
@@ -39,7 +39,7 @@ class Pushed(NamedTuple):
     """A push of a gradient, decoded."""
 
     key: Key
-    request: Request
+    request: CoreRequest
     payload: Any
     is_held: bool = False
     lets_in: bool = False  # its worker was let into the round before
@@ -49,7 +49,7 @@ class Released(NamedTuple):
     """A request to end a round whose mean is held."""
 
     key: Key
-    request: Request
+    request: CoreRequest
     payload: Any
     drops: bool
 
@@ -58,14 +58,14 @@ class Read(NamedTuple):
     """A request for values as they are after enough updates."""
 
     key: Key
-    request: Request
+    request: CoreRequest
 
 
 class Decided(NamedTuple):
     """A worker reports whether its contribution to a round of FirstOf counts in a unit."""
 
     key: Key
-    request: Request
+    request: CoreRequest
     is_in: bool
 
 
@@ -79,39 +79,39 @@ class Loaded(NamedTuple):
 class Entered(NamedTuple):
     """A worker asks whether it is in a round of FirstOf; its table stands for all that share it."""
 
-    request: Request
+    request: CoreRequest
 
 
 class Joined(NamedTuple):
     """A table asks in which round it begins to share the rounds of another."""
 
-    request: Request
+    request: CoreRequest
     table: int
 
 
 class Ticked(NamedTuple):
     """A worker has completed as many steps as the clock of the request says."""
 
-    request: Request
+    request: CoreRequest
 
 
 class Awaited(NamedTuple):
     """A request waits until the slowest worker has completed so many steps."""
 
-    request: Request
+    request: CoreRequest
 
 
 class Stopped(NamedTuple):
     """A moment asks that rounds end no more."""
 
-    request: Request
+    request: CoreRequest
     number: int
 
 
 class Held(NamedTuple):
     """A moment asks for each unit, after so many rounds by table."""
 
-    request: Request
+    request: CoreRequest
     number: int
     rounds: Mapping[int, int]
 
@@ -119,7 +119,7 @@ class Held(NamedTuple):
 class MomentEnded(NamedTuple):
     """A moment is over, or a part of it."""
 
-    request: Request
+    request: CoreRequest
     number: int
     keeps_copies: bool = False
     lets_move: bool = False  # it is a pause, too, which is over
@@ -128,7 +128,7 @@ class MomentEnded(NamedTuple):
 class Paused(NamedTuple):
     """A moment asks that nothing moves."""
 
-    request: Request
+    request: CoreRequest
     number: int
     patience_s: float  # for so long it lets moves go first
 
@@ -136,13 +136,13 @@ class Paused(NamedTuple):
 class Settling(NamedTuple):
     """A request waits until nothing moves here."""
 
-    request: Request
+    request: CoreRequest
 
 
 class MovesAsked(NamedTuple):
     """A client asks for moves; or the leader itself, if there is no request."""
 
-    request: Request | None
+    request: CoreRequest | None
     moves: Sequence[Move]
     changes_places: bool = False  # partitions leave servers that have no place any more
 
@@ -158,14 +158,14 @@ class Noted(NamedTuple):
 class Closed(NamedTuple):
     """A client uses a table no more; it is answered once the table is gone. For the leader."""
 
-    request: Request
+    request: CoreRequest
     table: int
 
 
 class Met(NamedTuple):
     """A rank takes part in a recovery; for the leader."""
 
-    request: Request
+    request: CoreRequest
     meeting: int
     servers: Sequence[int]  # that live, as far as it knows
     content: Any  # what it has to say
@@ -174,20 +174,20 @@ class Met(NamedTuple):
 class Awaits(NamedTuple):
     """A rank stands by for the place of one that dies; for the leader."""
 
-    request: Request
+    request: CoreRequest
     evaluates: bool  # it may be an evaluator, too
 
 
 class Alone(NamedTuple):
     """A newcomer has nobody who says where it begins, for no worker lives."""
 
-    request: Request
+    request: CoreRequest
 
 
 class TookPlace(NamedTuple):
     """A newcomer has a place; beginning: of a worker."""
 
-    request: Request
+    request: CoreRequest
     newcomer: Newcomer
     beginning: Beginning | None
     beside: int  # the worker that stands still meanwhile; -1: none lives
@@ -197,7 +197,7 @@ class TookPlace(NamedTuple):
 class Retracted(NamedTuple):
     """A newcomer has no place after all."""
 
-    request: Request
+    request: CoreRequest
 
 
 class Died(NamedTuple):
@@ -208,7 +208,7 @@ class Left(NamedTuple):
     """A rank asks nothing more: it has left."""
 
     rank: int
-    request: Request | None = None
+    request: CoreRequest | None = None
     still_asks: bool = False  # it is a worker that only completes no more steps
 
 

@@ -31,16 +31,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from ringcomm.ps.placement.replacement_workers import Members
+from ringcomm.ps.placement.replacement_workers import WorkerMembers
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.actions import Action, Close, Key, Notify, Open, Reply, Request
+from ringcomm.ps.server.core.actions import Action, Close, CoreRequest, Key, Notify, Open, Reply
 from ringcomm.ps.server.core.migration_leader import Leader
 from ringcomm.ps.server.core.migration_participant import Participant
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import Unit
 
 
-class Units(Protocol):
+class MovableUnits(Protocol):
     """More that the core knows of units."""
 
     def clients(self) -> list[int]: ...
@@ -63,12 +63,12 @@ class Migration:
     def __init__(
         self,
         index: int,
-        members: Callable[[], Members],
-        tables: Mapping[int, Table],
-        units: Units,
+        members: Callable[[], WorkerMembers],
+        tables: Mapping[int, ServedTable],
+        units: MovableUnits,
     ) -> None:
         self._index, self._members, self._tables, self._units = index, members, tables, units
-        self._settling: list[Request] = []
+        self._settling: list[CoreRequest] = []
         self._leader = Leader(lambda: members().server_numbers, units.clients, tables)
         self._participant = Participant(index, lambda: members().leader, tables)
         self.keeps = self._participant.keeps

@@ -12,7 +12,7 @@ from typing import Any
 
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.server.core.actions import Action, Grant, Key, Notify, Reply, Send
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.snapshot_numbers_and_phases import owner_of
 
 AT_ONCE = 64  # partitions of a hash table in one migration: it stands still until they are there
@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 
 @dataclass
-class _Batch:
+class _MoveBatch:
     """Moves that a client asked for; None: the leader itself."""
 
     request: Any | None
@@ -35,8 +35,8 @@ class _Batch:
 class _Migration:
     """The migration under way: its batch, its unit, and which servers have yet to answer."""
 
-    batch: _Batch
-    table: Table
+    batch: _MoveBatch
+    table: ServedTable
     key: Key
     moves: list[Move]
     epoch: int
@@ -77,10 +77,10 @@ class Leader:
         self,
         servers: Callable[[], Collection[int]],
         clients: Callable[[], Sequence[int]],
-        tables: Mapping[int, Table],
+        tables: Mapping[int, ServedTable],
     ) -> None:
         self._servers, self._clients, self._tables = servers, clients, tables
-        self._batches: deque[_Batch] = deque()
+        self._batches: deque[_MoveBatch] = deque()
         self._current: _Migration | None = None
         self.epoch = 0
         self._pauses: set[int] = set()
@@ -90,7 +90,7 @@ class Leader:
         self, request: Any, moves: Iterable[Move], *, changes_places: bool = False
     ) -> list[Action]:
         """Take moves that are asked for. Raises ValueError if one is impossible."""
-        batch = _Batch(request, deque(moves), changes_places)
+        batch = _MoveBatch(request, deque(moves), changes_places)
         for move in batch.moves:
             table = self._tables.get(move.partition[0])
             is_there = table is not None and 0 <= move.partition[1] < len(table.owners)
@@ -160,7 +160,7 @@ class Leader:
             actions += self._start(batch, self._tables[batch.moves[0].partition[0]])
         return actions
 
-    def _start(self, batch: _Batch, table: Table) -> list[Action]:
+    def _start(self, batch: _MoveBatch, table: ServedTable) -> list[Action]:
         """Begin the next moves of a batch that can share a view."""
         moves: dict[int, Move] = {}
         while batch.moves and batch.moves[0].partition[0] == table.number:

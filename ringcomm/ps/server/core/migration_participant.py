@@ -23,7 +23,7 @@ from ringcomm.ps.server.core.actions import (
     Settled,
 )
 from ringcomm.ps.server.core.rounds import Rounds
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import Unit
 
 _MOVE = 0  # in whose name rounds stop; moments have higher numbers
@@ -67,7 +67,9 @@ class Participant:
         tables: by number.
     """
 
-    def __init__(self, index: int, leader: Callable[[], int], tables: Mapping[int, Table]) -> None:
+    def __init__(
+        self, index: int, leader: Callable[[], int], tables: Mapping[int, ServedTable]
+    ) -> None:
         self._index, self._leader, self._tables = index, leader, tables
         self._frozen: dict[Key, _Frozen] = {}
         self._giving: dict[Key, _Giving] = {}

@@ -17,16 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
-from ringcomm.ps.placement.replacement_workers import Members
-from ringcomm.ps.protocol.frames import RECOVERING, Meeting
+from ringcomm.ps.placement.replacement_workers import WorkerMembers
+from ringcomm.ps.protocol.frames import RECOVERING, MeetingOption
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.actions import Action, Describe, Reopen, Reply, Request
+from ringcomm.ps.server.core.actions import Action, CoreRequest, Describe, Reopen, Reply
 
-_OF_WORKERS: Final = (Meeting.BEGIN, Meeting.DONE)
+_OF_WORKERS: Final = (MeetingOption.BEGIN, MeetingOption.DONE)
 
 
 class _Met(NamedTuple):
-    request: Request
+    request: CoreRequest
     servers: tuple[int, ...]
     content: Any
 
@@ -42,9 +42,9 @@ class Recovery:
         n_waiting: requests that wait.
     """
 
-    def __init__(self, members: Callable[[], Members], left: Collection[int]) -> None:
+    def __init__(self, members: Callable[[], WorkerMembers], left: Collection[int]) -> None:
         self._members, self._left = members, left
-        self._met: dict[int, dict[int, _Met]] = {each: {} for each in Meeting}
+        self._met: dict[int, dict[int, _Met]] = {each: {} for each in MeetingOption}
         self.n_waiting = 0
         self._recovered: tuple[int, ...] = ()  # the servers with which the last one was done
         self._said: Any = None  # by the chief of that one
@@ -55,7 +55,7 @@ class Recovery:
     @property
     def following(self) -> set[int]:
         """The ranks that wait for others to recover; a newcomer that has not begun does."""
-        return {*self._met[Meeting.FOLLOW]}
+        return {*self._met[MeetingOption.FOLLOW]}
 
     def state(self) -> tuple[tuple[int, ...], Any]:
         """Return what the last recovery was, as load() takes it; no request waits."""
@@ -98,17 +98,17 @@ class Recovery:
             if workers <= met.keys() and all(self._agrees(met[rank]) for rank in workers):
                 actions += self._end(meeting, met)
         if self._recovered == tuple(self._members().server_numbers):
-            following = self._met[Meeting.FOLLOW]
+            following = self._met[MeetingOption.FOLLOW]
             actions += [
                 Describe(each.request, each.content, self._said) for each in following.values()
             ]
             following.clear()
         return actions
 
-    def _end(self, meeting: Meeting, met: dict[int, _Met]) -> list[Action]:
+    def _end(self, meeting: MeetingOption, met: dict[int, _Met]) -> list[Action]:
         came = [met[rank] for rank in sorted(met)]
         met.clear()
-        if meeting == Meeting.BEGIN:
+        if meeting == MeetingOption.BEGIN:
             self._recovered = ()
             requests = [each.request for each in came]
             if not came[0].content["found"]:

@@ -7,7 +7,15 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ringcomm.ps.server.core.actions import Action, Contribution, End, Hold, Key, Late, Released
+from ringcomm.ps.server.core.actions import (
+    Action,
+    End,
+    Hold,
+    Key,
+    Late,
+    Released,
+    RoundContribution,
+)
 
 _KEPT: Final = 4096  # rounds of a worker that may not be over in all blocks
 
@@ -56,7 +64,7 @@ class Rounds:
         self._coming: dict[int, int] = {}  # workers that join: from this round on
         self._began: dict[int, int] = {}  # those that have come, too
         self._first_of = first_of
-        self._came: defaultdict[int, dict[int, Contribution]] = defaultdict(dict)
+        self._came: defaultdict[int, dict[int, RoundContribution]] = defaultdict(dict)
         self._let_in: defaultdict[int, set[int]] = defaultdict(set)
         self._held: frozenset[int] | None = None  # workers whose mean waits for a release
         self._releases: list[Release] = []
@@ -66,7 +74,7 @@ class Rounds:
         self.current = 0
 
     def contribute(
-        self, number: int, contribution: Contribution, *, lets_in: bool = False
+        self, number: int, contribution: RoundContribution, *, lets_in: bool = False
     ) -> list[Action]:
         """Take a contribution to a round; lets_in: its worker was let into that round before."""
         if number < self.current or (number == self.current and self._held is not None):
@@ -193,7 +201,7 @@ class Rounds:
             self._releases = [each for each in self._releases if each.number >= self.current]
             actions += [Released(self._key, each.request) for each in over]
 
-    def _complete(self) -> list[Contribution] | None:
+    def _complete(self) -> list[RoundContribution] | None:
         """Return the contributions to the current round, in worker order; None: some are missing.
 
         Worker order makes the sum the same whatever the order of arrival.
@@ -240,7 +248,7 @@ class Rounds:
         n_in = len(self._let_in.get(self.current, ()))
         return f"round {number}, {n_in} of {self._first_of} in", absent
 
-    def _take(self, came: Iterable[Contribution]) -> None:
+    def _take(self, came: Iterable[RoundContribution]) -> None:
         """Forget these; contributions of workers that are not in the round stay for decide()."""
         waiting = self._came[self.current]
         for each in came:
@@ -260,7 +268,7 @@ class Rounds:
         """Number of rounds that are over, and whether the next mean is held."""
         return self.current, self._held is not None
 
-    def pending(self) -> list[Contribution]:
+    def pending(self) -> list[RoundContribution]:
         return [came[worker] for _, came in sorted(self._came.items()) for worker in sorted(came)]
 
     def requests(self) -> list[Any]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ringcomm.ps.server.core.actions import Key, Request
+from ringcomm.ps.server.core.actions import CoreRequest, Key
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.update_modes import Mode
 
 
 @dataclass
-class Table:
+class ServedTable:
     """A table: the owners of its partitions, and the units that this server has.
 
     Attributes:
@@ -34,7 +34,7 @@ class Table:
     epochs: dict[int, int] = field(default_factory=dict)
     units: dict[int, Unit] = field(default_factory=dict)
     openers: set[int] = field(default_factory=set)
-    closing: list[Request] = field(default_factory=list)
+    closing: list[CoreRequest] = field(default_factory=list)
     without: dict[int, set[int]] = field(default_factory=dict)
 
     def key_of(self, partition: int) -> Key:

@@ -24,10 +24,10 @@ from ringcomm.ps.server.core.actions import (
     Acknowledge,
     Action,
     Apply,
-    Contribution,
+    CoreRequest,
     Key,
-    Request,
     Retry,
+    RoundContribution,
     Serve,
     Write,
 )
@@ -37,7 +37,7 @@ from ringcomm.ps.update_modes import Mode
 
 # --- requests that wait ---------------------------------------------------------------------------
 @dataclass(order=True, slots=True)
-class _Waiting:
+class _WaitingRead:
     wanted: float
     number: int  # ascends with the time of arrival: of equals the first goes first
     then: Retry | Serve = field(compare=False)
@@ -47,7 +47,7 @@ class Waiting:
     """The waiting requests of one unit. due() looks at those that it returns, and at one more."""
 
     def __init__(self) -> None:
-        self._heap: list[_Waiting] = []
+        self._heap: list[_WaitingRead] = []
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Waiting:
 
     def add(self, wanted: float, then: Retry | Serve) -> None:
         """Keep what is to be done once due() is called with at least `wanted`."""
-        heapq.heappush(self._heap, _Waiting(wanted, next(self._numbers), then))
+        heapq.heappush(self._heap, _WaitingRead(wanted, next(self._numbers), then))
 
     def due(self, progress: float) -> list[Retry | Serve]:
         due = []
@@ -151,11 +151,11 @@ class Unit:
         self.fence: dict[int, int] = {}
 
     # --- pushes ---------------------------------------------------------------------------------
-    def came_before(self, request: Request) -> bool:
+    def came_before(self, request: CoreRequest) -> bool:
         header = request.header
         return header.sequence <= self.applied.last_of(header.origin)
 
-    def answer_again(self, request: Request) -> list[Action]:
+    def answer_again(self, request: CoreRequest) -> list[Action]:
         """Answer a request that came before; one whose answer is to come gets no other."""
         header = request.header
         name = header.origin, header.sequence
@@ -164,7 +164,7 @@ class Unit:
             return []
         return [Acknowledge(self.key, request)]
 
-    def begin(self, request: Request) -> list[Action] | None:
+    def begin(self, request: CoreRequest) -> list[Action] | None:
         """Take note of a push that is carried out now; else return what happens instead."""
         if not self.is_ready:  # the chief's values would undo it
             self.waiting.add(0, Retry(request))
@@ -175,19 +175,19 @@ class Unit:
         self.applied.note_last(header.origin, header.sequence)
         return None
 
-    def initialize(self, request: Request, payload: Any) -> list[Action]:
+    def initialize(self, request: CoreRequest, payload: Any) -> list[Action]:
         first = not self.is_ready  # one that comes again writes nothing. It is not taken note of:
         # what this rank has pushed before it became the chief waits for it, and is yet to come.
         self.is_ready = True
         return [Write(self.key, request, payload if first else None)]
 
-    def assign(self, request: Request, payload: Any) -> list[Action]:
+    def assign(self, request: CoreRequest, payload: Any) -> list[Action]:
         """Replace values; that is no part of a round."""
         refused = self.begin(request)
         return [Write(self.key, request, payload)] if refused is None else refused
 
     def push(
-        self, request: Request, payload: Any, *, is_held: bool = False, lets_in: bool = False
+        self, request: CoreRequest, payload: Any, *, is_held: bool = False, lets_in: bool = False
     ) -> list[Action]:
         """Carry out a gradient, or keep it for its round; see Rounds.contribute()."""
         refused = self.begin(request)
@@ -196,10 +196,10 @@ class Unit:
         if self.rounds is None:
             return [Apply(self.key, request, payload)]
         header = request.header
-        contribution = Contribution(header.origin, request, payload, is_held)
+        contribution = RoundContribution(header.origin, request, payload, is_held)
         return self.rounds.contribute(header.clock, contribution, lets_in=lets_in)
 
-    def release(self, request: Request, payload: Any, *, drops: bool) -> list[Action]:
+    def release(self, request: CoreRequest, payload: Any, *, drops: bool) -> list[Action]:
         """End the round whose mean is held."""
         refused = self.begin(request)
         if refused is not None:
@@ -218,7 +218,7 @@ class Unit:
             return math.inf
         return -1 if self.stands_still else clocks.slowest_with(self.fence)
 
-    def read(self, request: Request, clocks: Clocks) -> list[Action]:
+    def read(self, request: CoreRequest, clocks: Clocks) -> list[Action]:
         """Serve a read once enough is in the values: rounds, or steps of the slowest worker."""
         clock = request.header.clock
         if self.has_enough(clock, clocks):

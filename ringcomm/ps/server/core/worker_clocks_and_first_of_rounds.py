@@ -17,12 +17,12 @@ from typing import Any
 
 from ringcomm.ps.protocol.frames import CLOSING
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.actions import Action, Reply, Request
+from ringcomm.ps.server.core.actions import Action, CoreRequest, Reply
 from ringcomm.ps.server.core.rounds import Clocks, Entries
-from ringcomm.ps.server.core.table_owners_and_units import Table
+from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 
 
-class Progress:
+class WorkerProgress:
     """The workers' clocks, and the requests that wait for a clock.
 
     Args:
@@ -38,13 +38,13 @@ class Progress:
 
     def __init__(
         self, index: int, workers: Iterable[int], live_workers: Callable[[], Iterable[int]],
-        tables: Mapping[int, Table],
+        tables: Mapping[int, ServedTable],
     ) -> None:  # fmt: skip
         self._index, self._live_workers, self._tables = index, live_workers, tables
         self._began: dict[int, Mapping[int, int]] = {}  # workers that joined: rounds, by table
         self.clocks = Clocks(workers)
         self._entries: dict[int, Entries] = {}  # by the table that stands for all that share them
-        self._awaiting: list[tuple[float, Request]] = []  # steps of the slowest worker
+        self._awaiting: list[tuple[float, CoreRequest]] = []  # steps of the slowest worker
         self.handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
             on.Entered: self._on_entered,
             on.Joined: self._on_joined,
@@ -56,7 +56,7 @@ class Progress:
     def n_waiting(self) -> int:
         return len(self._awaiting)
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[CoreRequest]:
         return [request for _, request in self._awaiting]
 
     def state(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 @dataclass
-class Traffic:
+class BlockTraffic:
     """Counts of what a partition has done.
 
     Attributes:
@@ -40,7 +40,7 @@ class Traffic:
     staleness: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of_json(cls, content: dict[str, Any]) -> Traffic:
+    def of_json(cls, content: dict[str, Any]) -> BlockTraffic:
         """Return what asdict() was, before JSON made texts of keys."""
         staleness = {int(missed): n for missed, n in content["staleness"].items()}
         return cls(**{**content, "staleness": staleness})
@@ -76,7 +76,7 @@ class Block:
         self._block = _core.DenseBlock(self.memory, count, DTYPES[dtype.name].kernel, 0)
         self._slots: list[Array] = []
         self.slots = updater.new_slots((count,), dtype)
-        self.counts = Traffic()
+        self.counts = BlockTraffic()
         self._is_ready = self._may_ack = self._may_read = False
 
     @property
@@ -157,7 +157,7 @@ class Block:
             self.note_last(rank, max(self.last_of(rank), sequence))
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> BlockTraffic:
         pushes, nbytes, pulls, seconds, staleness = self._block.take_traffic()
         counts = self.counts
         counts.pushes += pushes

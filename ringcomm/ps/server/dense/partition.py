@@ -15,7 +15,7 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.ps.compression import pull_codec
 from ringcomm.ps.optim import from_json
-from ringcomm.ps.partition_state import State, slots_by_element
+from ringcomm.ps.partition_state import PartitionState, slots_by_element
 from ringcomm.ps.protocol.frame_meta import ABSENT, ASSIGN, ENCODED, INITIAL, SKIP, PushMeta
 from ringcomm.ps.segments_with_or_without_gradient import Mask, Segments, taken
 from ringcomm.ps.server.dense.block import Block
@@ -321,12 +321,12 @@ class DensePartition(Block):
         return {**asdict(self.traffic), "elements": self.count}
 
     # --- as data --------------------------------------------------------------------------------
-    def state(self) -> State:
+    def state(self) -> PartitionState:
         """Return a copy of all there is to it, but for contributions to rounds."""
         slots = {f"slot{k}": slot.copy() for k, slot in enumerate(self.slots)}
         more = {} if self.segments is None else self.segments.arrays()
         meta = {"start": self.start, "stop": self.stop, "steps": self.steps}
-        return State(meta, {"values": self.values.copy(), **slots, **more})
+        return PartitionState(meta, {"values": self.values.copy(), **slots, **more})
 
     def held_arrays(self) -> dict[str, Array]:
         arrays: dict[str, Array | None] = {}
@@ -338,7 +338,7 @@ class DensePartition(Block):
         held = {name: array.copy() for name, array in arrays.items() if name.startswith("held")}
         self.held = Mean(held.get("held"), held.get("held_present"))
 
-    def load(self, state: State) -> None:
+    def load(self, state: PartitionState) -> None:
         """Become what another slice of these bounds was; rounds stay."""
         arrays = state.arrays
         self._block.write(np.ascontiguousarray(arrays["values"], self.dtype))
@@ -350,7 +350,7 @@ class DensePartition(Block):
             self.segments.load(taken(arrays), self.steps, scalars)
         self.is_ready = True
 
-    def load_values(self, state: State) -> None:
+    def load_values(self, state: PartitionState) -> None:
         """Take values alone, as a table begins with them, where there are some; the rest stays."""
         whole, n_filled = self.values.copy(), 0
         for start, stop in state.meta["filled"]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ringcomm.ps.partition_state import State
+from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.protocol.block_state_body import joined, split
 from ringcomm.ps.protocol.frame_meta import (
     ASSIGN,
@@ -162,4 +162,4 @@ def _load(part: DensePartition, meta: bytes, body: Bytes) -> None:
     sizes = [part.count, *(len(slot) for slot in part.slots)]
     (values, *slots), segments = split(body, sizes, part.dtype, part.spec.name)
     arrays = {"values": values, **{f"slot{k}": slot for k, slot in enumerate(slots)}}
-    part.load(State({"steps": json.loads(meta)["steps"]}, {**arrays, **segments}))
+    part.load(PartitionState({"steps": json.loads(meta)["steps"]}, {**arrays, **segments}))

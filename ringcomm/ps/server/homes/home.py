@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.protocol.frames import Copy, Header, Kind
+from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.homes.records import Entry, entry_of, send_drop, send_record, send_report
 from ringcomm.ps.server.homes.replication import Came, Log
@@ -45,7 +45,7 @@ class Home:
     Attributes:
         number, is_primary, follower, is_whole: see above.
         on_copied: called when there are two copies again.
-        n_places_said: frames of Copy.PLACES that are not carried out yet.
+        n_places_said: frames of CopyOption.PLACES that are not carried out yet.
         why_not: why it cannot be a copy; empty: it can.
         server: what this copy has, and decides.
     """
@@ -77,12 +77,12 @@ class Home:
         self.server.n_copies = 1 if follower is None else 2
         self._log: Log[Entry] = Log(self._pushes, has_follower=follower is not None)
         self._between_copies: dict[int, Callable[[Delivery], None]] = {
-            Copy.FOLLOW: self._follow,
-            Copy.PUSH: self._follow,
-            Copy.DONE: self._on_done,
-            Copy.PIECE: self._load,
-            Copy.LOADED: self._on_loaded,
-            Copy.DROP: self._on_drop,
+            CopyOption.FOLLOW: self._follow,
+            CopyOption.PUSH: self._follow,
+            CopyOption.DONE: self._on_done,
+            CopyOption.PIECE: self._load,
+            CopyOption.LOADED: self._on_loaded,
+            CopyOption.DROP: self._on_drop,
         }
         if is_primary:
             self._pushes.lead(follower)
@@ -105,7 +105,7 @@ class Home:
     def on_frame(self, delivery: Delivery) -> None:
         """Take a frame for this home: a request, or a message of a home; of the other copy."""
         header = delivery.header
-        if header.kind == Kind.RECORD and header.option in self._between_copies:
+        if header.kind == FrameKind.RECORD and header.option in self._between_copies:
             self._between_copies[header.option](delivery)
         elif self.is_primary:
             self._take(delivery)
@@ -122,7 +122,7 @@ class Home:
             delivery = Delivery(header.origin, header, delivery.meta, delivery.body)
             if not self._home_link.is_new(header):
                 return
-        elif header.sequence and header.kind != Kind.RECORD and not is_read(header):
+        elif header.sequence and header.kind != FrameKind.RECORD and not is_read(header):
             came = self._home_link.answers.came(delivery.source, header.sequence)
             if came == Came.ANSWERED:
                 self._home_link.answer_again(delivery.source, header.sequence)
@@ -144,9 +144,9 @@ class Home:
             send_record(self._link, self.number, self.follower, self._log.add(entry), entry)
             self._settle()
 
-    def say(self, option: Copy, clock: int = 0, meta: bytes = b"") -> None:
+    def say(self, option: CopyOption, clock: int = 0, meta: bytes = b"") -> None:
         """Tell both copies something that no frame says."""
-        header = Header(Kind.RECORD, option=option, clock=clock)
+        header = FrameHeader(FrameKind.RECORD, option=option, clock=clock)
         address = self._layout.servers[self.number]
         self._enter(self._entry(Delivery(address, header, meta, NO_BODY)))
 
@@ -154,7 +154,7 @@ class Home:
         self.server.store.settle()
         if self.is_primary:
             if self.server.core.awaits_time and not len(self._log) and self._sending is None:
-                self.say(Copy.TIME)
+                self.say(CopyOption.TIME)
             self.server.show()
 
     def _entry(self, delivery: Delivery) -> Entry:
@@ -261,7 +261,7 @@ class Home:
 
     # --- the follower ---------------------------------------------------------------------------
     def _follow(self, record: Delivery) -> None:
-        if record.header.option == Copy.PUSH:
+        if record.header.option == CopyOption.PUSH:
             self._pushes.repeat(record.meta, record.body)
             send_report(self._link, self.number, record, self._home_link.outcome)
             return
@@ -269,7 +269,7 @@ class Home:
         source, header = entry.delivery.source, entry.delivery.header
         if is_letter(header):
             self._home_link.letters.is_new(self._layout.number_of(source), header.letter)
-        elif header.sequence and header.kind != Kind.RECORD:
+        elif header.sequence and header.kind != FrameKind.RECORD:
             self._home_link.answers.came(source, header.sequence)
         self._do(entry)
         send_report(self._link, self.number, record, self._home_link.outcome)
@@ -298,24 +298,24 @@ class Home:
         delivery, header, link = entry.delivery, entry.delivery.header, self._home_link
         self._clock.monotonic_s = max(self._clock.monotonic_s, entry.at_s)
         self._clock.time_s = entry.time_s
-        if header.kind != Kind.RECORD:
+        if header.kind != FrameKind.RECORD:
             self.server.on_request(delivery)
-            if header.kind == Kind.RESTORE:
+            if header.kind == FrameKind.RESTORE:
                 link.note_outcome(self.server.store.has_restored)
             if is_letter(header):
                 link.carried_out_letter(self._layout.number_of(delivery.source), header.letter)
-        elif header.option == Copy.DIED:
+        elif header.option == CopyOption.DIED:
             link.answers.forget(header.clock)
             self.server.on_death(header.clock)
-        elif header.option == Copy.LOST:
+        elif header.option == CopyOption.LOST:
             link.letters.forget(header.clock)
             self.server.on_loss(header.clock)
-        elif header.option == Copy.TIME:
+        elif header.option == CopyOption.TIME:
             self.server.let_time_pass()
-        elif header.option == Copy.PLACES:
+        elif header.option == CopyOption.PLACES:
             self.n_places_said = max(0, self.n_places_said - 1)
             self.server.change_places(None, json.loads(delivery.meta))
-        elif header.option == Copy.NAME:
+        elif header.option == CopyOption.NAME:
             self.server.job = delivery.meta.decode()
         else:
             link.letters.confirm(self._layout.number_of(header.origin), header.clock)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ringcomm.ps.placement.active_and_spare_servers import next_swap
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Copy, Header, Kind
+from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind
 from ringcomm.ps.server.busy_time import OwnTime
 from ringcomm.ps.server.homes.home import Home
 
@@ -77,7 +77,7 @@ class Homes:
             )
             for number in (index, before)
         }  # fmt: skip
-        homes[index].say(Copy.NAME, meta=homes[index].server.job.encode())
+        homes[index].say(CopyOption.NAME, meta=homes[index].server.job.encode())
         return homes
 
     @property
@@ -119,7 +119,7 @@ class Homes:
             _log.warning("ps: server %d, a spare, takes the place of server %d", swap[1], swap[0])
         if swap is not None or catalog.displaced(hosts):
             home.n_places_said += 1
-            home.say(Copy.PLACES, meta=packed_json({"swap": swap, "hosts": [*hosts.items()]}))
+            home.say(CopyOption.PLACES, meta=packed_json({"swap": swap, "hosts": [*hosts.items()]}))
 
     def _are_copied(self, hosts: Mapping[int, int]) -> bool:
         """Return True if there are two copies of all homes, as their servers have said.
@@ -146,7 +146,7 @@ class Homes:
         copied = [home.number for home in run if home.server.n_copies > 1]
         meta = packed_json({"runs": [home.number for home in run], "copied": copied})
         for each in {*self._layout.ranks} - self._dead:
-            self._link.send(each, Header(Kind.HOMES, clock=dead), meta)
+            self._link.send(each, FrameHeader(FrameKind.HOMES, clock=dead), meta)
 
     def _restore_copies(self) -> None:
         """Give each home that this server runs a copy on another server, if one lives."""
@@ -158,7 +158,11 @@ class Homes:
     def on_request(self, delivery: Delivery) -> None:
         header = delivery.header
         number = header.status - 1 if header.status else self.index
-        if header.kind == Kind.RECORD and header.option == Copy.PIECE and header.sequence == 1:
+        if (
+            header.kind == FrameKind.RECORD
+            and header.option == CopyOption.PIECE
+            and header.sequence == 1
+        ):
             self._homes[number] = Home(
                 number, self._layout, self._link, partial(self._make_server, number),
                 self._make_pushes(number), is_primary=False, follower=None, is_whole=False,
@@ -176,7 +180,7 @@ class Homes:
         if rank not in layout.servers:
             for home in homes:
                 if home.is_primary:
-                    home.say(Copy.DIED, rank)
+                    home.say(CopyOption.DIED, rank)
             return
         for home in [*homes]:
             if home.is_primary and home.follower == rank:
@@ -188,9 +192,9 @@ class Homes:
                     continue
                 home.promote()
                 for client in self._dead - {*layout.servers}:
-                    home.say(Copy.DIED, client)
+                    home.say(CopyOption.DIED, client)
                 for lost in layout.lost:
-                    home.say(Copy.LOST, lost)
+                    home.say(CopyOption.LOST, lost)
         for home in homes:
             home.on_copied = partial(self._say_homes, rank)
         self._say_homes(rank)
@@ -199,7 +203,7 @@ class Homes:
         """Go on without a home of which no copy is left, until all recover."""
         for home in self._homes.values():
             if home.is_primary:
-                home.say(Copy.LOST, number)
+                home.say(CopyOption.LOST, number)
 
     def _drop(self, home: Home) -> None:
         del self._homes[home.number]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from ringcomm.ps.protocol.frames import (
     HEADER_NBYTES,
-    Copy,
-    Header,
-    Kind,
+    CopyOption,
+    FrameHeader,
+    FrameKind,
     Where,
     header_of,
     packed,
@@ -52,7 +52,9 @@ def send_record(link: Link, home: int, follower: int, index: int, entry: Entry) 
         body = body if index or inner.where != Where.SHARED else body.copy()
         inner = inner._replace(where=Where.NONE)
     at = AT.pack(delivery.source, entry.at_s, entry.time_s)
-    header = Header(Kind.RECORD, status=home + 1, option=Copy.FOLLOW, sequence=index)
+    header = FrameHeader(
+        FrameKind.RECORD, status=home + 1, option=CopyOption.FOLLOW, sequence=index
+    )
     link.send(follower, header, at + packed(inner) + delivery.meta, body)
 
 
@@ -69,12 +71,12 @@ def send_report(link: Link, home: int, record: Delivery, outcome: int) -> None:
     """Tell the primary that all up to a record is done, and how that went."""
     if not record.header.sequence:  # it does not wait for that
         return
-    header = Header(
-        Kind.RECORD, status=home + 1, option=Copy.DONE, sequence=record.header.sequence,
+    header = FrameHeader(
+        FrameKind.RECORD, status=home + 1, option=CopyOption.DONE, sequence=record.header.sequence,
         place=outcome,
     )  # fmt: skip
     link.send(record.source, header)
 
 
 def send_drop(link: Link, home: int, follower: int) -> None:
-    link.send(follower, Header(Kind.RECORD, status=home + 1, option=Copy.DROP))
+    link.send(follower, FrameHeader(FrameKind.RECORD, status=home + 1, option=CopyOption.DROP))

@@ -53,7 +53,7 @@ KEPT: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept(Generic[T]):
+class _KeptReply(Generic[T]):
     last: int  # the number of the last change up to here
     entry: T
 
@@ -85,7 +85,7 @@ class Log(Generic[T]):
     def __init__(self, numbers: Numbers, *, has_follower: bool) -> None:
         self.has_follower = has_follower
         self._numbers = numbers
-        self._kept: deque[_Kept[T]] = deque()
+        self._kept: deque[_KeptReply[T]] = deque()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -97,14 +97,14 @@ class Log(Generic[T]):
     def add(self, entry: T) -> int:
         """Keep a change; return its index, with which it is sent to the follower."""
         number = self._numbers.next()
-        self._kept.append(_Kept(number, entry))
+        self._kept.append(_KeptReply(number, entry))
         return number
 
     def add_read(self, entry: T) -> bool:
         """Return True if a read may be carried out at once; else keep it."""
         if self.is_quiet:
             return True
-        self._kept.append(_Kept(self._numbers.last, entry))
+        self._kept.append(_KeptReply(self._numbers.last, entry))
         return False
 
     def done(self, index: int) -> Iterator[T]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from ringcomm.ps.protocol.frames import Copy, Header, Kind, Status, Step
+from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.server.homes.replication import Answers, Letters
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ NO_BODY: Final = np.empty(0, np.uint8)
 class Sent(NamedTuple):
     """A frame, to send it again."""
 
-    header: Header
+    header: FrameHeader
     meta: bytes
     body: Bytes
 
@@ -57,7 +57,9 @@ class HomeLink:
         self.letters: Letters[Sent] = Letters()
         self.outcome = 0
 
-    def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = NO_BODY) -> None:
+    def send(
+        self, dest: int, header: FrameHeader, meta: bytes = b"", body: Bytes = NO_BODY
+    ) -> None:
         sent = Sent(header, meta, body)
         if dest in self._layout.servers:
             home = self._layout.number_of(dest)
@@ -66,9 +68,9 @@ class HomeLink:
             if self.is_primary:
                 self._post(home, number, sent)
             return
-        if header.kind == Kind.REPLY and header.status == Status.WRONG_VIEW:
+        if header.kind == FrameKind.REPLY and header.status == Status.WRONG_VIEW:
             self.answers.give_back(dest, header.sequence)
-        elif header.kind == Kind.REPLY:
+        elif header.kind == FrameKind.REPLY:
             is_of_change = self.answers.note(dest, header.sequence, sent)
             if is_of_change and header.table:  # others are about files, which one copy touches
                 self.note_outcome(header.status)
@@ -90,7 +92,7 @@ class HomeLink:
         header = sent.header._replace(status=home + 1, letter=number)
         self._link.send(self._layout.rank_of(home), header, sent.meta, sent.body)
 
-    def is_new(self, header: Header) -> bool:
+    def is_new(self, header: FrameHeader) -> bool:
         """Take note of a message of a home that comes to the primary; return False if it came."""
         home = self._layout.number_of(header.origin)
         if self.letters.is_new(home, header.letter):
@@ -105,8 +107,8 @@ class HomeLink:
 
     def _confirm(self, home: int, number: int) -> None:
         if self.is_primary:
-            header = Header(
-                Kind.RECORD, status=home + 1, option=Copy.CONFIRM, clock=number,
+            header = FrameHeader(
+                FrameKind.RECORD, status=home + 1, option=CopyOption.CONFIRM, clock=number,
                 origin=self._layout.servers[self._home],
             )  # fmt: skip
             self._link.send(self._layout.rank_of(home), header)
@@ -147,6 +149,8 @@ class HomeLink:
         return self._link.n_queued
 
 
-def is_letter(header: Header) -> bool:
+def is_letter(header: FrameHeader) -> bool:
     """Return True for a message of a home to another."""
-    return header.kind == Kind.VIEW or (header.kind == Kind.MOVE and header.option == Step.SERVERS)
+    return header.kind == FrameKind.VIEW or (
+        header.kind == FrameKind.MOVE and header.option == StepOption.SERVERS
+    )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from ringcomm.ps.partition_state import State
-from ringcomm.ps.protocol.frames import Copy, Header, Kind
+from ringcomm.ps.partition_state import PartitionState
+from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind
 from ringcomm.ps.server.homes.records import AT, Entry, send_record
 from ringcomm.ps.server.homes.replication import SentUnits, Way
 from ringcomm.ps.server.homes.whole_copy import is_read, load, pieces, way_of
@@ -32,7 +32,7 @@ CHANGES_NBYTES: Final = 32 << 20  # under way, with frames: no more changes are 
 _LINE: Final = 64  # where each piece begins, as State wants it
 
 
-class _Sent(NamedTuple):
+class _SentPiece(NamedTuple):
     """A frame of pieces that the follower may still read in place."""
 
     number: int
@@ -73,7 +73,7 @@ class SendWholeCopy:
         self._pieces = pieces(server, home_link, self._units)
         self.has_sent_all = False
         self._number = 0  # of the last frame
-        self._in_transit: deque[_Sent] = deque()
+        self._in_transit: deque[_SentPiece] = deque()
         self._n_changes = 0  # bytes of those that were sent behind the last frame
         self._behind: deque[Entry] = deque()  # what waits
 
@@ -108,10 +108,10 @@ class SendWholeCopy:
             sizes.append(nbytes)
         self._number += 1
         body = self._server.transfer.staged(whole, self._follower)
-        self._in_transit.append(_Sent(self._number, body, body.nbytes + self._n_changes))
+        self._in_transit.append(_SentPiece(self._number, body, body.nbytes + self._n_changes))
         self._n_changes = 0
-        header = Header(
-            Kind.RECORD, status=self._home + 1, option=Copy.PIECE, sequence=self._number,
+        header = FrameHeader(
+            FrameKind.RECORD, status=self._home + 1, option=CopyOption.PIECE, sequence=self._number,
             clock=self.has_sent_all,
         )  # fmt: skip
         times = self._clock.monotonic_s, self._clock.time_s
@@ -159,12 +159,12 @@ def take_pieces(
     why, header, at = "", frame.header, 0
     try:
         for nbytes in np.frombuffer(frame.meta, np.uint64, offset=AT.size).tolist():
-            load(server, home_link, State.unpacked(frame.body[at : at + nbytes]))
+            load(server, home_link, PartitionState.unpacked(frame.body[at : at + nbytes]))
             at += nbytes + -nbytes % _LINE
     except Exception as error:  # noqa: BLE001 - the primary gives this copy up, and says why
         why = f"{type(error).__name__}: {error}"[:2000]
-    reply = Header(
-        Kind.RECORD, status=header.status, option=Copy.LOADED, sequence=header.sequence,
+    reply = FrameHeader(
+        FrameKind.RECORD, status=header.status, option=CopyOption.LOADED, sequence=header.sequence,
         clock=header.clock,
     )  # fmt: skip
     link.send(frame.source, reply, why.encode())

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ringcomm.errors import RingcommError
-from ringcomm.ps.partition_state import State
+from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.protocol.frames import (
     HEADER_NBYTES,
-    Copy,
-    Entry,
-    Header,
-    Kind,
+    CopyOption,
+    EntryOption,
+    FrameHeader,
+    FrameKind,
     Where,
     header_of,
     packed,
 )
 from ringcomm.ps.protocol.link import Delivery
-from ringcomm.ps.server.dense.block import Traffic
+from ringcomm.ps.server.dense.block import BlockTraffic
 from ringcomm.ps.server.homes.replication import LettersState, SentUnits, Way
 from ringcomm.ps.server.homes.send_once_for_both_copies import HomeLink, Sent
 from ringcomm.ps.server.partition_transfer import put_rows
@@ -43,32 +43,39 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.server import Server
 
-_OF_UNITS: Final = frozenset((Kind.PUSH, Kind.CALL, Kind.STATE, Kind.ERASE, Kind.ROWS))
-_READS: Final = frozenset((Kind.PULL, Kind.PULLS, Kind.STATS, Kind.MISSING))
+_OF_UNITS: Final = frozenset(
+    (FrameKind.PUSH, FrameKind.CALL, FrameKind.STATE, FrameKind.ERASE, FrameKind.ROWS)
+)
+_READS: Final = frozenset((FrameKind.PULL, FrameKind.PULLS, FrameKind.STATS, FrameKind.MISSING))
 _COUNTS: Final = ("version", "stamp", "n_outside", "n_admitted", "n_rejected", "n_evicted")
 
 
-class Piece(NamedTuple):
+class CopyPiece(NamedTuple):
     """A part of a server; is_last: no other follows."""
 
-    state: State
+    state: PartitionState
     is_last: bool = False
 
 
-def is_read(header: Header) -> bool:
+def is_read(header: FrameHeader) -> bool:
     """Return True for a request that changes nothing, not even if it comes twice."""
-    return header.kind in _READS or (header.kind == Kind.STATE and not header.n_body)
+    return header.kind in _READS or (header.kind == FrameKind.STATE and not header.n_body)
 
 
 # --- the server that is copied ------------------------------------------------------------------
-def way_of(header: Header, server: Server, sent: SentUnits[Key]) -> Way:
+def way_of(header: FrameHeader, server: Server, sent: SentUnits[Key]) -> Way:
     """Return who carries out a frame that changes something, while pieces are sent."""
-    is_of_round = header.kind == Kind.ENTER and header.option in (Entry.IN, Entry.OUT)
+    is_of_round = header.kind == FrameKind.ENTER and header.option in (
+        EntryOption.IN,
+        EntryOption.OUT,
+    )
     if header.kind in _OF_UNITS or is_of_round:
         table = server.core.tables.get(header.table)
         return Way.BOTH if table is None else sent.way_of(table.key_of(header.partition))
-    is_confirmed = header.kind == Kind.RECORD and header.option == Copy.CONFIRM
-    return Way.BOTH if header.kind in (Kind.TICK, Kind.ENTER) or is_confirmed else Way.LATER
+    is_confirmed = header.kind == FrameKind.RECORD and header.option == CopyOption.CONFIRM
+    return (
+        Way.BOTH if header.kind in (FrameKind.TICK, FrameKind.ENTER) or is_confirmed else Way.LATER
+    )
 
 
 def may_be_copied(server: Server, link: HomeLink) -> bool:
@@ -104,7 +111,7 @@ def _changes(requests: Iterable[Any]) -> list[Delivery]:
     return [each for each in requests if not is_read(each.header)]
 
 
-def pieces(server: Server, link: HomeLink, sent: SentUnits[Key]) -> Iterator[Piece]:
+def pieces(server: Server, link: HomeLink, sent: SentUnits[Key]) -> Iterator[CopyPiece]:
     """Yield all that a server has. Raises MemoryError.
 
     Args:
@@ -112,7 +119,7 @@ def pieces(server: Server, link: HomeLink, sent: SentUnits[Key]) -> Iterator[Pie
         link: its wire.
         sent: takes note of each unit.
     """
-    yield Piece(_what_is_of_no_unit(server, link))
+    yield CopyPiece(_what_is_of_no_unit(server, link))
     shards = []
     for number, contents in server.catalog.contents.items():
         if contents.shard is not None:
@@ -120,15 +127,15 @@ def pieces(server: Server, link: HomeLink, sent: SentUnits[Key]) -> Iterator[Pie
         for part in sorted(contents.parts):
             state = _of_partition(server, number, part)
             sent.end((number, part))
-            yield Piece(_with_waiting(server, (number, part), state))
+            yield CopyPiece(_with_waiting(server, (number, part), state))
     for number, shard in shards:  # last, for changes of them wait from then on
         yield from _of_shard(server, number, shard, sent)
     replies, of_replies = _packed(link.answers.replies())
     meta = {"replies": replies, "outcome": link.outcome}
-    yield Piece(State(meta, {"replies": of_replies}), is_last=True)
+    yield CopyPiece(PartitionState(meta, {"replies": of_replies}), is_last=True)
 
 
-def _what_is_of_no_unit(server: Server, link: HomeLink) -> State:
+def _what_is_of_no_unit(server: Server, link: HomeLink) -> PartitionState:
     core, catalog, letters = server.core, server.catalog, link.letters.state()
     tables = [
         {
@@ -152,10 +159,12 @@ def _what_is_of_no_unit(server: Server, link: HomeLink) -> State:
         "numbers": [name for name, _ in letters.unconfirmed], "letters": unconfirmed,
         "waiting": waiting,
     }  # fmt: skip
-    return State(meta, {"letters": of_letters, "waiting": of_waiting})
+    return PartitionState(meta, {"letters": of_letters, "waiting": of_waiting})
 
 
-def _of_shard(server: Server, number: int, shard: Shard, sent: SentUnits[Key]) -> Iterator[Piece]:
+def _of_shard(
+    server: Server, number: int, shard: Shard, sent: SentUnits[Key]
+) -> Iterator[CopyPiece]:
     """Yield the pieces of a shard, which nothing changes from then on, until all is sent.
 
     Not even once it is sent: rows may be in the memory of a worker, which writes there once it has
@@ -164,36 +173,36 @@ def _of_shard(server: Server, number: int, shard: Shard, sent: SentUnits[Key]) -
     key, core = (number, 0), server.core
     sent.begin(key)
     meta, hyper = _apart_from_rows(server, number, shard)
-    yield Piece(State({"shard": number, **meta}, {"hyper": hyper}))
+    yield CopyPiece(PartitionState({"shard": number, **meta}, {"hyper": hyper}))
     fresh = None
     if shard.can_evict:
         fresh = Shard(shard.spec, core.tables[number].owners, server.index, shard.now)
         _load_shard(fresh, meta, hyper)
     for part in shard.partitions:
         state = _of_partition(server, number, part)
-        yield Piece(state)
+        yield CopyPiece(state)
         if fresh is not None:
-            put_rows(fresh, part, State(state.meta, dict(state.arrays)))
+            put_rows(fresh, part, PartitionState(state.meta, dict(state.arrays)))
     if fresh is not None:
         server.catalog.contents[number].shard = fresh
         server.store.forget(number)
-    yield Piece(_with_waiting(server, key, State({})))
+    yield CopyPiece(_with_waiting(server, key, PartitionState({})))
 
 
-def _of_partition(server: Server, number: int, part: int) -> State:
+def _of_partition(server: Server, number: int, part: int) -> PartitionState:
     key = server.core.tables[number].key_of(part)
     state = server.transfer.state_of(key, part)
     unit = server.core.unit_of(key)
     more = {"partition": [number, part], "fence": [*unit.fence.items()]}
-    return State({**state.meta, **more}, state.arrays)
+    return PartitionState({**state.meta, **more}, state.arrays)
 
 
-def _with_waiting(server: Server, key: Key, state: State) -> State:
+def _with_waiting(server: Server, key: Key, state: PartitionState) -> PartitionState:
     waiting = _changes(server.core.unit_of(key).requests())
     if not waiting:
         return state
     sizes, of_waiting = _packed(map(_sent, waiting))
-    return State({**state.meta, "waiting": sizes}, {**state.arrays, "waiting": of_waiting})
+    return PartitionState({**state.meta, "waiting": sizes}, {**state.arrays, "waiting": of_waiting})
 
 
 def _sent(request: Delivery) -> tuple[int, Sent]:
@@ -226,7 +235,7 @@ def _packed(frames: Iterable[tuple[int, Sent]]) -> tuple[list[tuple[int, int, in
 
 
 # --- the copy -----------------------------------------------------------------------------------
-def load(server: Server, link: HomeLink, piece: State) -> None:
+def load(server: Server, link: HomeLink, piece: PartitionState) -> None:
     """Put a piece into a new server; in their order.
 
     Raises:
@@ -266,7 +275,7 @@ def load(server: Server, link: HomeLink, piece: State) -> None:
         server.on_request(Delivery(source, header, text, body))
 
 
-def _load_what_is_of_no_unit(server: Server, link: HomeLink, piece: State) -> None:
+def _load_what_is_of_no_unit(server: Server, link: HomeLink, piece: PartitionState) -> None:
     meta = piece.meta
     server.layout.lost.update(meta["lost"])
     server.core.departures.lose(*meta["gone"])
@@ -296,7 +305,7 @@ def _load_shard(shard: Shard, meta: dict[str, Any], hyper: Any) -> None:
         shard.disown(part)
     for name in _COUNTS:
         setattr(shard, name, meta[name])
-    shard.traffic = Traffic.of_json(meta["traffic"])
+    shard.traffic = BlockTraffic.of_json(meta["traffic"])
     keys, rows = np.empty(0, np.uint64), np.empty(0, shard.dtype)
     shard.held.gradients = [
         RowGradient(weight, own.copy(), keys, rows, clock)
@@ -304,7 +313,7 @@ def _load_shard(shard: Shard, meta: dict[str, Any], hyper: Any) -> None:
     ]
 
 
-def _unpacked(piece: State, name: str) -> Iterator[tuple[int, Sent]]:
+def _unpacked(piece: PartitionState, name: str) -> Iterator[tuple[int, Sent]]:
     data, at = piece.arrays[name], 0
     for number, n_meta, n_body in piece.meta[name]:
         header = header_of(data[at : at + HEADER_NBYTES].tobytes())

@@ -24,9 +24,9 @@ from ringcomm.ps.initializers import Initializer, table_number, zeros
 from ringcomm.ps.initializers import from_json as initializer_of
 from ringcomm.ps.optim import Assign, Updater, from_json
 from ringcomm.ps.protocol.frame_meta import SQUARES, PushMeta
-from ringcomm.ps.protocol.frames import Header
+from ringcomm.ps.protocol.frames import FrameHeader
 from ringcomm.ps.row_policies import Admit, Evict
-from ringcomm.ps.server.dense.block import Traffic
+from ringcomm.ps.server.dense.block import BlockTraffic
 from ringcomm.ps.server.dense.round_mean import squares_of_rows
 from ringcomm.ps.server.rows.decode_and_hold_row_pushes import (
     HeldRows,
@@ -135,7 +135,7 @@ class Shard:
         self.can_evict = self._evicts is not None
         self.version = 0
         self.stamp = self.rounds_before = self.n_outside = 0
-        self.traffic = Traffic()
+        self.traffic = BlockTraffic()
         self.along: dict[int, dict[int, int]] = {}
         self._along_last: dict[int, int] = {}  # of them all: pushes are soon beyond it
         self._snapshots: dict[int, int] = {}  # number -> version
@@ -144,7 +144,7 @@ class Shard:
 
     # --- pushes, as the core decides ------------------------------------------------------------
     def decoded(
-        self, header: Header, meta: PushMeta, body: Bytes, shared: Bytes | None = None
+        self, header: FrameHeader, meta: PushMeta, body: Bytes, shared: Bytes | None = None
     ) -> RowGradient:
         """Return a push as the other methods take it; see decode_row_pushes.unpacked().
 
@@ -253,7 +253,7 @@ class Shard:
                 "again. Use more servers on other machines, or a smaller ps.Evict(max_rows=)"
             ) from error
 
-    def _new(self, header: Header, gradient: RowGradient) -> RowGradient:
+    def _new(self, header: FrameHeader, gradient: RowGradient) -> RowGradient:
         """Return a push without what was applied where its partitions were before."""
         rank, sent = header.origin, header.sequence
         if sent > self._along_last.get(rank, 0):

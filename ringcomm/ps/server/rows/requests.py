@@ -28,7 +28,7 @@ from ringcomm.ps.protocol.frame_meta import (
     PushMeta,
     packed_numbers,
 )
-from ringcomm.ps.protocol.frames import Kind, Status
+from ringcomm.ps.protocol.frames import FrameKind, Status
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
@@ -180,9 +180,9 @@ class RowRequests:
 
     def maintain(self, request: Delivery, shard: Shard) -> None:
         header = request.header
-        if header.kind == Kind.ERASE:
+        if header.kind == FrameKind.ERASE:
             self._reply(request, clock=shard.erase(request.body.view(np.uint64)))
-        elif header.kind != Kind.ROWS:
+        elif header.kind != FrameKind.ROWS:
             raise KeyError(f"hashtable[{shard.spec.name}]: knows no request {header.kind}")
         elif header.option == COUNT:
             self._reply(request, clock=len(shard.rows))
@@ -218,7 +218,7 @@ def _single(
     request: Delivery, pull: KeyedPull, meta: PullMeta, keys: Keys, places: Any
 ) -> Delivery:
     header = request.header._replace(
-        kind=Kind.PULL, view=pull.epoch, sequence=pull.sequence, table=pull.table,
+        kind=FrameKind.PULL, view=pull.epoch, sequence=pull.sequence, table=pull.table,
         clock=pull.clock, option=0,
     )  # fmt: skip
     body = np.concatenate([each.view(np.uint8) for each in (keys, places) if each is not None])

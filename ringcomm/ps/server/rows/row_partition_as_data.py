@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.ps.partition_state import State
+from ringcomm.ps.partition_state import PartitionState
 
 if TYPE_CHECKING:
     from ringcomm.ps.server.rows.hash_shard import Shard
@@ -41,15 +41,15 @@ class RowsPartition:
         rows = self.shard.rows.find(self.number)
         return rows is None or not (len(rows) or rows.n_candidates)
 
-    def state(self) -> State:
+    def state(self) -> PartitionState:
         """Return a copy of its rows, and of what is known of keys that were not admitted."""
         rows = self.shard.rows.find(self.number)
         if rows is None:
-            return State({})
+            return PartitionState({})
         arrays = rows.export()
         named: dict[str, NDArray[Any]] = dict(zip(_NAMES, arrays, strict=True))
         named |= dict(zip(_CANDIDATES, rows.candidates(), strict=True))
-        return State({}, named)
+        return PartitionState({}, named)
 
     def applied(self, of_shard: dict[int, int]) -> list[tuple[int, int]]:
         """Return whose pushes are in it: ranks, and the numbers of their last ones.
@@ -65,7 +65,7 @@ class RowsPartition:
         for rank, sequence in applied:
             self.shard.note_along(self.number, rank, sequence)
 
-    def load(self, state: State) -> None:
+    def load(self, state: PartitionState) -> None:
         """Become what another partition of this number was; without arrays, empty."""
         self._load({name: np.array(array) for name, array in state.arrays.items()})
         if "rounds" in state.meta:  # of a checkpoint
@@ -73,7 +73,7 @@ class RowsPartition:
         if "outside" in state.meta:
             self.shard.n_outside = max(self.shard.n_outside, state.meta["outside"])
 
-    def load_values(self, state: State) -> None:
+    def load_values(self, state: PartitionState) -> None:
         """Load the values of another partition, as rows that were not updated yet."""
         arrays = {name: np.array(array) for name, array in state.arrays.items()}
         if arrays:

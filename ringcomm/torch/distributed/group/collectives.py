@@ -31,7 +31,7 @@ from ringcomm.engine.operations.into_array import (
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.scatter import plan_scatter
 from ringcomm.errors import MismatchError
-from ringcomm.torch.distributed.group.read_arguments import Reduction
+from ringcomm.torch.distributed.group.read_arguments import ReadReduction
 from ringcomm.torch.distributed.group.tensors_as_flat_arrays import (
     bytes_of,
     concatenate,
@@ -74,14 +74,14 @@ def require_one_each(what: str, xs: Tensors, size: int) -> None:
         )
 
 
-def scaled_(x: Tensor, reduction: Reduction) -> Op:
+def scaled_(x: Tensor, reduction: ReadReduction) -> Op:
     if reduction.factor is not None:
         with writing(x):
             x.mul_(reduction.factor)
     return reduction.op
 
 
-def _scaled(line: Tensor, reduction: Reduction) -> Tensor:
+def _scaled(line: Tensor, reduction: ReadReduction) -> Tensor:
     return line if reduction.factor is None else line * reduction.factor
 
 
@@ -93,7 +93,7 @@ def allreduce(g: Group, x: Tensor, line: Tensor, op: Op) -> Plan[Any]:
     return followed_by(plan, lambda _: write_back(x, line))
 
 
-def allreduce_all(g: Group, xs: Tensors, reduction: Reduction) -> Plan[Any]:
+def allreduce_all(g: Group, xs: Tensors, reduction: ReadReduction) -> Plan[Any]:
     for x in xs:
         scaled_(x, reduction)
     lines, options = [flatten(x) for x in xs], ReductionOptions(reduction.op)
@@ -105,7 +105,7 @@ def allreduce_all(g: Group, xs: Tensors, reduction: Reduction) -> Plan[Any]:
     return followed_by(plan_grouped_allreduce(g, None, lines, options, in_place=True), write_all)
 
 
-def reduce(g: Group, x: Tensor, reduction: Reduction, root: int) -> Plan[Any]:
+def reduce(g: Group, x: Tensor, reduction: ReadReduction, root: int) -> Plan[Any]:
     is_root = g.rank == root
     line = _scaled(flatten(x), reduction)
     options = ReductionOptions(reduction.op)
@@ -113,25 +113,25 @@ def reduce(g: Group, x: Tensor, reduction: Reduction, root: int) -> Plan[Any]:
     return followed_by(plan, lambda _: write_back(x, line) if is_root else None)
 
 
-def reduce_scatter(g: Group, out: Tensor, parts: Tensors, reduction: Reduction) -> Plan[Any]:
+def reduce_scatter(g: Group, out: Tensor, parts: Tensors, reduction: ReadReduction) -> Plan[Any]:
     require_one_each("input_list", parts, g.size)
     counts = unless_equal([part.numel() for part in parts])
     return _reduce_scatter(g, out, concatenate(parts), reduction, counts)
 
 
-def reduce_scatter_single(g: Group, out: Tensor, x: Tensor, reduction: Reduction) -> Plan[Any]:
+def reduce_scatter_single(g: Group, out: Tensor, x: Tensor, reduction: ReadReduction) -> Plan[Any]:
     return _reduce_scatter(g, out, flatten(x), reduction, None)
 
 
 def _reduce_scatter(
-    g: Group, out: Tensor, x: Tensor, reduction: Reduction, counts: Sequence[int] | None
+    g: Group, out: Tensor, x: Tensor, reduction: ReadReduction, counts: Sequence[int] | None
 ) -> Plan[Any]:
     target, source, options = flatten(out), _scaled(x, reduction), ReductionOptions(reduction.op)
     plan: Plan[Any] = plan_reduce_scatter_into(g, None, target, source, options, counts=counts)
     return followed_by(plan, lambda _: write_back(out, target))
 
 
-def allreduce_sparse(g: Group, x: Tensor, reduction: Reduction) -> Plan[Any]:
+def allreduce_sparse(g: Group, x: Tensor, reduction: ReadReduction) -> Plan[Any]:
     """Plan to replace a sparse x by the coalesced sum or mean over all ranks."""
     if x.layout is not torch.sparse_coo:
         raise TypeError(f"cannot reduce a {x.layout} tensor: use .to_sparse_coo() or .to_dense()")

@@ -57,11 +57,11 @@ class _Counted:
     counts: Counter[int | str] = field(default_factory=Counter)
 
 
-class _ThisThread(threading.local):
+class _CallbackThread(threading.local):
     callback: _Counted | None = None
 
 
-_this_thread = _ThisThread()
+_this_thread = _CallbackThread()
 _futures: WeakKeyDictionary[Any, _Counted] = WeakKeyDictionary()
 
 

@@ -19,7 +19,7 @@ _OPS: Final[dict[Any, Op]] = {
 _ZERO = timedelta(0)
 
 
-class Reduction(NamedTuple):
+class ReadReduction(NamedTuple):
     """Operator of a reduction, and this rank's factor of a PREMUL_SUM."""
 
     op: Op
@@ -29,7 +29,7 @@ class Reduction(NamedTuple):
 class CallOptions(NamedTuple):
     """Options of one call. `root` is a rank of the group; timeout_s None: the group's timeout."""
 
-    reduction: Reduction
+    reduction: ReadReduction
     root: int
     timeout_s: float | None
     is_async: bool
@@ -39,7 +39,7 @@ def call_options(opts: Any, *more: Any, **named: Any) -> CallOptions:
     """Read an options object, or the short form's arguments (op, root, timeout) in any order."""
     if hasattr(opts, "timeout"):
         return _of_options(opts)
-    call = CallOptions(Reduction(SUM), root=0, timeout_s=None, is_async=True)
+    call = CallOptions(ReadReduction(SUM), root=0, timeout_s=None, is_async=True)
     for value in (*reversed(named.values()), *more[::-1], opts):  # so that the first value counts
         if hasattr(value, "timeout"):
             return _of_options(value)
@@ -54,20 +54,20 @@ def call_options(opts: Any, *more: Any, **named: Any) -> CallOptions:
 
 def _of_options(opts: Any) -> CallOptions:
     return CallOptions(
-        _reduction(opts.reduceOp) if hasattr(opts, "reduceOp") else Reduction(SUM),
+        _reduction(opts.reduceOp) if hasattr(opts, "reduceOp") else ReadReduction(SUM),
         getattr(opts, "rootRank", 0),
         _seconds(opts.timeout),
         getattr(opts, "asyncOp", True),
     )
 
 
-def _reduction(op: Any) -> Reduction:
+def _reduction(op: Any) -> ReadReduction:
     kind = op if isinstance(op, _Kind) else op.op
     if kind not in _OPS:
         raise ValueError(f"ringcomm has no {kind}; it has {', '.join(each.name for each in _OPS)}")
     if kind == _Kind.PREMUL_SUM:
-        return Reduction(SUM, _factor(op))
-    return Reduction(_OPS[kind])
+        return ReadReduction(SUM, _factor(op))
+    return ReadReduction(_OPS[kind])
 
 
 def _factor(op: Any) -> float | torch.Tensor:
