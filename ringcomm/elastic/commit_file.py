@@ -81,14 +81,14 @@ class KeptFile:
         try:
             self._write(n_commits, copies)
             self._has_failed = False
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - pickling a value may raise anything
             if not self._has_failed:
                 _log.warning(
                     "elastic: commit %d cannot be kept in %s: %s. Training goes on; a job that is "
                     "started again begins with an earlier commit",
                     n_commits,
                     self.path,
-                    error,
+                    error if isinstance(error, OSError) else f"{type(error).__name__}: {error}",
                 )
             self._has_failed = True
 

@@ -307,9 +307,16 @@ class State(ABC):
         self.sync()
 
     def _sync_from_root_if_derived(self) -> None:
-        """Make sync() send the values of rank 0, as before the first commit."""
-        if type(self).sync is not State.sync and self._n_commits != _NONE:
-            self._n_commits, self._is_saved = 0, False
+        """Make sync() send the values of rank 0, as before the first commit. Collective.
+
+        The ranks agree on the number of commits that they go on from, of which none is newer then.
+        """
+        if type(self).sync is State.sync:
+            return
+        mine = np.array([self._n_commits], np.int64)
+        n_commits = int(collectives.allgather(mine, name="elastic commits of a sync()").max())
+        if self._n_commits != _NONE:
+            self._n_commits, self._is_saved = n_commits, False
 
     def forget_commits(self) -> None:
         """Forget what was committed: this process has no place, and others go on without it."""

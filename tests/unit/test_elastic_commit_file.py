@@ -82,6 +82,55 @@ def test_commits_that_a_full_disk_did_not_keep_are_among_those_that_are_lost(
     assert "; 5 commits after it are lost" in caplog.text
 
 
+def test_training_goes_on_with_a_value_that_no_file_can_hold(tmp_path, caplog):
+    def body(rank):
+        state = ObjectState(step=0, rule=None)
+        state.keep_in(tmp_path / "state")
+        state.sync()
+        began = state.step
+        while state.step < 5:
+            state.step += 1
+            state.rule = (lambda: 0) if state.step > 2 else None  # can be copied, not pickled
+            state.commit()
+        return began
+
+    with caplog.at_level(logging.WARNING, "ringcomm"):
+        assert run_ranks(2, body) == [0, 0]
+    assert "commit 3 cannot be kept in" in caplog.text
+    assert "lambda" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "ringcomm"):
+        assert run_ranks(2, body) == [2, 2]
+    assert "from commit 2, which" in caplog.text
+    assert "; 3 commits after it are lost" in caplog.text
+
+
+class OneWithASync(ObjectState):
+    def sync(self):
+        super().sync()
+
+
+def test_losses_do_not_begin_the_count_anew_where_a_class_has_a_sync_of_its_own(tmp_path):
+    """Else the file would never have a tenth commit if there is a loss before each of them."""
+
+    def body(rank):
+        state = OneWithASync(step=0)
+        state.keep_in(tmp_path / "state", every=10)
+        state.sync()
+        began = state.step
+        for n_steps in (9, 18, 27, 36):
+            while state.step < n_steps:
+                state.step += 1
+                state.commit()
+            if rank == 0:
+                state.commit()  # one more than the others have; rank 0 is whose values count
+            state.resume()  # as after a loss
+        return began, state.n_commits
+
+    assert run_ranks(3, body) == [(0, 40)] * 3
+    assert run_ranks(3, body) == [(36, 44)] * 3
+
+
 def a_kept_commit(folder, n_steps=4):
     path = folder / "state"
     train(path, 2, n_steps)
