@@ -321,6 +321,7 @@ int code_of(const RankFacts& r) {
 }
 
 Evidence evidence_of(const RankFacts& r) {
+  if (r.end.kind == Ending::mpi_abort) return Evidence::abort;
   if (r.end.kind == Ending::terminated || r.end.kind == Ending::interrupted) return Evidence::asked;
   if (r.end.kind != Ending::none || !r.replaced_by.empty()) return Evidence::own;
   if (r.killed_by == SIGKILL) return Evidence::killed;

@@ -29,6 +29,7 @@ constexpr int kNobody = -1;
 // By what a failure is known, the surest sign that it came first in the job at the front. Guardians of
 // other hosts have theirs, and `ringcomm run` compares them (ringcomm/launch/job/verdict.py).
 enum class Evidence {
+  abort,   // MPI_Abort, after which the launcher ends the others, also in an elastic job
   own,     // the rank's own deed: an exception, an exit, a crash
   killed,  // SIGKILL, as of the out-of-memory killer; launchers send it to the others in the end
   silent,  // it is dead, and nothing says how

@@ -29,7 +29,7 @@ bool append(const char* path, const char* text, std::size_t size) {
 }
 
 // In the order of Evidence.
-constexpr const char* kEvidence[] = {"own", "killed", "silent", "asked", "mpi"};
+constexpr const char* kEvidence[] = {"abort", "own", "killed", "silent", "asked", "mpi"};
 
 // Clocks of different hosts have different zeros, but for that of the calendar.
 std::int64_t since_1970(std::int64_t monotonic) {

@@ -772,6 +772,39 @@ def test_an_elastic_job_below_its_minimum_because_a_rank_raises_ends_with_the_co
     assert "the program has failed by itself, so the job is not started again" in done.err
 
 
+@pytest.mark.skipif(IS_MPICH, reason="--elastic needs Open MPI 5")
+@pytest.mark.parametrize("saves", at_length([False, True], [True]))
+def test_an_elastic_job_whose_launcher_ends_all_after_mpi_abort_is_not_started_again(
+    saves, tmp_path
+):
+    """The launcher ends the others by SIGTERM, and by SIGKILL those that do more then."""
+    body = """
+    rc.init()
+    state = rc.elastic.ArrayState(step=0)
+    if SAVES:
+        signal.signal(signal.SIGTERM, lambda *_: time.sleep(60))
+
+    @rc.elastic.run
+    def train(state):
+        while state.step < 9:
+            rc.barrier()
+            if state.step == 4 and os.environ["RANK"] == "1":
+                from mpi4py import MPI
+
+                MPI.COMM_WORLD.Abort(7)
+            state.step += 1
+            state.commit()
+
+    train(state)
+    """
+    program = script(tmp_path, body.replace("SAVES", repr(saves)))
+    done = Started(tmp_path, "-np", 3, "--elastic", "3:3", "--grace", 1, program).finish()
+    assert done.code == 7, done
+    assert "x rank 1 failed - exit 7" in done.err
+    assert "the program has failed by itself, so the job is not started again" in done.err
+    assert not (tmp_path / "run-restart-1").exists()
+
+
 BESIDE_A_SERVER = """
 from ringcomm import ps
 rc.init()

@@ -12,7 +12,7 @@ SERVER = RankEnd(True, 0, "server 0")
 WORKER, SPARE, EVALUATOR = RankEnd(role="worker"), RankEnd(role="spare"), RankEnd(role="evaluator")
 SPARE_ENDED = RankEnd(True, 0, "spare")
 TRAINED = RankEnd(True, 0, "worker")
-OWN, KILLED, SILENT, ASKED, MPI = Evidence
+ABORT, OWN, KILLED, SILENT, ASKED, MPI = Evidence
 
 # Failures are (rank, code, evidence), in the order of time -> code, rank, cause.
 ENDINGS = {
@@ -43,6 +43,20 @@ ENDINGS = {
     ),
     "one raises after the others have come to their end, who are too few": (
         3, [GOOD, DEAD, GOOD], [(1, 1, OWN)], 1, 1, Cause.PROGRAM,
+    ),
+    "one calls MPI_Abort, and the launcher ends one of those that stop in order": (
+        3, [RankEnd(True), DEAD, IN_ORDER], [(1, 7, ABORT), (2, 75, OWN), (0, 143, ASKED)], 7, 1,
+        Cause.PROGRAM,
+    ),
+    "one calls MPI_Abort, and the launcher kills those that save after its SIGTERM": (
+        2, [DEAD] * 3, [(1, 7, ABORT), (2, 0, SILENT), (0, 137, KILLED)], 7, 1, Cause.PROGRAM,
+    ),
+    "a server calls MPI_Abort, and the launcher ends the workers": (
+        1, [WORKER, WORKER, RankEnd(role="server 0")],
+        [(2, 7, ABORT), (0, 143, ASKED), (1, 137, KILLED)], 7, 2, Cause.PROGRAM,
+    ),
+    "one calls MPI_Abort of its own communicator, and one is enough": (
+        1, [GOOD, DEAD], [(1, 7, ABORT)], 0, None, None,
     ),
     "none comes through init()": (1, [None, None], [], 1, None, Cause.START),
     # --- losses from outside

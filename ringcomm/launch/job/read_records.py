@@ -14,6 +14,7 @@ class Evidence(StrEnum):
     report.hpp says what each is.
     """
 
+    ABORT = "abort"
     OWN = "own"
     KILLED = "killed"
     SILENT = "silent"

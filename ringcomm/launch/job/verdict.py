@@ -104,9 +104,10 @@ def judge_ending(ending: JobEnding) -> Verdict:
 def _could_not_go_on(e: JobEnding) -> Verdict | None:
     """The ranks of an elastic job that have not died have saved a checkpoint, and stopped.
 
-    If there are enough together with those that failed by themselves, that failure counts.
+    If there are enough together with those that failed by themselves, that failure counts. So does
+    an MPI_Abort, after which the launcher ends those that would have been enough.
     """
-    if e.least is None or e.asked is not None or e.is_stopped:
+    if e.least is None or e.asked is not None or e.is_stopped or _aborting(e):
         return None
     dead = _dead(e)
     codes = {end.code for rank, end in e.ends.items() if rank not in dead}
@@ -132,7 +133,7 @@ def _lost_launcher(e: JobEnding) -> Verdict | None:
         return None
     if _are_done(e) or e.lost_before_init is not None or _named_by_launcher(e) is not None:
         return None
-    if any(_kind(each) is Evidence.OWN for each in _culprits(e)):
+    if any(_kind(each) in (Evidence.ABORT, Evidence.OWN) for each in _culprits(e)):
         return None
     name = (SIGNAL_NAMES | _OTHER_NAMES).get(number, f"signal {number}")
     what = f"the launcher, {e.launcher}, was killed by {name}, and not the program"
@@ -143,11 +144,13 @@ def _lost_launcher(e: JobEnding) -> Verdict | None:
 def _cause(e: JobEnding) -> Cause:
     """Return why an elastic job has ended that has not come to its end, nor ended in order.
 
-    Its launcher ends no rank because another one has failed. But if so many are killed that the
-    others cannot go on, these may raise an error because of that.
+    Its launcher ends no rank because another one has failed, unless that called MPI_Abort. But if
+    so many are killed that the others cannot go on, these may raise an error because of that.
     """
     if not e.ends:
         return Cause.START
+    if _aborting(e):
+        return Cause.PROGRAM
     assert e.least is not None
     ends = {rank: e.ends.get(rank, RankEnd()) for rank in range(e.size)}
     workers = {rank: end for rank, end in ends.items() if end.is_worker}
@@ -288,11 +291,18 @@ def _culprits(e: JobEnding) -> list[RecordedFailure]:
     """Return the failures of ranks; in an elastic job of workers alone, if any have failed.
 
     What others do there follows from it: spares get no state, and servers have nobody to serve.
+    But MPI_Abort, of any rank, ends all of them.
     """
     failed = [each for each in e.failures if each.rank is not None]
     if e.least is None:
         return failed
+    if aborting := _aborting(e):
+        return aborting
     return [each for each in failed if _trains(e, each.rank)] or failed
+
+
+def _aborting(e: JobEnding) -> list[RecordedFailure]:
+    return [each for each in e.failures if each.evidence is Evidence.ABORT]
 
 
 def _bad_exit(e: JobEnding) -> Verdict | None:
