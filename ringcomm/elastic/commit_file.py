@@ -6,6 +6,7 @@ run any code, so it is read if nobody else can have written it; see ringcomm.tru
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -65,7 +66,8 @@ class KeptFile:
         self.origin = Origin()
         self._every = int(every)
         self._count = -1  # descriptor, once this rank writes
-        self._has_written = False  # a commit; so what the job began with is no longer there
+        self._written: int | None = None  # CRC-32 of the last commit that this rank has written
+        self._has_warned = False  # of commits of others
         self._has_failed = False  # in the last attempt
 
     @property
@@ -95,14 +97,16 @@ class KeptFile:
     def _write(self, n_commits: int, copies: dict[str, Any]) -> None:
         try:
             if n_commits % self._every == 0:
-                if not self._has_written:
+                if self._written is None:
                     self._keep_origin()
+                else:
+                    self._warn_of_others(n_commits)
                 content = {"format": _FORMAT, "n_commits": n_commits, "copies": copies}
                 with replacing(self.path, mode=0o600) as file:
                     summed = _Summed(file)
                     pickle.dump(content, summed, pickle.HIGHEST_PROTOCOL)
                     file.write(_TRAILER.pack(_MARK, summed.length, summed.crc))
-                is_first, self._has_written = not self._has_written, True
+                is_first, self._written = self._written is None, summed.crc
                 if is_first:
                     self._warn_if_untrusted()
         finally:  # one that is not kept was made all the same
@@ -120,6 +124,23 @@ class KeptFile:
                 shutil.copyfileobj(old, new)
         with replacing(_with_suffix(self.previous, "count"), mode=0o600) as file:
             file.write(_COUNT % self.origin.n_made)
+
+    def _warn_of_others(self, n_commits: int) -> None:
+        """Say once that the file is not what this rank has left there: each takes the other's away.
+
+        Only a rank that has written here can tell: a new rank 0 finds what the one before it wrote.
+        """
+        with contextlib.suppress(OSError):
+            if not self._has_warned and _crc_of_file(self.path) not in (self._written, ABSENT):
+                self._has_warned = True
+                _log.warning(
+                    "elastic: before commit %d of this job, somebody else has written %s: another "
+                    "job, or another state of this program, keeps its commits there, too. A job "
+                    "that is started again begins with whichever was the last. Give each a path of "
+                    "its own",
+                    n_commits,
+                    self.path,
+                )
 
     def _warn_if_untrusted(self) -> None:
         if text := why_untrusted(self.path):

@@ -578,6 +578,40 @@ def test_a_file_that_could_not_be_kept_as_previous_is_not_overwritten(
     assert f"commit 5 cannot be kept in {path}: " in caplog.text
 
 
+def test_two_jobs_that_keep_commits_in_one_file_say_so_once_each(tmp_path, caplog):
+    path = tmp_path / "state"
+    jobs = [commit_file.KeptFile(path, 1) for _ in range(2)]
+    for each in jobs:
+        each.origin = commit_file.Origin(commit_file.ABSENT)
+    with caplog.at_level(logging.WARNING, "ringcomm"):
+        for n in range(1, 4):
+            for job in jobs:
+                job.keep(n, {"_saved": {"job": jobs.index(job)}})
+    texts = [each.getMessage() for each in caplog.records]
+    assert [text.partition(",")[0] for text in texts] == [
+        "elastic: before commit 2 of this job"
+    ] * 2, texts
+    assert all(f"somebody else has written {path}" in each for each in texts)
+
+
+def test_a_job_alone_with_its_file_warns_of_nobody_else(tmp_path, caplog):
+    path = tmp_path / "state"
+
+    def body(rank):
+        state = ArrayState(step=0)
+        state.keep_in(path, every=2)
+        state.sync()
+        for step in range(9):
+            state.step = step // 4  # the same in several commits
+            if step == 5:
+                path.unlink()  # moved away, to begin anew
+            state.commit()
+
+    with caplog.at_level(logging.WARNING, "ringcomm"):
+        run_ranks(1, body)
+    assert caplog.records == []
+
+
 def test_ranks_that_keep_commits_in_different_places_are_refused(tmp_path):
     def body(rank):
         state = ObjectState(step=0)
