@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ def replacing(
     import tempfile  # takes 5 ms, which a rank saves
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(".tmp", f".{path.stem}-", path.parent)
+    descriptor, name = tempfile.mkstemp(".tmp", f".{path.name}-", path.parent)
     try:
         with open(descriptor, "wb") as file:
             yield file
@@ -48,6 +49,14 @@ def replacing(
             os.unlink(name)
         raise
     sync_folder(path.parent)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed processes have left in replacing() of `path`, which nobody writes now."""
+    unfinished = re.compile(rf"\.{re.escape(path.name)}-[a-z0-9_]{{8}}\.tmp")  # of mkstemp()
+    for each in paths_in(path.parent):
+        if unfinished.fullmatch(each.name):
+            each.unlink(missing_ok=True)
 
 
 def paths_in(folder: Path) -> list[Path]:

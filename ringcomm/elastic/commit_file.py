@@ -16,7 +16,13 @@ import zlib
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
-from ringcomm.atomic_files import BrokenFileError, checksum, crc_of, replacing
+from ringcomm.atomic_files import (
+    BrokenFileError,
+    checksum,
+    crc_of,
+    remove_unfinished,
+    replacing,
+)
 from ringcomm.errors import RingcommError
 from ringcomm.integers import is_integer
 from ringcomm.trusted_files import read_trusted, why_untrusted
@@ -98,6 +104,7 @@ class KeptFile:
         try:
             if n_commits % self._every == 0:
                 if self._written is None:
+                    self._remove_unfinished()
                     self._keep_origin()
                 else:
                     self._warn_of_others(n_commits)
@@ -124,6 +131,12 @@ class KeptFile:
                 shutil.copyfileobj(old, new)
         with replacing(_with_suffix(self.previous, "count"), mode=0o600) as file:
             file.write(_COUNT % self.origin.n_made)
+
+    def _remove_unfinished(self) -> None:
+        """Remove what ranks have left that were killed while they wrote: each a whole commit."""
+        with contextlib.suppress(OSError):  # they only take room
+            for path in (self.path, self.previous, _with_suffix(self.previous, "count")):
+                remove_unfinished(path)
 
     def _warn_of_others(self, n_commits: int) -> None:
         """Say once that the file is not what this rank has left there: each takes the other's away.

@@ -578,6 +578,31 @@ def test_a_file_that_could_not_be_kept_as_previous_is_not_overwritten(
     assert f"commit 5 cannot be kept in {path}: " in caplog.text
 
 
+def test_what_killed_ranks_have_left_half_written_is_removed(tmp_path):
+    path = tmp_path / "state.a"
+    names = [".state.a-abcd_123.tmp", ".state.a.previous-00000000.tmp"]
+    others = [".state.b-abcdefgh.tmp", ".state.a-x.tmp", "state.a-abcdefgh.tmp"]
+    for each in [*names, *others]:
+        (tmp_path / each).write_bytes(bytes(100))
+    train(path, 2, 2)
+    assert {each.name for each in tmp_path.iterdir()} == {"state.a", "state.a.count", *others}
+
+    def is_killed(*_):
+        raise SystemExit  # as if the process were gone: nothing is tidied up
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(os, "fsync", is_killed)
+        m.setattr(os, "unlink", lambda _: None)
+        writer = commit_file.KeptFile(path, 1)
+        writer.origin = writer.load().origin
+        with pytest.raises(SystemExit):
+            writer.keep(3, {})
+    assert len(list(tmp_path.iterdir())) > 2 + len(others)
+    train(path, 2, 4)
+    kept = {f"state.a{suffix}" for suffix in ("", ".count", ".previous", ".previous.count")}
+    assert {each.name for each in tmp_path.iterdir()} == {*kept, *others}
+
+
 def test_two_jobs_that_keep_commits_in_one_file_say_so_once_each(tmp_path, caplog):
     path = tmp_path / "state"
     jobs = [commit_file.KeptFile(path, 1) for _ in range(2)]
