@@ -96,15 +96,41 @@ def test_steps_count_alike_whenever_a_rank_notices_that_an_optimizer_is_gone():
     assert one == two == [2, 3, 4]
 
 
-def test_of_two_optimizers_that_step_in_turn_the_first_counts():
-    def body(rank):
-        control, first, second = engine().control, Owner(), Owner()
-        for number in range(1, 6):
-            control.come_to_boundary(first, number)
-            control.come_to_boundary(second, number)
-        return control.n_steps
+@pytest.mark.parametrize("n", [2, 3])
+def test_of_optimizers_that_step_in_turn_the_last_counts(n):
+    """Else what is saved after its step has one of some of them, and lacks that of the others."""
 
-    assert run_ranks(1, body) == [5]
+    def body(rank):
+        control, optimizers = engine().control, [Owner() for _ in range(n)]
+        counts = []
+        for number in range(1, 6):
+            for each in optimizers:
+                control.come_to_boundary(each, number)
+                counts.append(control.n_steps)
+        return counts
+
+    expected = [1] * n  # the first step, in which nobody knows yet who comes
+    for number in range(2, 6):
+        expected += [number - 1] * (n - 1) + [number]
+    assert run_ranks(2, body) == [expected] * 2
+
+
+def test_where_a_program_calls_step_no_optimizer_counts():
+    """Such as one that steps five times in a row, and another one once."""
+
+    def body(rank):
+        control, program, often, seldom = engine().control, Owner(), Owner(), Owner()
+        counts = []
+        for number in range(1, 5):
+            for inner in range(5):
+                control.come_to_boundary(often, 5 * (number - 1) + inner + 1)
+            control.come_to_boundary(seldom, number)
+            before = control.n_steps
+            control.complete_step_of(program)
+            counts.append(control.n_steps - before)
+        return counts
+
+    assert run_ranks(2, body) == [[0, 1, 1, 1]] * 2
 
 
 def test_who_was_in_join_is_forgotten_when_all_have_left_it():

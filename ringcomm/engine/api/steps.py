@@ -21,9 +21,10 @@ _THIS_PROGRAM: Final = _Program()
 def step() -> None:
     """Complete a training step of this rank: commands of `ringcomm ctl` are taken here.
 
-    For programs without a DistributedOptimizer, whose step() does the same. Call it once per
-    training step on every rank; of a job with parameter servers, on every worker. It sends
-    nothing, and waits for no rank, unless there is a command.
+    For programs without a DistributedOptimizer, whose step() does the same, and for those with
+    several that do not step in turn. Call it once per training step on every rank; of a job with
+    parameter servers, on every worker. From the first call on, no optimizer does the same. It
+    sends nothing, and waits for no rank, unless there is a command.
 
     Raises:
         PeerFailedError: a rank died while this one waited at a command.

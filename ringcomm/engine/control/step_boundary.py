@@ -47,7 +47,9 @@ class Control:
         self._rounds = ControlRounds(engine.job_rank)
         self._owner: Callable[[], object | None] = lambda: None
         self._has_owner = False  # or had one
+        self._steps_itself: Callable[[], object | None] = lambda: None  # the program, by rc.step()
         self._rivals: weakref.WeakSet[object] = weakref.WeakSet()
+        self._have_stepped: weakref.WeakSet[object] = weakref.WeakSet()
         # Steps of rc.step(); of the owner; of this rank, which are as many on all ranks.
         self._n_own_steps = self._last = self._step = 0
         self.is_paused = False
@@ -58,7 +60,9 @@ class Control:
         engine.watch.listeners[ControlKind.CONTROL] = self._hear
 
     def complete_step_of(self, program: object) -> None:
+        """Count a step of rc.step(), and come to its boundary; no other one counts from now on."""
         self._n_own_steps += 1
+        self._steps_itself = weakref.ref(program)
         if self._owner() in (None, program):
             self._engine.note_step(self._program.n_before + self._n_own_steps)
         self.come_to_boundary(program, self._n_own_steps)
@@ -106,20 +110,27 @@ class Control:
     def _counts(self, owner: object) -> bool:
         """Return True if the steps of `owner` are those of the job.
 
-        Of several optimizers it is the one that steps first, until another one steps twice in a row
-        without it: also if it is gone, which ranks notice at different times.
+        Of several optimizers it is the one that joins in last, from its second step on: where they
+        step in turn, what is saved after its step has no step of some of them alone. It is another
+        one as soon as that steps twice in a row without it: also if it is gone, which ranks notice
+        at different times. A program that calls rc.step() is not displaced.
         """
+        is_new = owner not in self._have_stepped
+        self._have_stepped.add(owner)
         if self._owner() is owner:
             self._rivals.clear()
             return True
-        if self._has_owner and owner not in self._rivals:
+        if (program := self._steps_itself()) is not None and self._owner() is program:
+            return False
+        if self._has_owner and not is_new and owner not in self._rivals:
             self._rivals.add(owner)
             return False
-        self._owner, self._has_owner, self._last = weakref.ref(owner), True, _ANY_NUMBER
+        is_first, self._has_owner = not self._has_owner, True
+        self._owner, self._last = weakref.ref(owner), _ANY_NUMBER
         self._rivals.clear()
         if self._page is not None:
             self._page.note_takes_commands()
-        return True
+        return is_first or not is_new  # the one before has counted this step
 
     def _leave(self) -> bool:
         if self.is_paused or self._has_mail:
