@@ -82,13 +82,14 @@ class Owner:
 def test_steps_count_alike_whenever_a_rank_notices_that_an_optimizer_is_gone():
     def body(rank):
         control, counts = engine().control, []
-        olds, new = [Owner()], Owner()
+        olds, other = [Owner()], Owner()
+        control.come_to_boundary(other, 1)
         for number in (1, 2):
             control.come_to_boundary(olds[0], number)
         if rank == 1:
             olds.clear()
-        for number in (1, 2, 3):
-            control.come_to_boundary(new, number)
+        for number in (2, 3, 4):
+            control.come_to_boundary(other, number)
             counts.append(control.n_steps)
         return counts
 
