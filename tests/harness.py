@@ -249,10 +249,16 @@ def start_run(n, script, *, cwd, options=(), env=None, output=subprocess.PIPE):
     )
 
 
-def finish_job(process, timeout_s=HANG_S):
-    """Wait for a job; one that hangs is killed, and the test fails with its output."""
+def finish_job(process, timeout_s=HANG_S, *, launcher_may_hang=False):
+    """Wait for a job; one that hangs is killed, and the test fails with its output.
+
+    launcher_may_hang: prterun 5 may not end after ranks were killed that had been stopped. Where
+    all else has ended, and nobody asks for the exit code, it is killed after some seconds.
+    """
     start = time.monotonic()
     try:
+        if launcher_may_hang:
+            threading.Thread(target=_end_lonely_launcher, args=(process,), daemon=True).start()
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         alive = _session_of(process.pid)
@@ -260,6 +266,19 @@ def finish_job(process, timeout_s=HANG_S):
         output, _ = process.communicate()
         raise AssertionError(f"the job hangs in {alive}; it printed:\n{output}") from None
     return Job(process.returncode, output, time.monotonic() - start)
+
+
+def _end_lonely_launcher(process, limit_s=20):
+    """Kill a launcher if nothing else of its job has been there for so long."""
+    alone_since = None
+    while process.poll() is None:
+        others = [each for each in _session_of(process.pid) if "prterun" not in each]
+        if others or alone_since is None:
+            alone_since = None if others else time.monotonic()
+        elif time.monotonic() > alone_since + limit_s:
+            os.kill(process.pid, signal.SIGKILL)
+            return
+        time.sleep(1)  # who ends is no child of this process
 
 
 def _session_of(leader):
@@ -274,9 +293,10 @@ def _session_of(leader):
     return found
 
 
-def run_job(n, *arguments, timeout_s=HANG_S, **kwargs):
+def run_job(n, *arguments, timeout_s=HANG_S, launcher_may_hang=False, **kwargs):
     """Run `mpirun -np n python arguments...` to its end."""
-    return finish_job(start_job(n, *arguments, **kwargs), timeout_s)
+    job = start_job(n, *arguments, **kwargs)
+    return finish_job(job, timeout_s, launcher_may_hang=launcher_may_hang)
 
 
 def suite_command(*arguments):

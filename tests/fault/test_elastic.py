@@ -30,8 +30,11 @@ def step(state):
 """
 
 
-def run_elastic(n, body, *, options=LAUNCHERS["ulfm"], cwd, **environment):
-    return run_script(n, PRELUDE + body, cwd=cwd, options=options, env=ELASTIC | environment)
+def run_elastic(n, body, *, options=LAUNCHERS["ulfm"], cwd, launcher_may_hang=False, **environment):
+    return run_script(
+        n, PRELUDE + body, cwd=cwd, options=options, env=ELASTIC | environment,
+        launcher_may_hang=launcher_may_hang,
+    )  # fmt: skip
 
 
 STORMS = [(seed, launcher) for seed in range(20) for launcher in LAUNCHERS]
@@ -249,7 +252,10 @@ print(f"rank {me} is done: {rc.rank()} of {rc.size()}", flush=True)
 @pytest.mark.parametrize("in_python", at_length([False, True], [False]))
 def test_ranks_that_hang_are_killed_if_the_user_wants_it_and_the_others_go_on(in_python, tmp_path):
     body = HANGS.replace("len(sys.argv) > 1", str(in_python))
-    job = run_elastic(4, body, cwd=tmp_path, RINGCOMM_ELASTIC_HANG_S="6", RINGCOMM_SPARES="1")
+    job = run_elastic(
+        4, body, cwd=tmp_path, launcher_may_hang=True, RINGCOMM_ELASTIC_HANG_S="6",
+        RINGCOMM_SPARES="1",
+    )  # fmt: skip
     for rank in [0, 2] if in_python else [0]:
         assert f"rank {rank} at first (host" in job.output, job.output
     n = 2 if in_python else 3
@@ -275,7 +281,10 @@ print(f"rank {me} is done: {rc.rank()} of {rc.size()}", flush=True)
 
 @pytest.mark.at_length  # it takes some seconds more than the limit
 def test_a_rank_that_only_waits_for_one_that_hangs_is_not_taken_for_another(tmp_path):
-    job = run_elastic(4, WAITS_FOR_ONE_THAT_HANGS, cwd=tmp_path, RINGCOMM_ELASTIC_HANG_S="6")
+    job = run_elastic(
+        4, WAITS_FOR_ONE_THAT_HANGS, cwd=tmp_path, launcher_may_hang=True,
+        RINGCOMM_ELASTIC_HANG_S="6",
+    )  # fmt: skip
     assert "rank 2 is done: 1 of 3" in job.output, job.output
 
 
@@ -301,7 +310,7 @@ except SystemExit as end:
 def test_a_rank_that_is_alone_with_those_that_hang_ends_the_job_and_so_do_all_others(tmp_path):
     limits = {"RINGCOMM_ELASTIC_HANG_S": "3", "RINGCOMM_GRACE_S": "0.5"}
     more = {"RINGCOMM_SPARES": "1", "RINGCOMM_RESERVES": "1"}
-    job = run_elastic(6, MOST_HANG, cwd=tmp_path, **more, **limits)
+    job = run_elastic(6, MOST_HANG, cwd=tmp_path, launcher_may_hang=True, **more, **limits)
     assert "half of its ranks or more do not come" in job.output, job.output
     assert job.output.count("saved 5") == 1, job.output
     for rank in (1, 3, 4):
@@ -390,7 +399,7 @@ print(f"rank {me} is done: {rc.rank()} of {rc.size()}", flush=True)
 
 def test_half_of_the_ranks_go_on_if_the_first_hangs_even_at_the_end(tmp_path):
     limits = {"RINGCOMM_ELASTIC_HANG_S": "2", "RINGCOMM_GRACE_S": "0.5"}
-    job = run_elastic(2, HALF_HANGS, cwd=tmp_path, **limits)
+    job = run_elastic(2, HALF_HANGS, cwd=tmp_path, launcher_may_hang=True, **limits)
     assert "rank 0 at first (host" in job.output, job.output
     assert "rank 1 is done: 0 of 1" in job.output, job.output
 
