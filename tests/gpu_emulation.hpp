@@ -11,10 +11,6 @@
 #undef widen_float16
 #undef narrow_float16
 
-// <math.h>, which has them, takes the compiler as long as all else that is compiled here.
-extern "C" float fmaf(float, float, float) noexcept;
-extern "C" float sqrtf(float) noexcept;
-
 #define RC_EMULATED
 #define __device__
 #define __forceinline__ inline

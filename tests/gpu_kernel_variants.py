@@ -8,20 +8,8 @@ from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.operators import MAX, PRODUCT, SUM
 from ringcomm.gpu.kernels.pack import PACKED_ITEMSIZES, PackKernel
 from ringcomm.gpu.kernels.reduce import OPERATORS_OF_BOOL, ReduceKernel
-from ringcomm.gpu.kernels.reduce_and_optimizer_step import (
-    COMPUTED,
-    UpdateKernel,
-    adam_numbers,
-    sgd_numbers,
-)
 from ringcomm.gpu.kernels.scale import ScaleKernel, can_scale
 from ringcomm.gpu.kernels.write_number import WriteKernel
-
-NUMBERS = {
-    "Sgd": sgd_numbers(1, lr=0.1),
-    "Momentum": sgd_numbers(1, lr=0.1, momentum=0.9),
-    "Adam": adam_numbers(1, lr=0.1),
-}
 
 
 def reduction(dtype, op, n):
@@ -34,11 +22,6 @@ def between(dtype, result, n):
 
 def packing(itemsize, unpacks=False):
     return PackKernel((), 0, itemsize, unpacks, 0, 0)
-
-
-def update(gradient, weight, rule, n):
-    owned = (0,) * (1 + list(NUMBERS).index(rule))
-    return UpdateKernel((0,) * n, (0,) * n, owned, 0, gradient, weight, rule, NUMBERS[rule], 1.0)
 
 
 def all_variants():
@@ -55,10 +38,6 @@ def all_variants():
         yield between(float32, half, n)
     for itemsize, unpacks in product(PACKED_ITEMSIZES, (False, True)):
         yield packing(itemsize, unpacks)
-    computed = [DTYPES[name] for name in COMPUTED]
-    for gradient, weight, n in product(computed, computed, (1, 4, 8, 24)):
-        for rule in NUMBERS:
-            yield update(gradient, weight, rule, n)
 
 
 def representative_variants():
@@ -76,4 +55,3 @@ def representative_variants():
     yield reduction(DTYPES["complex128"], PRODUCT, 4)
     yield packing(4)
     yield packing(2, unpacks=True)
-    yield update(bf16, bf16, "Adam", 8)

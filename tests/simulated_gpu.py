@@ -34,7 +34,6 @@ from ringcomm.gpu.device.ipc_memory_pool import Regions
 from ringcomm.gpu.executor.engine_gpus import Drivers
 from ringcomm.gpu.kernels.pack import PackKernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
-from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel
 
 _IDLE_S, _LONGEST_IDLE_S = 1e-4, 2e-3
 _LOOK_S = 0.05  # how often who waits for a stream looks whether the GPU has failed
@@ -88,7 +87,6 @@ class SimulatedGpu:
         n_done: entries of streams that have been carried out.
         longest: the most entries that a stream has had.
         n_reductions: launches of the kernel that reduces.
-        n_updates: of the one that updates.
         n_packs: of the one that packs.
         n_late_loads: kernels that a launch had to load.
         strays: streams that were left for GPU 0, as its thread used no other GPU.
@@ -130,7 +128,7 @@ class SimulatedGpu:
         self.failure = None
         self.set_room(1 << 20)
         self.n_done = self.longest = 0
-        self.n_reductions = self.n_updates = self.n_packs = 0
+        self.n_reductions = self.n_packs = 0
         self.n_late_loads = self.strays = 0
         self.depth = 1000
         self.context = threading.RLock()
@@ -249,7 +247,6 @@ class SimulatedGpu:
 
     def _launch(self, stream, kernel):
         self.n_reductions += isinstance(kernel, ReduceKernel)
-        self.n_updates += isinstance(kernel, UpdateKernel)
         self.n_packs += isinstance(kernel, PackKernel)
 
         def work():

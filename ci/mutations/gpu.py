@@ -215,26 +215,6 @@ GPU = [
         ("gpu/test_dead_or_stopped_gpu.py",),
     ),
     Mutation(
-        "gpu-a-fused-step-overwrites-weights",
-        "gpu",
-        "torch/zero/fused_update_across_gpus.py",
-        """\
-        self._take_changed_weights()
-""",
-        "",
-        "what somebody writes to 16-bit weights is undone by the next step",
-        ("gpu/test_torch_on_gpus.py",),
-    ),
-    Mutation(
-        "gpu-a-replaced-gradient-is-not-read",
-        "gpu",
-        "torch/zero/fused_update_across_gpus.py",
-        "            place.copy_(gradient)",
-        "            pass",
-        "a gradient that the user has replaced does not count",
-        ("gpu/test_torch_on_gpus.py",),
-    ),
-    Mutation(
         "gpu-a-shared-gpu-gets-nccl",
         "gpu",
         "gpu/transports/transport_choice.py",

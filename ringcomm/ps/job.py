@@ -54,7 +54,6 @@ def init(
     worker_spares: int | None = None,
     role: Role | None = None,
     replication: int = 1,
-    placement: str = "balanced",
     colocated: bool = False,
     deadline_s: float | None = None,
     recover: str | Path | None = None,
@@ -84,7 +83,6 @@ def init(
             (`python -m ringcomm.ps.server`), no others are made.
         replication: copies of each partition, 1 or 2. With 2, another server goes on in the place
             of one that dies, and nothing is lost; it needs RINGCOMM_ELASTIC=1, and two servers.
-        placement: "balanced": slices go to the server with the fewest bytes.
         colocated: servers live in the processes of workers.
         deadline_s: of each wait for a server, in seconds; None: RINGCOMM_TIMEOUT_S, as of
             collectives. After RINGCOMM_STALL_WARNING_S a warning says which workers are missing.
@@ -122,14 +120,13 @@ def init(
     worker_spares = argument_or(found.ps_worker_spares, "worker_spares", worker_spares, warns=warns)
     functions, is_evaluating = registered(), is_marked()
     options = InitOptions(
-        role, servers, evaluators, spares, colocated, replication, placement, is_evaluating,
+        role, servers, evaluators, spares, colocated, replication, is_evaluating,
         tuple(sorted(functions)), worker_spares,
     )  # fmt: skip
     all_options = allgather_object(options)
     layout = assign(all_options, engine.groups.default.ranks.nodes)
     if engine.page is not None:
         engine.page.set_role(_role_text(layout, engine.job_rank))
-    _refuse_what_is_not_there(placement)
     refuse_what_cannot_be(layout, is_elastic=bool(engine.settings.elastic))
     names = {rank: all_options[rank].functions for rank in layout.servers}
     if deadline_s is None:
@@ -201,11 +198,6 @@ def _refuse_other_views(engine: Engine) -> None:
             "ps.init(spares=), or RINGCOMM_PS_SPARES, and those of workers "
             "ps.init(worker_spares=), or RINGCOMM_PS_WORKER_SPARES"
         )
-
-
-def _refuse_what_is_not_there(placement: str) -> None:
-    if placement != "balanced":
-        raise ConfigError(f"ps.init: placement is {placement!r}; it must be 'balanced'")
 
 
 def _let_recover(current: Session, root: Path, save_every_s: float | None) -> None:

@@ -27,7 +27,6 @@ class InitOptions:
         colocated: servers live in the processes of workers.
         dead: ranks that died.
         replication: copies of each partition.
-        placement: how partitions are spread.
         evaluates: a function is marked @ps.evaluator.
         functions: names of those that are marked @ps.function.
     """
@@ -38,7 +37,6 @@ class InitOptions:
     spares: int = 0
     colocated: bool = False
     replication: int = 1
-    placement: str = "balanced"
     evaluates: bool = False
     functions: tuple[str, ...] = ()
     worker_spares: int = 0
@@ -328,9 +326,8 @@ def _require_alike(all_options: Sequence[InitOptions]) -> None:
         if options.role is None:
             values["evaluators"] = options.evaluators
         if options.role != "server":
-            values |= {"replication": options.replication, "placement": options.placement}
-            values |= {"colocated": options.colocated, "spares": options.spares}
-            values["worker_spares"] = options.worker_spares
+            values |= {"replication": options.replication, "colocated": options.colocated}
+            values |= {"spares": options.spares, "worker_spares": options.worker_spares}
         for name, value in values.items():
             other, before = first.setdefault(name, (rank, value))
             if before != value:

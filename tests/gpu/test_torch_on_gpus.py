@@ -1,4 +1,4 @@
-"""torch on simulated GPUs: c10d, DDP, FSDP2, DistributedOptimizer, and the kernel that updates.
+"""torch on simulated GPUs: c10d, DDP, FSDP2, DistributedOptimizer.
 
 The parts of a job are those of torch_on_gpus_job.py. To import torch takes each rank 2 s of a core.
 """
@@ -13,16 +13,13 @@ from harness import at_length, run_job
 JOB = Path(__file__).with_name("torch_on_gpus_job.py")
 N_RANKS = 3
 TRANSPORTS = ("ipc", "nccl", "staged")
-OPTIMIZERS = ("plain", "nesterov", "dampened", "Adam", "AdamW")
 
 # The group of c10d asks for no transport, and each moves data between processes in
 # test_mpirun_jobs.py. To import FSDP2, whose collectives are among those of c10d, takes long, too.
-# "switch": settings that no kernel knows go to torch's class, and back; "masters": of 16 bits.
-GATE = ("c10d ipc", "training nccl 0", "steps switch", "steps masters")
+GATE = ("c10d ipc", "training nccl 0", "training ipc 1")
 ALL = (
     *(f"c10d {each} with-fsdp2" for each in TRANSPORTS),
     *(f"training {each} {shard_state}" for each, shard_state in product(TRANSPORTS, (0, 1))),
-    *(f"steps {name}" for name in (*OPTIMIZERS, "switch", "masters")),
 )
 
 

@@ -2,8 +2,8 @@
 
 usage: torch_on_gpus_job.py FOLDER PART...
 
-A part is "c10d TRANSPORT [with-fsdp2]", "training TRANSPORT SHARD_STATE" or "steps NAME"; a rank
-says "is through PART" of each.
+A part is "c10d TRANSPORT [with-fsdp2]" or "training TRANSPORT SHARD_STATE"; a rank says "is through
+PART" of each.
 """
 
 import sys
@@ -27,7 +27,7 @@ def main(folder, *parts):
     torch.set_num_threads(1)
     for part in parts:
         kind, *options = part.split()
-        {"c10d": c10d, "training": training, "steps": steps}[kind](folder, *options)
+        {"c10d": c10d, "training": training}[kind](folder, *options)
         print(f"is through {part}", flush=True)
 
 
@@ -224,190 +224,6 @@ def check_training(transport, shard_state):
     chosen = str(rc.explain(1, device="cuda"))
     assert chosen.startswith(f"arrays on GPUs: {transport},"), chosen
     assert gpu.n_done > 100, "the GPU had nothing to do"
-
-
-# --- the kernel that updates --------------------------------------------------------------------
-def steps(folder, name):
-    hvd.init()
-    start(folder, "ipc")
-    {"switch": goes_to_torch_and_back, "masters": has_masters}.get(
-        name, lambda: takes_the_steps_of(OPTIMIZERS[name])
-    )()
-    end()
-
-
-def network(dtype=torch.float32):
-    torch.manual_seed(1)
-    layers = (torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3), torch.nn.Linear(3, 1))
-    return torch.nn.Sequential(*layers).to(dtype)
-
-
-def groups_of(model):
-    return [
-        {"params": model[0].parameters()},
-        {"params": [*model[2].parameters(), *model[3].parameters()], "lr": 0.02},
-    ]
-
-
-def data(n, dtype=torch.float32):
-    made = torch.randn(n, 4 * hvd.size(), 6, generator=torch.Generator().manual_seed(2))
-    return made.to(dtype)
-
-
-def share(x):
-    return x.chunk(hvd.size())[hvd.rank()]
-
-
-def train(model, optimizer, samples, begin=0):
-    for number, x in enumerate(samples, begin):
-        optimizer.zero_grad()
-        # The last layer has no gradient in every third step.
-        out = model[:3](x) if number % 3 == 2 else model(x)
-        out.pow(2).mean().backward()
-        if number == 4:
-            if hasattr(optimizer, "synchronize"):
-                optimizer.synchronize()
-            p = model[2].weight
-            p.grad = p.grad * 0.5  # in memory of its own
-        optimizer.step()
-
-
-def alone(run, *arguments):
-    simulated_torch.count_as_gpu(None)
-    try:
-        return run(*arguments)
-    finally:
-        simulated_torch.count_as_gpu(gpu)
-
-
-def assert_close(a, b, what, tolerance=2e-5):
-    assert (a.shape, a.dtype) == (b.shape, b.dtype), (what, a, b)
-    assert (a - b).abs().max() <= tolerance * b.abs().max() + 1e-12, (what, a, b)
-
-
-def assert_same_states(a, b):
-    assert a["param_groups"] == b["param_groups"]
-    assert a["state"].keys() == b["state"].keys()
-    for number, state in b["state"].items():
-        mine = a["state"][number]
-        assert mine.keys() == state.keys(), (mine.keys(), state.keys())
-        for key, value in state.items():
-            assert_close(torch.as_tensor(mine[key]), torch.as_tensor(value), key)
-
-
-turn = iter(range(100))
-
-
-def named(model):
-    number = next(turn)
-    return [(f"{number}.{name}", p) for name, p in model.named_parameters()]
-
-
-OPTIMIZERS = {
-    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
-    "nesterov": lambda p: torch.optim.SGD(
-        p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1
-    ),
-    "dampened": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.8, dampening=0.3, maximize=True),
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.99)),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.2),
-}
-
-
-def takes_the_steps_of(make):
-    model, whole = network(), network()
-    begun = gpu.n_updates
-    optimizer = hvd.DistributedOptimizer(
-        make(groups_of(model)), shard_state=1, named_parameters=named(model)
-    )
-    reference = make(groups_of(whole))
-    late = reference.param_groups[0].get("momentum") == 0  # its buffer begins in a later step
-    schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in (optimizer, reference)]
-    for number, x in enumerate(data(7)):
-        train(model, optimizer, [share(x)], number)
-        alone(train, whole, reference, [x], number)
-        for each in schedules:
-            each.step()
-        if late and number == 1:
-            for group in (*optimizer.param_groups, *reference.param_groups):
-                group.update(momentum=0.9, dampening=0.3)
-        if number == 2:
-            with torch.no_grad():  # somebody writes to the weights
-                for p in (*model.parameters(), *whole.parameters()):
-                    p.mul_(0.9)
-        if number == 3:
-            saved = optimizer.state_dict()
-            assert_same_states(saved, reference.state_dict())
-            optimizer.load_state_dict(saved)
-    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert_close(p, q, name)
-    assert_same_states(optimizer.state_dict(), reference.state_dict())
-    everyone = rc.allgather(torch.cat([p.detach().reshape(-1) for p in model.parameters()])[None])
-    assert (everyone == everyone[0]).all()
-    assert gpu.n_updates >= begun + 7, gpu.n_updates
-
-
-def goes_to_torch_and_back():
-    model, whole = network(), network()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(groups_of(model), lr=1e-2), shard_state=1, named_parameters=named(model)
-    )
-    reference = torch.optim.Adam(groups_of(whole), lr=1e-2)
-    n_updates = []
-    for number, x in enumerate(data(9)):
-        if number == 7:
-            assert_same_states(optimizer.state_dict(), reference.state_dict())
-        # What amsgrad keeps is kept by the kernel, too.
-        rate = torch.tensor(5e-3) if number == 3 else 5e-3
-        changed = {"lr": rate, "amsgrad": number in (0, 5, 8)}
-        for group in (*optimizer.param_groups, *reference.param_groups):
-            group.update(changed)
-        if number == 2:  # a step that fails is none
-            eps = [group.pop("eps") for group in optimizer.param_groups]
-            try:
-                train(model, optimizer, [share(x)], number)
-            except KeyError:
-                for group, value in zip(optimizer.param_groups, eps, strict=True):
-                    group["eps"] = value
-                n_updates.append(gpu.n_updates)
-                continue
-            raise AssertionError("there is no eps")
-        train(model, optimizer, [share(x)], number)
-        alone(train, whole, reference, [x], number)
-        gpu.synchronize()
-        n_updates.append(gpu.n_updates)
-    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert_close(p, q, name)
-    assert n_updates[0] < n_updates[1] == n_updates[3] < n_updates[4] == n_updates[5]
-    assert n_updates[5] < n_updates[6] < n_updates[7] == n_updates[8]
-
-
-def has_masters():
-    results, begun = [], gpu.n_updates
-    for is_fused in (True, False):
-        simulated_torch.count_as_gpu(gpu if is_fused else None)
-        model = network(torch.bfloat16)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.AdamW(groups_of(model), lr=1e-2),
-            shard_state=1,
-            named_parameters=named(model),
-        )
-        for number, x in enumerate(data(6, torch.bfloat16)):
-            train(model, optimizer, [share(x)], number)
-            if number == 2:
-                with torch.no_grad():
-                    model[2].weight[1] = 0.5  # a new master, where it is another weight
-        if number == 3:
-            optimizer.load_state_dict(optimizer.state_dict())
-        results.append((optimizer.state_dict()["state"], list(model.parameters())))
-    assert gpu.n_updates >= begun + 6
-    (fused, weights), (plain, expected) = results
-    for p, q in zip(weights, expected, strict=True):
-        assert_close(p.float(), q.float(), "weights", 5e-4)
-    for number, state in plain.items():
-        assert "master" in state
-        for key, value in state.items():
-            assert_close(fused[number][key], value, key, 5e-4)
 
 
 if __name__ == "__main__":

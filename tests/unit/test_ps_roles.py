@@ -75,10 +75,6 @@ def test_colocated_alone():
             "rank 0 says replication=1, rank 1 says replication=2",
         ),
         (
-            [InitOptions(), InitOptions(placement="x")],
-            "rank 0 says placement='balanced', rank 1 says",
-        ),
-        (
             [InitOptions(role="boss"), InitOptions()],
             "rank 0 says role='boss'; roles are worker, server",
         ),

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ringcomm.arrays import Array, Span, device_adapter_for
+from ringcomm.arrays import Array, Span
 from ringcomm.collectives.fusion import Item
 from ringcomm.collectives.message_patterns import consecutive
 from ringcomm.collectives.operators import ReductionOptions
@@ -34,14 +34,13 @@ from ringcomm.engine.operations.grouped import GroupedAllreduce
 from ringcomm.engine.operations.into_array import AllgatherInto, AlltoallInto, ReduceScatterInto
 from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction
 from ringcomm.engine.operations.scatter import Scatter
-from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
 from ringcomm.gpu.executor.points_on_streams import Issue
 from ringcomm.gpu.executor.prepare_and_enqueue_jobs import Jobs
 from ringcomm.gpu.executor.via_host_memory import Staging, through_host
 from ringcomm.gpu.kernels.scale import can_scale
 from ringcomm.gpu.transports.base import GpuTransport
-from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Job, Pull, Update, UpdatePiece
+from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Job, Pull
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
@@ -369,45 +368,6 @@ def _scratch(transport: GpuTransport, sources: Sequence[Span]) -> Span:
 def _why_on_host(options: ReductionOptions, spans: Sequence[Span]) -> str:
     is_scaled = options.is_scaled and not all(can_scale(span.dtype) for span in spans)
     return _NO_FACTORS if is_scaled else ""
-
-
-def update(
-    group: Group,
-    name: str | None,
-    gradients: Array,
-    weights: Array,
-    pieces: Sequence[UpdatePiece],
-    *,
-    scale: float | None = None,
-) -> Plan[None]:
-    """Plan a step of an optimizer whose state is sharded over the ranks; see Update.
-
-    Args:
-        group: a group whose transport is "ipc".
-        name: the operation's name, if any.
-        gradients: registered memory, unless `scale` is None.
-        weights: registered memory.
-        pieces: the elements that this rank updates.
-        scale: factor of the sum of all ranks' gradients; None: within `pieces`, the `gradients`
-            are already the mean.
-    """
-    is_reduced = scale is None
-    adapter = device_adapter_for(gradients)
-    assert adapter is not None
-    source, target = adapter.span(gradients), adapter.span(weights)
-    issue = issue_of(group, adapter, gradients, weights)
-
-    def refuse(_: list[Any]) -> Plan[Any]:
-        raise RingcommError("update: the ranks' transport is not ipc; see rc.explain()")
-
-    finish = lambda: adapter.written(weights)  # noqa: E731
-    course = _Course(group, issue, [gradients, weights], [], finish, refuse)
-    job = Job(Update(source, target, tuple(pieces), scale or 1.0, is_reduced=is_reduced))
-    members = ((source.dtype.name, (source.count,)), (target.dtype.name, (target.count,)))
-    kind = "update_reduced" if is_reduced else "update"
-    options = ReductionOptions(postscale=scale or 1.0)
-    call = Call(kind, name, options, members=members, place=adapter.place)
-    return course.plan(call, source.nbytes, job)
 
 
 def _plan(call: Call, nbytes: int, run: Callable[[Channel], Coroutine[Any, Any, Any]]) -> Plan[Any]:

@@ -3,14 +3,13 @@
 // file, after tests/gpu_emulation.hpp: the tests run this source on the CPU.
 //
 // Macros select one kernel, which is always named rc_entry. The Python modules beside this file
-// list the kernels and their arguments. The compiler options in base.py keep the bits: a product
-// is fused with a sum only where the source says fmaf().
+// list the kernels and their arguments. The compiler options in base.py keep the bits: no product is
+// fused with a sum.
 #define REDUCE 1  // RC_TYPE, RC_RESULT, RC_OP, RC_SOURCES, RC_TARGETS
 #define PACK 2    // RC_TYPE, RC_TENSORS
 #define UNPACK 3  // as PACK
-#define UPDATE 4  // RC_TYPE of gradients, RC_TARGET of weights; RC_RULE, RC_SOURCES, RC_TARGETS
-#define WRITE 5   // no others
-#define SCALE 6   // RC_TYPE, a real float
+#define WRITE 4   // no others
+#define SCALE 5   // RC_TYPE, a real float
 
 #define RC_INLINE __device__ __forceinline__
 // 2 blocks per processor leave a thread up to 128 registers. Without this bound, ptxas of CUDA 13
@@ -29,7 +28,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// The values of RC_TYPE, RC_RESULT and RC_TARGET: a dtype's name and _t, or Averaged<> of an integer's.
+// The values of RC_TYPE and RC_RESULT: a dtype's name and _t, or Averaged<> of an integer's.
 struct float16_t {
   u16 bits;
 };
@@ -624,123 +623,6 @@ RC_GLOBAL rc_entry(const __grid_constant__ Pointers<RC_TENSORS> tensors, const C
     copy_all(packed, tensor, chunk.count);
 #endif
   }
-}
-#endif
-
-// --- UPDATE: sum of gradients -> optimizer -> weights on all ranks -------------------------------
-
-// The rules of torch.optim, with its operations in its order. fmaf() stands where torch's loops
-// fuse a product with a sum, on CPUs with AVX2 and on GPUs. The host rounds Numbers to float32.
-constexpr u32 kMaximizes = 1, kDecays = 2, kIsNesterov = 4, kIsFirst = 8;
-
-RC_INLINE float with_decay(float grad, float weight, float decay, u32 flags) {
-  const float signed_grad = flags & kMaximizes ? -grad : grad;
-  return flags & kDecays ? fmaf(decay, weight, signed_grad) : signed_grad;
-}
-
-struct Sgd {
-  static constexpr int kStates = 0;
-  struct Numbers {
-    float decay, step;  // step is -lr
-    u32 flags;
-  };
-  static RC_INLINE float of(float weight, float grad, float*, const Numbers& n) {
-    return fmaf(n.step, with_decay(grad, weight, n.decay, n.flags), weight);
-  }
-};
-
-struct Momentum {
-  static constexpr int kStates = 1;
-  struct Numbers {
-    float decay, momentum, fresh, step;  // fresh is 1 - dampening
-    u32 flags;
-  };
-  static RC_INLINE float of(float weight, float grad, float* state, const Numbers& n) {
-    const float g = with_decay(grad, weight, n.decay, n.flags);
-    state[0] = n.flags & kIsFirst ? g : fmaf(n.fresh, g, state[0] * n.momentum);
-    return fmaf(n.step, n.flags & kIsNesterov ? fmaf(n.momentum, state[0], g) : state[0], weight);
-  }
-};
-
-struct Adam {  // also AdamW, without kDecays, where shrink is 1 - lr * weight_decay
-  static constexpr int kStates = 2;
-  struct Numbers {
-    float decay, shrink, weight, keep, fresh, step, root, eps;
-    u32 flags;
-  };
-  static RC_INLINE float lerp(float start, float end, float weight) {
-    const bool is_small = weight < 0.5f;
-    return fmaf(is_small ? weight : weight - 1.0f, end - start, is_small ? start : end);
-  }
-  static RC_INLINE float of(float weight, float grad, float* state, const Numbers& n) {
-    const float shrunk = weight * n.shrink;
-    const float g = with_decay(grad, shrunk, n.decay, n.flags);
-    state[0] = lerp(state[0], g, n.weight);
-    state[1] = fmaf(n.fresh * g, g, state[1] * n.keep);
-    return shrunk + n.step * state[0] / (sqrtf(state[1]) / n.root + n.eps);
-  }
-};
-
-// Arrays of the rank that updates the elements.
-struct Owned {
-  float* weights;
-  float* states[2];
-};
-
-template <class G, class W, class Rule, bool kIsVector, int kSources, int kTargets>
-RC_INLINE void update_pieces(const Pointers<kSources>& grads, const Pointers<kTargets>& weights,
-                             const Owned& owned, const typename Rule::Numbers& numbers,
-                             float scale, u64 i, u64 step, u64 end) {
-  constexpr int kWidth = kIsVector ? kWidthOf<G, W> : 1;
-  constexpr int kStates = Rule::kStates;
-  float total[1][kWidth] = {};
-  Piece<float, kWidth, kIsVector> master, states[kStates + 1];
-  Piece<W, kWidth, kIsVector> pushed;
-  master.load(owned.weights, i);
-#pragma unroll
-  for (int k = 0; k < kStates; ++k) states[k].load(owned.states[k], i);
-  combine<G, Sum, kIsVector>(total, grads, i, step, end);
-#pragma unroll
-  for (int e = 0; e < kWidth; ++e) {
-    float state[kStates + 1];
-#pragma unroll
-    for (int k = 0; k < kStates; ++k) state[k] = states[k][e];
-    master[e] = Rule::of(master[e], total[0][e] * scale, state, numbers);
-#pragma unroll
-    for (int k = 0; k < kStates; ++k) states[k][e] = state[k];
-    pushed[e] = To<W>::from(master[e]);
-  }
-  master.store(owned.weights, i);
-#pragma unroll
-  for (int k = 0; k < kStates; ++k) states[k].store(owned.states[k], i);
-  store_in_all(pushed, weights, i);
-}
-
-#if RC_KERNEL == UPDATE
-// For i in [0, count): takes a step of the rule with the gradient
-// scale * (grads[0][i] + grads[1][i] + ...), summed in float32, and stores the new weight in
-// owned.weights[i] and weights[*][i]. owned.weights may be one of `weights`.
-RC_GLOBAL rc_entry(const __grid_constant__ Pointers<RC_SOURCES> grads,
-                   const __grid_constant__ Pointers<RC_TARGETS> weights,
-                   const __grid_constant__ Owned owned, u64 count, float scale,
-                   const __grid_constant__ RC_RULE::Numbers numbers) {
-  using G = RC_TYPE;
-  using W = RC_TARGET;
-  constexpr int kWidth = kWidthOf<G, W>;
-  Alignment of_grads, of_weights, of_owned;
-  of_grads.add(grads);
-  of_weights.add(weights);
-  of_owned.add(owned.weights);
-  for (int k = 0; k < RC_RULE::kStates; ++k) of_owned.add(owned.states[k]);
-  const Body body = body_of<kWidth>(count, [&](u64 i) {
-    return of_grads.is_aligned(i * sizeof(G)) && of_weights.is_aligned(i * sizeof(W)) &&
-           of_owned.is_aligned(i * sizeof(float));
-  });
-  sweep_all<kWidth, 1>(
-      whole_grid(), count, body, [&](u64 i, u64 step, u64 end, auto is_vector) {
-        update_pieces<G, W, RC_RULE, decltype(is_vector)::value>(grads, weights, owned, numbers,
-                                                                 scale, i, step, end);
-      });
 }
 #endif
 

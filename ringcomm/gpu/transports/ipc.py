@@ -31,7 +31,7 @@ from ringcomm.gpu.transports.plan_ipc_stream_commands import (
     others_of,
 )
 from ringcomm.gpu.transports.slices import staging_nbytes
-from ringcomm.gpu.transports.works import GpuReduce, Update, Work
+from ringcomm.gpu.transports.works import GpuReduce, Work
 
 LINE = 128  # bytes between two flags: no two share a cache line
 _SIGNATURE = 0x52430000  # plus the number of a rank
@@ -175,8 +175,6 @@ class IpcTransport:
 
     def outline(self, work: Work) -> bytes:
         source = self._find(work.source)
-        if isinstance(work, Update):
-            return Outline(source, self._find(work.target)).pack()
         if isinstance(work, GpuReduce):
             target = self._find(work.target)
             is_written = is_written_by_others(work, reduces=self._reduces)

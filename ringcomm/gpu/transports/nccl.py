@@ -17,14 +17,13 @@ from functools import partial
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.collectives.operators import AVERAGE, MAX, MIN, PRODUCT, SUM
-from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.nccl_16_bit_sums_by_host import SumsByHost
 from ringcomm.gpu.transports.nccl_base import Communicator
 from ringcomm.gpu.transports.slices import even_parts, passes, staging_nbytes, whole_grains
-from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Update, Work
+from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Work
 from ringcomm.transport.node import To
 
 _BYTE = DTYPES["uint8"]
@@ -129,8 +128,6 @@ class NcclTransport:
 
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
         del outlines
-        if isinstance(work, Update):
-            raise RingcommError("NCCL cannot take a step of an optimizer: only ipc can")
         if isinstance(work, GpuMove):
             return self._in_one_phase(partial(self._move, work))
         if work.source.count == 0:

@@ -18,13 +18,11 @@ from typing import ClassVar, TypeVar
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.operators import Op
-from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.memory_allocator_and_address import NOWHERE, Address
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
-from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel
 from ringcomm.gpu.transports.slices import Slice, even_parts, passes
-from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Pull, Update, UpdatePiece, Work
+from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Pull, Work
 from ringcomm.transport.node import To
 
 _T = TypeVar("_T")
@@ -39,7 +37,7 @@ class Copy:
     nbytes: int
 
 
-Command = Copy | ReduceKernel | UpdateKernel
+Command = Copy | ReduceKernel
 
 
 @dataclass(frozen=True)
@@ -106,23 +104,14 @@ def is_written_by_others(work: GpuReduce, *, reduces: bool) -> bool:
 
 
 def phases(work: Work, view: MappedView) -> Iterator[list[Command]]:
-    """Yield the commands of each phase; all ranks meet between two phases.
-
-    Raises:
-        RingcommError: before the first phase, if a rank cannot map what an Update needs.
-    """
-    if isinstance(work, GpuReduce):
-        return _reduce(work, view)
-    return _update(work, view) if isinstance(work, Update) else _move(work, view)
+    """Yield the commands of each phase; all ranks meet between two phases."""
+    return _reduce(work, view) if isinstance(work, GpuReduce) else _move(work, view)
 
 
 def kernels(work: Work, size: int) -> list[Kernel]:
-    if isinstance(work, GpuReduce):
-        return [_reduce_kernel(size, size if work.to is To.ALL else 1, work.dtype, work.op)]
     if isinstance(work, GpuMove):
         return []
-    sources = (0,) * (1 if work.is_reduced else size)
-    return [_update_kernel(work, piece, sources, (0,) * size) for piece in work.pieces]
+    return [_reduce_kernel(size, size if work.to is To.ALL else 1, work.dtype, work.op)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -209,48 +198,6 @@ def _places(
         else:
             places.append(view.find(r, view.outlines[r].staging) + piece.staged_at)
     return tuple(places)
-
-
-# --- steps of an optimizer ------------------------------------------------------------------------
-def _update(work: Update, view: MappedView) -> Iterator[list[Command]]:
-    sources = [work.source.address]
-    if not work.is_reduced:
-        sources = _wholes(view, work.source, [outline.source for outline in view.outlines])
-    targets = _wholes(view, work.target, [outline.target for outline in view.outlines])
-    yield []
-    yield [
-        _update_kernel(work, piece, sources, targets)
-        for piece in work.pieces
-        if piece.start < piece.stop
-    ]
-    yield []
-
-
-def _update_kernel(
-    work: Update, piece: UpdatePiece, sources: Sequence[int], targets: Sequence[int]
-) -> UpdateKernel:
-    """Return the kernel of a piece; sources and targets are the addresses of whole arrays."""
-    return UpdateKernel(
-        sources=tuple(at + piece.start * work.source.dtype.itemsize for at in sources),
-        targets=tuple(at + piece.start * work.target.dtype.itemsize for at in targets),
-        owned=tuple(span.address for span in piece.owned),
-        count=piece.stop - piece.start,
-        gradient=work.source.dtype,
-        weight=work.target.dtype,
-        rule=piece.rule,
-        numbers=piece.numbers,
-        scale=work.scale,
-    )
-
-
-def _wholes(view: MappedView, own: Span, addresses: Sequence[Address]) -> list[int]:
-    """Return the addresses of one array on all ranks. Raises RingcommError if one is not mapped."""
-    if own.count and not all(address.region for address in addresses):
-        raise RingcommError("an update needs gradients and weights made by rc.zeros(device='cuda')")
-    return [
-        own.address if r == view.rank or not own.count else view.find(r, address)
-        for r, address in enumerate(addresses)
-    ]
 
 
 # --- moves ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The works of a team, as data: reductions, moves, updates; see the glossary. Pure."""
+"""The works of a team, as data: reductions and moves; see the glossary. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Final
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.operators import Op, ReductionOptions
-from ringcomm.gpu.kernels.base import Argument
-from ringcomm.gpu.kernels.reduce_and_optimizer_step import Rule
 from ringcomm.transport.node import To
 
 
@@ -51,39 +49,7 @@ class GpuMove:
     pulls: tuple[Pull, ...]  # the pulls of all ranks, the same on each rank
 
 
-@dataclass(frozen=True)
-class UpdatePiece:
-    """Elements [start, stop) of the weights, which this rank updates with the same numbers.
-
-    Attributes:
-        owned: float32 arrays of stop - start elements that only this rank has: the master weights,
-            then the states of the rule.
-        numbers: parameters of the rule for this step; see kernels/reduce_and_optimizer_step.py.
-    """
-
-    start: int
-    stop: int
-    owned: tuple[Span, ...]
-    rule: Rule
-    numbers: Argument
-
-
-@dataclass(frozen=True)
-class Update:
-    """A step of an optimizer whose state is sharded over the ranks, as one rank sees it.
-
-    Each weight has one owner. The owner sums the gradients of all ranks in float32 in rank order,
-    scales the sum, and writes the new weight to all ranks.
-    """
-
-    source: Span  # this rank's gradients
-    target: Span  # this rank's copy of all weights, written by their owners
-    pieces: tuple[UpdatePiece, ...]  # owned by this rank; no two ranks own the same element
-    scale: float  # factor of the sum of gradients
-    is_reduced: bool = False  # within `pieces`, the source is already the mean of all ranks
-
-
-Work = GpuReduce | GpuMove | Update
+Work = GpuReduce | GpuMove
 _UNSCALED: Final = ReductionOptions()
 
 

@@ -9,18 +9,17 @@ import torch
 
 from ringcomm.arrays.torch import TORCH
 from ringcomm.collectives.message_patterns import chunks
-from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.optim.buckets import Bucket, flat_view, node_zeros, view_like
 from ringcomm.torch.optim.gradient_slot import GradientSlot
 from ringcomm.torch.optim.wrapping import Settings
-from ringcomm.torch.zero.chunk_update_by_own_class import Chunk, ChunkUpdate
+from ringcomm.torch.zero.chunk_update import ChunkUpdate
 from ringcomm.torch.zero.gather_whole_states import start_allgather_into
 from ringcomm.torch.zero.parameter_state import ParameterState
 from ringcomm.torch.zero.shares import Plan
 
-MakeUpdate = Callable[[Chunk], ChunkUpdate]
+MakeUpdate = Callable[[Sequence[torch.Tensor]], ChunkUpdate]
 
 
 class BucketWeights:
@@ -50,16 +49,17 @@ class BucketWeights:
             for member in bucket.members
         }
         self._move_in()
-        self._update = make_update(self._chunk(bucket))
+        self._update = make_update(
+            [flat_view(self._views[index])[part] for index, part in self.updated.items()]
+        )
 
     @torch.no_grad()
     def update(
         self,
         settings: Sequence[Settings],
         group_of: Mapping[torch.Tensor, int],
-        buffer: torch.Tensor,
     ) -> list[Settings]:
-        """Update this rank's chunk, or prepare the update for send(); return the new settings."""
+        """Update this rank's chunk, and return the new settings."""
         self._move_in()
         groups: list[tuple[Settings, list[int]]] = [(each, []) for each in settings]
         gradients: list[torch.Tensor | None] = []
@@ -69,20 +69,10 @@ class BucketWeights:
             gradients.append(None if number is None else slot.part.gradient())
             if number is not None:
                 groups[number][1].append(piece)
-        return self._update.update(gradients, groups, buffer)
+        return self._update.update(gradients, groups)
 
-    def send(self, buffer: torch.Tensor) -> Handle[Any]:
+    def send(self) -> Handle[Any]:
         """Start to exchange the chunks of all ranks. Collective."""
-        pieces = self._update.pieces
-        if pieces is not None:
-            from ringcomm.gpu.executor import plans as gpu_plans
-
-            return engine().start(
-                "update",
-                self._name,
-                lambda g: gpu_plans.update(g, self._name, buffer, self._weights, pieces),
-                self._group,
-            )
         parts = chunks(self._weights.numel(), self._group.size)
         own = self._weights[parts[self._group.index]]
         counts = [part.stop - part.start for part in parts]
@@ -90,7 +80,6 @@ class BucketWeights:
 
     def note_written(self) -> None:
         """Note that the weights have new values; give them new versions, for autograd."""
-        self._update.note_done()
         for slot in self._slots.values():
             if slot.parameter.grad is not None:
                 TORCH.written(slot.parameter)
@@ -108,16 +97,6 @@ class BucketWeights:
         own = self.updated.get(index)
         if own is not None:
             self.set_state(index, whole.part(own))
-
-    def _chunk(self, bucket: Bucket) -> Chunk:
-        own = chunks(self._weights.numel(), self._group.size)[self._group.index]
-        places = [
-            slice(member.place.start + part.start, member.place.start + part.stop)
-            for member in bucket.members
-            if (part := self.updated.get(member.index)) is not None
-        ]
-        pieces = [flat_view(self._views[index])[part] for index, part in self.updated.items()]
-        return Chunk(self._weights, own, places, pieces)
 
     @torch.no_grad()
     def _move_in(self) -> None:

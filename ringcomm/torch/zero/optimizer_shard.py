@@ -12,7 +12,7 @@ from ringcomm.elastic import on_new_view
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import RingcommError
-from ringcomm.torch.optim.buckets import Bucket, view_like
+from ringcomm.torch.optim.buckets import view_like
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import settings_of
 from ringcomm.torch.zero.bucket_weights import BucketWeights, MakeUpdate, plan_of
@@ -35,7 +35,6 @@ class OptimizerShard:
         self._reducer = reducer
         self._shards: list[BucketWeights] = []
         self.group: Group | None = None
-        self._is_fused = False
         self._adopted: tuple[Pieces, Shares] | None = None  # until the next step
         self._is_stale = False  # a rank is lost, and with it a part
         on_new_view(self.begin_view)
@@ -79,12 +78,12 @@ class OptimizerShard:
                 "copy of each part on another rank (docs/elastic.md), and commit before a loss"
             )
 
-    def step(self, optimizer: Optimizer, make_update: MakeUpdate, *, is_fused: bool) -> None:
+    def step(self, optimizer: Optimizer, make_update: MakeUpdate) -> None:
         """Take over the optimizer's state, and update all weights by its settings. Collective.
 
         Each bucket's weights are sent as soon as this rank's chunk is updated.
         """
-        buckets = self._arrange(make_update, is_fused=is_fused)
+        self._arrange(make_update)
         self._take_over(optimizer)
         self._require_reduced()
         group_of = {
@@ -93,9 +92,9 @@ class OptimizerShard:
         before = after = settings_of(optimizer)
         under_way: list[tuple[BucketWeights, Handle[Any]]] = []
         try:
-            for shard, bucket in zip(self._shards, buckets, strict=True):
-                after = shard.update(before, group_of, bucket.buffer)
-                under_way.append((shard, shard.send(bucket.buffer)))
+            for shard in self._shards:
+                after = shard.update(before, group_of)
+                under_way.append((shard, shard.send()))
         finally:
             _wait_for_all(under_way)
         for group, settings in zip(optimizer.param_groups, after, strict=True):
@@ -118,21 +117,19 @@ class OptimizerShard:
                 states[p] = whole.to(view.device).shaped(view)
         return states
 
-    def _arrange(self, make_update: MakeUpdate, *, is_fused: bool) -> Sequence[Bucket]:
-        """Return the buckets. If they have changed, make new shards, which is collective."""
+    def _arrange(self, make_update: MakeUpdate) -> None:
+        """If the buckets have changed, make new shards, which is collective."""
         group, buckets = self._reducer.options.group, self._reducer.plan.ensure_buckets()
         plans = [shard.plan for shard in self._shards]
         is_same = plans == [plan_of(bucket) for bucket in buckets] and self._adopted is None
         self.require_fresh()
-        if group is self.group and is_same and is_fused == self._is_fused:
-            return buckets
+        if group is self.group and is_same:
+            return
         self._require_same_ranks(group)
         slots = self._reducer.slots
         fresh = [BucketWeights(bucket, slots, group, make_update) for bucket in buckets]
         self._hand_over(fresh, group.size)
-        self._shards, self.group, self._is_fused = fresh, group, is_fused
-        self._adopted = None
-        return buckets
+        self._shards, self.group, self._adopted = fresh, group, None
 
     def _hand_over(self, fresh: Sequence[BucketWeights], size: int) -> None:
         """Give the state of each piece to the rank that updates it from now on."""

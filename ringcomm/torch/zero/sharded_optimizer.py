@@ -23,9 +23,8 @@ from ringcomm.errors import RingcommError
 from ringcomm.torch.horovod.process_sets import global_process_set
 from ringcomm.torch.optim.averaging_optimizer import OUR_ATTRIBUTES, AveragingOptimizer
 from ringcomm.torch.optim.buckets import is_16_bit, wide
-from ringcomm.torch.optim.wrapping import settings_of, underlying
-from ringcomm.torch.zero.chunk_update_by_own_class import Chunk, ChunkUpdate, OwnClassUpdate
-from ringcomm.torch.zero.fused_update_across_gpus import FusedUpdate, can_fuse, can_push
+from ringcomm.torch.optim.wrapping import underlying
+from ringcomm.torch.zero.chunk_update import ChunkUpdate
 from ringcomm.torch.zero.optimizer_shard import OptimizerShard
 from ringcomm.torch.zero.share_copies import ShareCopies
 
@@ -203,8 +202,7 @@ class ShardedOptimizer(AveragingOptimizer):
             with torch.enable_grad():
                 loss = each()
         self._warn_of_changes()
-        is_fused = can_fuse(type(self).__bases__[1], settings_of(self))
-        self._shards.step(self, self._make_fused if is_fused else self._make, is_fused=is_fused)
+        self._shards.step(self, self._make)
         return loss
 
     def _follow(self) -> None:
@@ -216,13 +214,8 @@ class ShardedOptimizer(AveragingOptimizer):
             )
         super()._follow()
 
-    def _make(self, chunk: Chunk) -> ChunkUpdate:
-        return OwnClassUpdate(underlying(self, _OUR_ATTRIBUTES), chunk.pieces)
-
-    def _make_fused(self, chunk: Chunk) -> ChunkUpdate:
-        if not can_push(self._reducer.options.group, chunk.weights):
-            return self._make(chunk)
-        return FusedUpdate(type(self).__bases__[1], chunk)
+    def _make(self, pieces: Sequence[torch.Tensor]) -> ChunkUpdate:
+        return ChunkUpdate(underlying(self, _OUR_ATTRIBUTES), pieces)
 
     def _own_gradients(self) -> list[torch.Tensor]:
         self._reducer.plan.ensure_buckets()

@@ -1,11 +1,10 @@
-"""Updates of this rank's chunk of a bucket's weights."""
+"""The update of this rank's chunk of a bucket's weights, piece by piece: one per parameter."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch.optim import Optimizer
@@ -14,63 +13,15 @@ from ringcomm.torch.optim.buckets import is_16_bit, wide
 from ringcomm.torch.optim.wrapping import Settings, plain_step, settings_of
 from ringcomm.torch.zero.parameter_state import ParameterState
 
-if TYPE_CHECKING:
-    from ringcomm.gpu.transports.works import UpdatePiece
-
 MASTER: Final = "master"  # in the state of a 16-bit parameter: its weights in float32
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """This rank's chunk (`own`) of a bucket's flat weights, and its pieces, one per parameter."""
-
-    weights: torch.Tensor
-    own: slice
-    places: Sequence[slice]  # of each piece in `weights`
-    pieces: Sequence[torch.Tensor]
-
-
 class ChunkUpdate:
-    """Base of the updates of a chunk; not collective.
+    """The update of a chunk by an optimizer of the user's class; not collective.
 
-    Attributes:
-        pieces: updates for a GPU kernel to make; the kernel also sends the weights to all ranks.
-            None: update() has made the updates.
-    """
-
-    pieces: Sequence[UpdatePiece] | None = None
-
-    def update(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        groups: Sequence[tuple[Settings, list[int]]],
-        buffer: torch.Tensor,
-    ) -> list[Settings]:
-        """Update the weights, or set `pieces`; return the settings after the update.
-
-        Args:
-            gradients: one gradient per piece, of its shape and dtype, read only; None: no update.
-            groups: the settings of each param_group, and the numbers of its pieces.
-            buffer: the bucket's flat gradients, for a kernel; `gradients` may have other memory.
-        """
-        raise NotImplementedError
-
-    def note_done(self) -> None: ...
-
-    def state_of(self, piece: int) -> ParameterState:
-        """Return the state of a piece, read only; empty if the piece was never updated."""
-        raise NotImplementedError
-
-    def set_state(self, piece: int, state: ParameterState) -> None:
-        """Set the state of a piece; this object may keep `state`, without a copy."""
-        raise NotImplementedError
-
-
-class OwnClassUpdate(ChunkUpdate):
-    """An update by an optimizer of the user's class, whose parameters are the pieces.
-
-    A 16-bit piece has a float32 master. The master is updated with the gradient in float32, and
-    then rounded to the weights. If somebody has changed a weight, its master gets the new value.
+    The optimizer's parameters are the pieces. A 16-bit piece has a float32 master. The master is
+    updated with the gradient in float32, and then rounded to the weights. If somebody has changed a
+    weight, its master gets the new value.
     """
 
     def __init__(self, optimizer: Optimizer, weights: Sequence[torch.Tensor]) -> None:
@@ -87,9 +38,13 @@ class OwnClassUpdate(ChunkUpdate):
         self,
         gradients: Sequence[torch.Tensor | None],
         groups: Sequence[tuple[Settings, list[int]]],
-        buffer: torch.Tensor,
     ) -> list[Settings]:
-        del buffer
+        """Update the weights; return the settings after the update.
+
+        Args:
+            gradients: one gradient per piece, of its shape and dtype, read only; None: no update.
+            groups: the settings of each param_group, and the numbers of its pieces.
+        """
         for piece, gradient in enumerate(gradients):
             master = self._masters[piece]
             if gradient is not None:
@@ -108,7 +63,10 @@ class OwnClassUpdate(ChunkUpdate):
         return settings_of(self._optimizer)
 
     def state_of(self, piece: int) -> ParameterState:
-        """Return the state of a piece, with the master if that differs from the weights."""
+        """Return the state of a piece, read only; empty if the piece was never updated.
+
+        It has the master if that differs from the weights.
+        """
         master = self._masters[piece]
         state = ParameterState.of(self._optimizer.state.get(master, {}), master)
         if self._has_master[piece]:
@@ -116,6 +74,7 @@ class OwnClassUpdate(ChunkUpdate):
         return state
 
     def set_state(self, piece: int, state: ParameterState) -> None:
+        """Set the state of a piece; this object may keep `state`, without a copy."""
         master = self._masters[piece]
         by_element = dict(state.by_element)
         weights = by_element.pop(MASTER, None)
