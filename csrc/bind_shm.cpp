@@ -19,7 +19,7 @@
 #include "kernels/reduce.hpp"
 #include "loop/loop.hpp"
 #include "shm/copy_step.hpp"
-#include "shm/known_allreduce.hpp"
+#include "shm/known_call.hpp"
 
 namespace ringcomm {
 namespace {
@@ -59,20 +59,46 @@ std::size_t offset_of(const NodeMemory& memory, ConstBytes x) {
   return static_cast<std::size_t>(reinterpret_cast<const std::byte*>(x.data()) - memory.arena());
 }
 
-std::shared_ptr<NodeStep> run_known(const KnownAllreduce& self, std::size_t slot, void* data) {
-  nb::gil_scoped_release unlocked;
-  return self.run(slot, static_cast<std::byte*>(data));
+// x: None, an address, or a contiguous array of so many bytes, which the caller holds.
+std::byte* address_of(nb::handle x, std::size_t nbytes, int flags) {
+  if (x.is_none()) {
+    if (nbytes != 0) throw std::invalid_argument("there is no array");
+    return nullptr;
+  }
+  if (PyLong_Check(x.ptr())) return reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(x));
+  Py_buffer view;
+  if (PyObject_GetBuffer(x.ptr(), &view, flags) != 0) throw nb::python_error();
+  void* const data = view.buf;
+  const auto found = static_cast<std::size_t>(view.len);
+  PyBuffer_Release(&view);
+  if (found != nbytes) throw std::invalid_argument("the array has another size");
+  return static_cast<std::byte*>(data);
 }
 
-// x: writable and contiguous.
-std::shared_ptr<NodeStep> run_known_on(const KnownAllreduce& self, std::size_t slot, nb::handle x) {
-  Py_buffer view;
-  if (PyObject_GetBuffer(x.ptr(), &view, PyBUF_WRITABLE) != 0) throw nb::python_error();
-  void* const data = view.buf;
-  const auto nbytes = static_cast<std::size_t>(view.len);
-  PyBuffer_Release(&view);  // the caller holds x
-  if (nbytes != self.nbytes()) throw std::invalid_argument("x is no array of that size");
-  return run_known(self, slot, data);
+std::shared_ptr<NodeStep> run_known(const KnownCall& self, std::size_t slot, nb::handle source,
+                                    nb::handle target) {
+  const std::byte* const from = address_of(source, self.source_nbytes(), PyBUF_SIMPLE);
+  std::byte* const to = address_of(target, self.target_nbytes(), PyBUF_WRITABLE);
+  nb::gil_scoped_release unlocked;
+  return self.run(slot, from, to);
+}
+
+using HeaderAndSize = std::tuple<nb::bytes, std::size_t>;
+
+Shown shown_of(const HeaderAndSize& told) {
+  const auto& [header, nbytes] = told;
+  return {std::string(header.c_str(), header.size()), nbytes};
+}
+
+std::vector<Pull> pulls_of(const Team& team,
+                           const std::vector<std::tuple<std::size_t, std::size_t, Bytes>>& told) {
+  std::vector<Pull> pulls;
+  pulls.reserve(told.size());
+  for (const auto& [member, offset, target] : told) {
+    if (member >= team.size()) throw std::invalid_argument("no such member");
+    pulls.push_back({member, offset, target.nbytes(), reinterpret_cast<std::byte*>(target.data())});
+  }
+  return pulls;
 }
 
 std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::size_t slot,
@@ -83,12 +109,6 @@ std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::s
   const auto dtype = from_code<DType>("dtype", code);
   const std::size_t n = team->size();
   if (bounds.empty()) bounds = equal_bounds(source.nbytes(), n);
-  if (bounds.size() != n + 1 || bounds.front() != 0 || bounds.back() != source.nbytes())
-    throw std::invalid_argument("bounds must cut the source into a part per member");
-  for (std::size_t r = 0; r < n; ++r)
-    if (bounds[r] > bounds[r + 1] || bounds[r] % itemsize(dtype) != 0)
-      throw std::invalid_argument("bounds must ascend, by whole elements");
-  if (root >= n || divisor == 0) throw std::invalid_argument("no such root, or divisor is 0");
   NodeReduction reduction{reinterpret_cast<const std::byte*>(source.data()),
                           target ? reinterpret_cast<std::byte*>(target->data()) : nullptr,
                           std::move(bounds),
@@ -98,9 +118,9 @@ std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::s
                           dtype,
                           divisor,
                           is_widened};
-  const bool is_16bit = dtype == DType::float16 || dtype == DType::bfloat16;
-  if (is_widened && (!is_16bit || reduction.to != Target::owner || divisor != 1))
-    throw std::invalid_argument("only 16-bit sums for their owners are widened, and not divided");
+  require_cut(reduction, n);
+  if (reduction.bounds.back() != source.nbytes())
+    throw std::invalid_argument("bounds must cut the source into a part per member");
   const std::size_t due = reduction.due_nbytes(team->index());
   if ((target ? target->nbytes() : 0) != due)
     throw std::invalid_argument("target has another size than what is due");
@@ -111,17 +131,12 @@ std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::s
 
 std::shared_ptr<CopyStep> start_copy(
     const std::shared_ptr<Team>& team, std::size_t slot, std::uint64_t fingerprint, ConstBytes shown,
-    const std::vector<std::tuple<std::size_t, std::size_t, Bytes>>& pulls, std::shared_ptr<Places> places) {
-  std::vector<Pull> wanted;
-  wanted.reserve(pulls.size());
-  for (const auto& [member, offset, target] : pulls) {
-    if (member >= team->size()) throw std::invalid_argument("no such member");
-    wanted.push_back({member, offset, target.nbytes(), reinterpret_cast<std::byte*>(target.data())});
-  }
-  return std::make_shared<CopyStep>(
-      Meeting(team, slot, fingerprint),
-      NodeCopy{reinterpret_cast<const std::byte*>(shown.data()), shown.nbytes(), std::move(wanted),
-               std::move(places)});
+    std::optional<std::vector<std::tuple<std::size_t, std::size_t, Bytes>>> pulls, nb::bytes header,
+    std::shared_ptr<Places> places) {
+  NodeCopy copy{reinterpret_cast<const std::byte*>(shown.data()), shown.nbytes(),
+                std::string(header.c_str(), header.size()), std::nullopt, nullptr, std::move(places)};
+  if (pulls) copy.pulls = pulls_of(*team, *pulls);
+  return std::make_shared<CopyStep>(Meeting(team, slot, fingerprint), std::move(copy));
 }
 
 bool drive_step(const std::shared_ptr<NodeStep>& step, double seconds) {
@@ -175,23 +190,60 @@ void bind_shm(nb::module_& m) {
   m.def("start_reduce", &start_reduce, "team"_a, "slot"_a, "fingerprint"_a, "source"_a.noconvert(),
         "target"_a.noconvert().none(), "bounds"_a, "to"_a, "root"_a, "op"_a, "dtype"_a, "divisor"_a,
         "is_widened"_a = false);
-  nb::class_<KnownAllreduce>(m, "KnownAllreduce")
+  nb::class_<KnownCall>(m, "KnownCall")
+      .def("run", &run_known, "slot"_a, "source"_a.none(), "target"_a.none());
+  nb::class_<KnownReduction, KnownCall>(m, "KnownReduction")
       .def("__init__",
-           [](KnownAllreduce* self, std::shared_ptr<Team> team, std::uint64_t fingerprint,
-              std::size_t nbytes, int op, int dtype, std::size_t divisor, double moment_s) {
-             new (self) KnownAllreduce(std::move(team), fingerprint, nbytes, from_code<Op>("op", op),
-                                       from_code<DType>("dtype", dtype), divisor,
+           [](KnownReduction* self, std::shared_ptr<Team> team, std::uint64_t fingerprint,
+              std::size_t nbytes, std::vector<std::size_t> bounds, int to, std::size_t root, int op,
+              int dtype, std::size_t divisor, double moment_s) {
+             if (bounds.empty()) bounds = equal_bounds(nbytes, team->size());
+             NodeReduction what{nullptr,
+                                nullptr,
+                                std::move(bounds),
+                                from_code<Target>("to", to),
+                                root,
+                                from_code<Op>("op", op),
+                                from_code<DType>("dtype", dtype),
+                                divisor};
+             new (self) KnownReduction(std::move(team), fingerprint, std::move(what),
                                        nanoseconds(moment_s));
            },
-           "team"_a, "fingerprint"_a, "nbytes"_a, "op"_a, "dtype"_a, "divisor"_a, "moment_s"_a)
-      .def("run", [](const KnownAllreduce& self, std::size_t slot, std::uintptr_t address) {
-        return run_known(self, slot, reinterpret_cast<void*>(address));
-      })
-      .def("run_on", &run_known_on);
+           "team"_a, "fingerprint"_a, "nbytes"_a, "bounds"_a, "to"_a, "root"_a, "op"_a, "dtype"_a,
+           "divisor"_a, "moment_s"_a);
+  nb::class_<KnownCopy, KnownCall>(m, "KnownCopy")
+      .def("__init__",
+           [](KnownCopy* self, std::shared_ptr<Team> team, std::uint64_t fingerprint,
+              const HeaderAndSize& mine,
+              const std::vector<std::tuple<std::size_t, std::size_t, std::size_t, std::size_t>>& parts,
+              const std::vector<HeaderAndSize>& expected, double moment_s) {
+             std::vector<KnownCopy::Part> pulls;
+             for (const auto& [member, offset, nbytes, at] : parts)
+               pulls.push_back({member, offset, nbytes, at});
+             std::vector<Shown> due;
+             for (const HeaderAndSize& each : expected) due.push_back(shown_of(each));
+             new (self) KnownCopy(std::move(team), fingerprint, shown_of(mine), std::move(pulls),
+                                  std::move(due), nanoseconds(moment_s));
+           },
+           "team"_a, "fingerprint"_a, "mine"_a, "parts"_a, "expected"_a, "moment_s"_a);
   nb::class_<Places>(m, "Places").def(nb::init<>()).def("take", &Places::take);
-  nb::class_<CopyStep, NodeStep>(m, "CopyStep").def_prop_ro("place", &CopyStep::place);
-  m.def("start_copy", &start_copy, "team"_a, "slot"_a, "fingerprint"_a, "shown"_a.noconvert(), "pulls"_a,
-        "places"_a.none() = nb::none());
+  nb::class_<CopyStep, NodeStep>(m, "CopyStep")
+      .def_prop_ro("place", &CopyStep::place)
+      .def_prop_ro("is_to_choose", &CopyStep::is_to_choose)
+      .def("shown",
+           [](const CopyStep& self) {
+             std::vector<std::tuple<nb::bytes, std::size_t>> all;
+             for (const Shown& each : self.shown())
+               all.emplace_back(nb::bytes(each.header.data(), each.header.size()), each.nbytes);
+             return all;
+           })
+      .def("choose",
+           [](CopyStep& self, const std::vector<std::tuple<std::size_t, std::size_t, Bytes>>& pulls) {
+             self.choose(pulls_of(self.team(), pulls));
+           },
+           "pulls"_a);
+  m.def("start_copy", &start_copy, "team"_a, "slot"_a, "fingerprint"_a, "shown"_a.noconvert(),
+        "pulls"_a.none(), "header"_a = nb::bytes("", 0), "places"_a.none() = nb::none());
 
   nb::class_<Loop>(m, "Loop")
       .def("__init__",

@@ -61,19 +61,36 @@ def make_team(
     index: int, context: int, is_crowded: bool, memories: Sequence[NodeMemory]
 ) -> Team: ...
 
-class KnownAllreduce:
+class KnownCall:
+    def run(
+        self, slot: int, source: NDArray[Any] | int | None, target: NDArray[Any] | int | None
+    ) -> NodeStep | None: ...
+
+class KnownReduction(KnownCall):
     def __init__(
         self,
         team: Team,
         fingerprint: int,
         nbytes: int,
+        bounds: Sequence[int],
+        to: int,
+        root: int,
         op: int,
         dtype: int,
         divisor: int,
         moment_s: float,
     ) -> None: ...
-    def run(self, slot: int, address: int, /) -> NodeStep | None: ...
-    def run_on(self, slot: int, x: NDArray[Any], /) -> NodeStep | None: ...
+
+class KnownCopy(KnownCall):
+    def __init__(
+        self,
+        team: Team,
+        fingerprint: int,
+        mine: tuple[bytes, int],
+        parts: Sequence[tuple[int, int, int, int]],
+        expected: Sequence[tuple[bytes, int]],
+        moment_s: float,
+    ) -> None: ...
 
 class NodeStep(Program):
     @property
@@ -105,13 +122,18 @@ class Places:
 class CopyStep(NodeStep):
     @property
     def place(self) -> int: ...
+    @property
+    def is_to_choose(self) -> bool: ...
+    def shown(self) -> list[tuple[bytes, int]]: ...
+    def choose(self, pulls: Sequence[tuple[int, int, Bytes]]) -> None: ...
 
 def start_copy(
     team: Team,
     slot: int,
     fingerprint: int,
     shown: Bytes,
-    pulls: Sequence[tuple[int, int, Bytes]],
+    pulls: Sequence[tuple[int, int, Bytes]] | None,
+    header: bytes = b"",
     places: Places | None = None,
 ) -> CopyStep: ...
 

@@ -7,7 +7,7 @@ are small integers, so every result is exact in every dtype.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -65,12 +65,22 @@ def make_program(seed, size, n_operations=25):
     groups = [
         tuple(rng.sample(range(size), rng.randint(1, size))) for _ in range(rng.randint(0, 4))
     ]
-    segments, number = [], 0
-    while number < n_operations:
-        n = rng.randint(1, 6)
-        segments.append([_operation(rng, number + i, size, groups) for i in range(n)])
-        number += n
+    segments, made = [], []
+    while len(made) < n_operations:
+        segment = []
+        for _ in range(rng.randint(1, 6)):
+            new = _operation(rng, len(made), size, groups)
+            if made and rng.random() < 0.4:
+                new = _made_again(rng.choice(made), len(made))
+            segment.append(new)
+            made.append(new)
+        segments.append(segment)
     return groups, segments
+
+
+def _made_again(before, number):
+    """Return a short call, from the second time on; the values, and rows of other ranks, differ."""
+    return replace(before, number=number, name=None, is_async=False, is_deterministic=False)
 
 
 def _operation(rng, number, size, groups):
@@ -178,7 +188,13 @@ def _passed(op, rank):
     return op.argument(rank)
 
 
+def _is_even(op):
+    return op.name is None and not op.is_async
+
+
 def _splits(op, rank):
+    if _is_even(op):
+        return [(op.number + rank) % 3] * len(op.members)
     return [(op.number + rank + 2 * dest) % 3 for dest in op.members]
 
 
@@ -195,8 +211,9 @@ def _call(op, x, groups, form):
             return call(x, op.op, op.root, **options)
         return call(x, op.op, **options)
     if op.kind == "alltoall":
-        me = rc.rank()
-        return call(x, _splits(op, me), **options)
+        if _is_even(op):
+            return call(x, **options)
+        return call(x, _splits(op, rc.rank()), **options)
     if op.kind == "allgather":
         return call(x, **options)
     return call(x, op.root, **options)

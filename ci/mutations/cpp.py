@@ -46,6 +46,15 @@ CPP = [
     ),
     # --- the node engine ------------------------------------------------------------------------
     CppMutation(
+        "a-known-copy-expects-what-it-had",
+        "node",
+        "shm",
+        "if (what_.pulls && (!what_.expected || is_as_expected())) return;",
+        "if (what_.pulls) return;",
+        "an allgather that is made again keeps the number of rows that others had the first time",
+        ("unit/test_collectives_in_shared_memory.py",),
+    ),
+    CppMutation(
         "who-gave-up-is-not-looked-for",
         "node",
         "shm",

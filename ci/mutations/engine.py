@@ -19,8 +19,18 @@ ORDER = [
         "options-are-dropped-within-a-node",
         "order",
         "engine/api/collectives.py",
-        "if name is None and (not options or _are_default(options)):",
-        "if name is None:",
+        """\
+        if name is None and (not options or _are_default(options)):
+            calls = _short(group)
+            if calls is not None:
+                return calls.run(kind, x, op)
+""",
+        """\
+        if name is None:
+            calls = _short(group)
+            if calls is not None:
+                return calls.run(kind, x, op)
+""",
         "allreduce_(deterministic=True) of a small array within a node is not deterministic",
         ("unit/test_options_reach_the_plan.py",),
     ),

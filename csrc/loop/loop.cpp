@@ -29,22 +29,26 @@ bool drive(Program& program, Bell& bell, Patience patience, std::int64_t limit_n
   Backoff backoff(patience);
   std::int64_t deadline = 0;
   while (true) {
-    const bool has_moved = program.advance() == Program::Step::moved;
+    const Program::Step step = program.advance();
     if (program.is_over()) return true;
-    if (has_moved) {
+    if (step == Program::Step::moved) {
       backoff.reset();
       continue;
     }
-    if (limit_ns == 0) return false;
+    if (step == Program::Step::news || limit_ns == 0) return false;
     const bool lingers = backoff.linger();
     if (lingers && !backoff.is_time_to_look()) continue;
     const std::int64_t now = monotonic_ns();
     if (deadline == 0) deadline = now + limit_ns;
     if (now >= deadline) return false;
     if (lingers) continue;
-    bell.sleep(std::min(deadline - now, kLook),
-               [&] { return program.advance() == Program::Step::moved; });
+    Program::Step last = Program::Step::waiting;
+    bell.sleep(std::min(deadline - now, kLook), [&] {
+      last = program.advance();
+      return last != Program::Step::waiting;
+    });
     if (program.is_over()) return true;
+    if (last == Program::Step::news) return false;
   }
 }
 

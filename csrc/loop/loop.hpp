@@ -16,7 +16,8 @@
 
 namespace ringcomm {
 
-// Advances `program` alone, in this thread. Returns true once it is over, false after limit_ns.
+// Advances `program` alone, in this thread. Returns true once it is over, false after limit_ns, or when
+// it has news.
 // Sleeps on `bell` when lingering does not help.
 bool drive(Program& program, Bell& bell, Patience patience, std::int64_t limit_ns);
 

@@ -22,7 +22,7 @@
 
 namespace ringcomm {
 
-constexpr std::uint64_t kBoardMagic = 0x72696e67636f6d33;  // "ringcom3"
+constexpr std::uint64_t kBoardMagic = 0x72696e67636f6d34;  // "ringcom4"
 constexpr std::size_t kUnnamedSlots = 16;
 constexpr std::size_t kNamedSlots = 4096;
 constexpr std::size_t kSlots = kUnnamedSlots + kNamedSlots;
@@ -44,6 +44,7 @@ struct alignas(64) Arrival {
   std::uint64_t nbytes;
   Source kind;
   std::uint32_t has_target;  // the result may be written to `target` by others
+  std::uint64_t header_nbytes;  // of a copy: what stands in the inline payload before the bytes shown
   std::atomic<std::uint64_t> abandoned;  // == seq: this rank has given the step up
 };
 static_assert(sizeof(Arrival) == 64, "who looks at one member's part of a step misses one cache line");

@@ -4,18 +4,26 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "node_step.hpp"
 
 namespace ringcomm {
 
-// A range of what another member shows.
+// A range of what another member shows, or of what this one does.
 struct Pull {
   std::size_t member;
   std::size_t offset;
   std::size_t nbytes;
   std::byte* target;
+};
+
+// What a member brings: a few bytes that say what it shows, and how much that is.
+struct Shown {
+  std::string header;  // at most kInline bytes
+  std::size_t nbytes;
 };
 
 // The places that member 0 gives to operations, in the order in which all members have agreed on them.
@@ -30,7 +38,11 @@ class Places {
 struct NodeCopy {
   const std::byte* shown;  // what this rank lets others read
   std::size_t nbytes;
-  std::vector<Pull> pulls;
+  std::string header;
+  // Null: they depend on what the others show, so choose() tells them once all are here.
+  std::optional<std::vector<Pull>> pulls;
+  // With pulls: what the pulls are for, by member. If anything else is shown, choose() is to tell others.
+  std::shared_ptr<const std::vector<Shown>> expected;
   std::shared_ptr<Places> places;  // null: the step gets no place; alike on all members
 };
 
@@ -40,20 +52,35 @@ class CopyStep final : public NodeStep {
  public:
   CopyStep(Meeting meeting, NodeCopy copy);
 
+  // All are here and agree, and this rank is to choose(): nothing goes on before.
+  bool is_to_choose() const { return is_to_choose_.load(std::memory_order_acquire); }
+  // By member; to be read while is_to_choose().
+  const std::vector<Shown>& shown() const { return shown_; }
+  // The thread that reads shown(), once. Pulls of more than is shown end the step with a fault.
+  void choose(std::vector<Pull> pulls);
+
   // To be read once it is over and agrees().
   std::uint64_t place() const { return place_; }
 
  private:
   void meet() override;
   Step work() override;
+  bool is_as_expected() const;
+  Shown shown_by(std::size_t member) const;
+  void require_shown() const;
   bool show();
   bool pull();
   bool has_place();
   void pull_segment(std::uint64_t number);
   std::uint64_t segments_of(std::size_t member) const;
+  const std::byte* inlined(std::size_t member) const;
 
   NodeCopy what_;
   Source kind_;
+  std::vector<Shown> shown_;  // if this rank is to choose
+  std::atomic<bool> is_to_choose_{false};
+  bool has_told_ = false;  // that it is
+  bool has_begun_ = false;
   std::uint64_t n_segments_ = 0;  // of the longest that any rank shows in segments
   std::uint64_t n_shown_ = 0, n_pulled_ = 0;
   std::size_t next_whole_ = 0;    // pull of what needs no segments
@@ -61,7 +88,7 @@ class CopyStep final : public NodeStep {
   std::uint64_t place_ = 0;
   bool is_placed_ = false;
   bool is_done_ = false;
-  bool is_short_ = false;  // a rank shows fewer bytes than this one was to read
+  bool is_read_in_place_ = false;  // what any member shows
 };
 
 }  // namespace ringcomm

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -25,6 +26,20 @@ std::vector<std::size_t> equal_bounds(std::size_t nbytes, std::size_t n) {
   std::vector<std::size_t> bounds(n + 1, nbytes);
   for (std::size_t r = 0; r < n; ++r) bounds[r] = nbytes / kLine * r / n * kLine;
   return bounds;
+}
+
+void require_cut(const NodeReduction& what, std::size_t n) {
+  const std::vector<std::size_t>& bounds = what.bounds;
+  if (bounds.size() != n + 1 || bounds.front() != 0)
+    throw std::invalid_argument("bounds must cut the source into a part per member");
+  for (std::size_t r = 0; r < n; ++r)
+    if (bounds[r] > bounds[r + 1] || bounds[r] % itemsize(what.dtype) != 0)
+      throw std::invalid_argument("bounds must ascend, by whole elements");
+  if (what.root >= n || what.divisor == 0)
+    throw std::invalid_argument("no such root, or divisor is 0");
+  const bool is_16bit = what.dtype == DType::float16 || what.dtype == DType::bfloat16;
+  if (what.is_widened && (!is_16bit || what.to != Target::owner || what.divisor != 1))
+    throw std::invalid_argument("only 16-bit sums for their owners are widened, and not divided");
 }
 
 ReduceStep::ReduceStep(Meeting meeting, NodeReduction reduction)

@@ -34,6 +34,10 @@ struct NodeReduction {
 // Bounds of about equal slices for n members: whole cache lines as far as possible.
 std::vector<std::size_t> equal_bounds(std::size_t nbytes, std::size_t n);
 
+// Throws std::invalid_argument unless the bounds cut the source into whole elements for n members, and
+// root, divisor and is_widened have a meaning.
+void require_cut(const NodeReduction& what, std::size_t n);
+
 // Reduces in member order, ((0 op 1) op 2) ..., whoever does the work and whatever the buffers: the
 // same bits on all ranks, always. One of the four algorithms below does it; all members take the
 // same one, which follows from their arrivals.

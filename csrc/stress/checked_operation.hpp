@@ -1,6 +1,7 @@
 // One operation of a node, alike on all ranks but for where its arrays are, and what it must give.
 #pragma once
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,10 +14,12 @@ enum class Kind { allreduce, scatter, gather, to_root, mismatch };  // mismatch:
 class CheckedOperation {
  public:
   // Of `count` elements, in a slot of the team. is_registered: whether source and target are.
-  // places: those that this rank gives if it is the first one.
+  // places: those that this rank gives if it is the first one. chooses: a gather is told what to pull
+  // once all are here, by choose_if_due().
   CheckedOperation(unsigned round, std::size_t slot, Kind kind, std::size_t count,
                    const std::shared_ptr<Team>& team, NodeMemory& memory,
-                   std::pair<bool, bool> is_registered, const std::shared_ptr<Places>& places)
+                   std::pair<bool, bool> is_registered, const std::shared_ptr<Places>& places,
+                   bool chooses = false)
       : round_(round), rank_(team->index()), size_(team->size()), kind_(kind) {
     source = std::make_unique<Array>(memory, count, is_registered.first);
     for (std::size_t i = 0; i < count; ++i) source->data()[i] = value(round, rank_, i);
@@ -29,9 +32,8 @@ class CheckedOperation {
     std::byte* const out = has_result() ? target->bytes() : nullptr;
     const Meeting meeting{team, slot, kind == Kind::mismatch ? rank_ % 2 : 42};
     if (kind == Kind::gather || kind == Kind::mismatch) {
-      NodeCopy copy{source->bytes(), source->nbytes(), {}, places};
-      for (std::size_t r = 0; r < size_ && kind == Kind::gather; ++r)
-        copy.pulls.push_back({r, 0, source->nbytes(), out + r * source->nbytes()});
+      NodeCopy copy{source->bytes(), source->nbytes(), header_of(rank_), std::nullopt, nullptr, places};
+      if (!chooses || kind == Kind::mismatch) copy.pulls = pulls();
       step = std::make_shared<CopyStep>(meeting, std::move(copy));
     } else {
       const Target to = kind == Kind::allreduce ? Target::all
@@ -41,6 +43,16 @@ class CheckedOperation {
           meeting,
           NodeReduction{source->bytes(), out, bounds, to, size_ - 1, Op::sum, DType::float32, 1});
     }
+  }
+
+  // Ends the program if what the ranks show is not what they have shown.
+  void choose_if_due() {
+    auto* const copy = dynamic_cast<CopyStep*>(step.get());
+    if (copy == nullptr || !copy->is_to_choose()) return;
+    for (std::size_t r = 0; r < size_; ++r)
+      if (copy->shown()[r].header != header_of(r) || copy->shown()[r].nbytes != source->nbytes())
+        fail("a header is wrong", rank_, round_);
+    copy->choose(pulls());
   }
 
   // All end the program if the step, which is over, has not come to what it must.
@@ -68,6 +80,15 @@ class CheckedOperation {
   std::shared_ptr<NodeStep> step;
 
  private:
+  std::string header_of(std::size_t rank) const {
+    return std::string((round_ + rank) % 40, static_cast<char>('a' + rank));
+  }
+  std::vector<Pull> pulls() const {
+    std::vector<Pull> all;
+    for (std::size_t r = 0; r < size_ && kind_ == Kind::gather; ++r)
+      all.push_back({r, 0, source->nbytes(), target->bytes() + r * source->nbytes()});
+    return all;
+  }
   bool has_result() const {
     return kind_ != Kind::mismatch && (kind_ != Kind::to_root || rank_ == size_ - 1);
   }

@@ -26,7 +26,8 @@ std::unique_ptr<CheckedOperation> random_operation(unsigned round, const std::sh
   const auto kind = static_cast<Kind>(shared() % 5);
   const bool is_registered = shared() % 3 == 0 || own() % 2 == 0;
   return std::make_unique<CheckedOperation>(round, round % kInFlight, kind, count, team, memory,
-                                            std::pair{is_registered, own() % 2 == 0}, places);
+                                            std::pair{is_registered, own() % 2 == 0}, places,
+                                            own() % 2 == 0);
 }
 
 void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned seed, PlacesTold& told) {
@@ -42,7 +43,10 @@ void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned se
     if (flight.size() == kInFlight || round >= n_rounds) {
       if (flight.empty()) break;
       const CheckedOperation& oldest = *flight.front();
-      while (!oldest.step->is_over()) loop.park(0.01);
+      while (!oldest.step->is_over()) {
+        for (const auto& each : flight) each->choose_if_due();
+        loop.park(0.01);
+      }
       oldest.check_agreement();
       oldest.check_place(told);
       oldest.check_values();
@@ -52,6 +56,7 @@ void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned se
     flight.push_back(random_operation(round, team, memory, places, shared, own));
     const auto& step = flight.back()->step;
     if (own() % 2 == 0 || !drive(*step, memory.bell(), team->patience(), 50'000)) loop.add(step);
+    flight.back()->choose_if_due();
   }
   loop.stop();
 }

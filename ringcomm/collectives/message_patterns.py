@@ -55,6 +55,11 @@ def consecutive(counts: list[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
+def from_own(rank: int, size: int) -> list[int]:
+    """Return all ranks, this one first, then the next, so that not all read the same memory."""
+    return [(rank + shift) % size for shift in range(size)]
+
+
 def within(place: slice, own: slice) -> slice:
     """Return the intersection of two ranges, counted from the start of `place`."""
     n = place.stop - place.start

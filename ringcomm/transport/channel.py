@@ -28,7 +28,15 @@ from ringcomm.transport.base import ANY_SOURCE, Transport, WireRequest
 from ringcomm.transport.control_header import ControlKind
 from ringcomm.transport.control_messages import Letter, Watch
 from ringcomm.transport.group_members import Members
-from ringcomm.transport.node.steps import MEET, Meeting, NodeCopy, NodeReduction
+from ringcomm.transport.node.steps import (
+    MEET,
+    Meeting,
+    NodeCopy,
+    NodeReduction,
+    NodeWork,
+    choose,
+    drive,
+)
 from ringcomm.transport.performer import Performer, Reduction
 from ringcomm.transport.programs_as_requests import NextMove, Running, StepRequest
 from ringcomm.transport.tags import DATA
@@ -86,6 +94,7 @@ class Channel(Performer):
         awaited: ranks of the job; if all of them leave, this operation cannot complete.
         meeting: slot in which all ranks meet in shared memory; None if they do not share memory.
         has_met: all ranks have shown the same fingerprint.
+        leaves_memory: messages are sent also where ranks share memory.
         linger_s: for so many seconds, only the thread that has started a step drives it.
     """
 
@@ -114,12 +123,18 @@ class Channel(Performer):
         self._context, self._slot, self._fingerprint = context, slot, fingerprint
         self.meeting = self._place_of_meeting()
         self.has_met = False
+        self.leaves_memory = False
         self.linger_s = 0.0
         self._posted: set[WireRequest] = set()
 
     @property
     def nodes(self) -> tuple[int, ...]:
         return self.members.nodes
+
+    @property
+    def takes_steps(self) -> bool:
+        """True if the ranks meet in shared memory for what has a step there."""
+        return self.meeting is not None and not self.leaves_memory
 
     def among(self, ranks: Sequence[int]) -> Self:
         part = copy.copy(self)  # `_posted` is shared: abandon() of one gives up requests of both
@@ -189,14 +204,16 @@ class Channel(Performer):
             for rank in request.missing
         )
 
-    async def follow(self, step: NodeStep, *buffers: Any) -> None:
-        """Return once a step is over; keep its buffers alive until then. Raises Disagreement."""
+    async def follow(self, step: NodeStep, what: NodeWork | None, *buffers: Any) -> None:
+        """Return once a step of `what` is over; keep its buffers alive. Raises Disagreement."""
         with self.phase("shared memory"):
-            if not step.is_over and not step.drive(self.linger_s):
-                request = StepRequest(step, self.transport.loop, self.members, buffers)
+            if not drive(step, what, self.linger_s):
+                request = StepRequest(step, self.transport.loop, self.members, (what, *buffers))
                 self._posted.add(request)
                 self.transport.loop.add(step)
-                await Wait((request,))
+                while not step.is_over:
+                    await Wait((request,))
+                    choose(step, what)
                 self._posted.discard(request)
         if step.fault:
             raise WireFault(self._text_of_fault(step))

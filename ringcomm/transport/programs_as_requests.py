@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ringcomm._core import Loop, NodeStep, Run, WireFault
+from ringcomm._core import CopyStep, Loop, NodeStep, Run, WireFault
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import WireRequest
 
@@ -48,7 +48,7 @@ class NextMove(WireRequest):
 
 @dataclass(eq=False)
 class StepRequest(WireRequest):
-    """Request that waits for a step in shared memory."""
+    """Request that waits for a step in shared memory: until it is over, or is to choose."""
 
     step: NodeStep
     loop: Loop  # advances `step`
@@ -57,7 +57,7 @@ class StepRequest(WireRequest):
     is_in_cpp = True
 
     def test(self) -> bool:
-        return self.step.is_over
+        return self.step.is_over or (isinstance(self.step, CopyStep) and self.step.is_to_choose)
 
     def cancel(self) -> None:
         self.loop.abandon(self.step)  # afterwards no other rank touches the buffers

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -79,6 +80,166 @@ def test_the_other_collectives_are_exact(size, count, buffers):
         np.testing.assert_array_equal(x, whole_numbers(rank, count))
 
     run_ranks(size, body)
+
+
+@pytest.mark.parametrize(("size", "count"), CASES)
+@pytest.mark.parametrize("buffers", BUFFERS)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_calls_made_again_are_exact_each_time_and_their_results_are_new(
+    size, count, buffers, library
+):
+    convert = pytest.importorskip("torch").from_numpy if library == "torch" else lambda x: x
+
+    def body(rank):
+        x = array(buffers, rank, count)
+        root, results = size - 1, []
+        for turn in range(3):
+            values = [whole_numbers(r, count, turn=turn) for r in range(size)]
+            summed, everything = sum(values), np.concatenate(values)
+            parts = [np.array_split(each, size)[rank] for each in values]
+            x[:] = values[rank]
+            given = convert(x)
+            made = {
+                "allreduce": (rc.allreduce(given), summed),
+                "reduce": (rc.reduce(given, root=root), summed if rank == root else None),
+                "reduce_scatter": (
+                    rc.reduce_scatter(given), np.array_split(summed, size)[rank],
+                ),
+                "allgather": (rc.allgather(given), everything),
+                "gather": (rc.gather(given, root), everything if rank == root else None),
+                "scatter": (rc.scatter(given if rank == root else None, root), parts[root]),
+                "broadcast": (rc.broadcast(given, root), values[root]),
+            }  # fmt: skip
+            if count % size == 0:
+                made["alltoall"] = rc.alltoall(given), np.concatenate(parts)
+            assert rc.barrier() is None
+            np.testing.assert_array_equal(x, values[rank])
+            results.append(made)
+            into = convert(x.copy())
+            assert rc.broadcast_(into, root) is into
+            np.testing.assert_array_equal(into, values[root])
+            assert rc.reduce_(given, root=root) is given
+            np.testing.assert_array_equal(x, summed if rank == root else values[rank])
+            into = convert(values[rank].copy())
+            np.testing.assert_array_equal(
+                rc.reduce_scatter_(into), np.array_split(summed, size)[rank]
+            )
+        for made in results:  # of all turns: no call has written to the result of another
+            for kind, (result, wanted) in made.items():
+                np.testing.assert_array_equal(result, wanted, kind)
+
+    run_ranks(size, body)
+
+
+def test_calls_made_again_differ_by_root_operator_dtype_and_shape():
+    def body(rank):
+        for turn in range(3):
+            for root, n, dtype in [(0, 6, np.float32), (1, 6, np.float32), (1, 3, np.int8)]:
+                x = np.full((n, 2), 10 * turn + rank + 1, dtype)
+                assert (rc.broadcast(x, root) == 10 * turn + root + 1).all()
+                assert (rc.allreduce(x, rc.MAX) == 10 * turn + 3).all()
+                assert (rc.allreduce(x, rc.MIN) == 10 * turn + 1).all()
+                found = rc.gather(x.reshape(-1), root)
+                assert (found is None) is (rank != root)
+                assert found is None or (found.dtype == dtype and found.shape == (6 * n,))
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("count", [3, 5000])
+def test_a_call_made_again_takes_what_others_bring_if_that_has_changed(count):
+    """Another number of rows, and another dtype and shape of what the root scatters."""
+
+    def rows(rank, turn):
+        return (rank + turn // 2) % 3 if rank else 2  # rank 0 brings the same each time
+
+    def body(rank):
+        for turn in range(6):
+            mine = np.full((rows(rank, turn), count), 10.0 * turn + rank)
+            all_rows = [rows(r, turn) for r in range(3)]
+            values = np.repeat([10.0 * turn + r for r in range(3)], all_rows)
+            found = rc.allgather(mine)
+            np.testing.assert_array_equal(found, np.repeat(values[:, None], count, axis=1))
+            found = rc.gather(mine, 1)
+            assert (found is None) is (rank != 1)
+            if rank == 1:
+                np.testing.assert_array_equal(found[:, -1], values)
+            found = rc.alltoall(np.repeat(mine, 3, axis=0))
+            np.testing.assert_array_equal(found[:, 0], values)
+            dtype = (np.float32, np.int8)[turn // 2 % 2]
+            whole = np.arange(3 * count * (1 + turn // 3)).astype(dtype).reshape(3, -1)
+            found = rc.scatter(whole if rank == 2 else None, 2)
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(found, whole[rank : rank + 1])
+
+    run_ranks(3, body)
+
+
+KNOWN = {
+    "allreduce": rc.allreduce,
+    "reduce": rc.reduce,
+    "reduce_scatter": rc.reduce_scatter,
+    "allgather": rc.allgather,
+    "gather": rc.gather,
+    "alltoall": rc.alltoall,
+    "broadcast": rc.broadcast,
+    "barrier": lambda _: rc.barrier(),
+}
+
+
+@pytest.mark.parametrize("count", [4, 40_000])
+@pytest.mark.parametrize("kind", KNOWN)
+def test_other_calls_made_again_are_a_mismatch_that_touches_nothing(kind, count):
+    other = "gather" if kind == "allgather" else "allgather"
+
+    def body(rank):
+        x = np.full(count, float(rank))
+        for each in (kind, other) * 2:
+            KNOWN[each](x)
+        with pytest.raises(
+            rc.MismatchError, match=rf"rank 0 called {kind} .*rank 1 called {other}"
+        ):
+            KNOWN[other if rank else kind](x)
+        assert (x == rank).all()
+        KNOWN[kind](x)
+        return rc.allreduce(x)[-1]
+
+    assert run_ranks(2, body) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_a_call_made_again_waits_for_a_late_rank_and_hears_of_a_dead_one(kind):
+    hub, are_through = LoopbackHub(3, (0, 0, 0)), threading.Barrier(3)
+
+    def body(rank):
+        x = np.full(30_000, float(rank))
+        first = KNOWN[kind](x)
+        if rank == 1:
+            time.sleep(0.05)  # late on purpose: more than the moment that the short way waits
+        again = KNOWN[kind](x)
+        np.testing.assert_array_equal(again, first)
+        are_through.wait(DEADLINE_S)
+        if rank == 2:
+            hub.kill(2, "was killed")
+            return
+        with pytest.raises(rc.PeerFailedError, match="rank 2 was killed"):
+            KNOWN[kind](x)
+
+    run_ranks(3, body, hub=hub)
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_the_deadline_of_a_call_made_again_names_the_missing_rank(kind):
+    def body(rank):
+        x = np.full(40_000, float(rank))
+        for _ in range(2):
+            KNOWN[kind](x)
+        if rank == 0:
+            with pytest.raises(rc.CommTimeoutError) as caught:
+                KNOWN[kind](x)
+            assert caught.value.missing == [1]
+
+    outcomes(2, body, settings=Settings(timeout_s=0.3))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])

@@ -8,6 +8,7 @@ from harness import run_ranks
 
 import ringcomm as rc
 from ringcomm.engine.api import collectives
+from ringcomm.engine.executors import short_calls
 
 # A value that is not the default, for each option. A new option needs one.
 OTHER = {"op": rc.MAX, "deterministic": True}
@@ -24,7 +25,8 @@ def planned(monkeypatch):
         return plan(group, name, x, given, **form)
 
     monkeypatch.setattr("harness.wire", "node")
-    monkeypatch.setattr(collectives, "plan_allreduce", note)
+    for module in (collectives, short_calls):
+        monkeypatch.setattr(module, "plan_allreduce", note)
     return options
 
 

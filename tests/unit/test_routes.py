@@ -14,6 +14,7 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm.config import GPU_TRANSPORTS
 from ringcomm.engine.executors import routes
+from ringcomm.engine.executors.short_calls import NEEDS_PLAN
 
 ROUTES = dict(re.findall(r"^    (\S+(?: \S+)*)  .*\n +(\S+::\S+)$", routes.__doc__, re.MULTILINE))
 ENGINE = Path(routes.__file__).parent.parent
@@ -21,8 +22,8 @@ TESTS = Path(__file__).parent.parent
 X = np.arange(5000.0)
 CASES = {
     "short call": ("node", lambda _: rc.allreduce_(X.copy()), set()),
-    "node step": ("node", lambda _: rc.broadcast_(X.copy()), set()),
-    "met and run": ("node", lambda _: rc.allgather(X), set()),
+    "node step": ("node", lambda _: rc.broadcast_(X.copy(), name="known"), set()),
+    "met and run": ("node", lambda _: rc.grouped_allreduce([X, X]), set()),
     "agreed and run": ("messages", lambda _: rc.allreduce_(X.copy()), {"recorded schedule"}),
     "cached and run beside": (
         "messages",
@@ -62,7 +63,7 @@ def taken(monkeypatch):
     def noting(route, function):
         def call(*args, **kwargs):
             result = function(*args, **kwargs)
-            if result is not False:  # a short call that is not open
+            if result is not NEEDS_PLAN:
                 noted.add(route)
             return result
 

@@ -119,6 +119,8 @@ def with_shortcut(form: F) -> Callable[[Callable[..., Any]], F]:
 
     def decorate(function: Callable[..., Any]) -> F:
         function.__doc__, function.__annotations__ = form.__doc__, form.__annotations__
+        function.__name__ = function.__qualname__ = form.__name__
+        function.__module__ = form.__module__
         vars(function).update(vars(form))
         return cast("F", function)
 

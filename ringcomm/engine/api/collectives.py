@@ -28,7 +28,7 @@ Errors of all functions:
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,11 +41,11 @@ from ringcomm.engine.api.blocking_async_in_place import (
     with_shortcut,
 )
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.group import BlockingCalls, Group
 from ringcomm.engine.core.handle import Handle  # noqa: F401 - used by annotations of the forms
 from ringcomm.engine.executors.gpu_loader import note_current_gpu
 from ringcomm.engine.executors.joined_rank import plan_stand_in
-from ringcomm.engine.executors.short_allreduce import short_calls_of
+from ringcomm.engine.executors.short_calls import short_calls_of
 from ringcomm.engine.operations.allgather_and_gather import plan_allgather, plan_gather
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.alltoall import plan_alltoall
@@ -62,8 +62,135 @@ from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.engine.operations.scatter import plan_scatter
 
 A = TypeVar("A", bound=Any)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _short(group: Any) -> BlockingCalls | None:
+    which = engine().groups.default if group is None else group
+    if not isinstance(which, Group):
+        return None  # the plan refuses it
+    return which.short_calls or short_calls_of(which)
+
+
+def _shortened_reduction(form: F) -> F:
+    """Return a blocking reduction without a root that makes short calls where it can."""
+    kind = form.__name__
+
+    @with_shortcut(form)
+    def call(
+        x: Any,
+        op: Op = SUM,
+        *,
+        name: str | None = None,
+        group: Group | None = None,
+        **options: Any,
+    ) -> Any:
+        if name is None and (not options or _are_default(options)):
+            calls = _short(group)
+            if calls is not None:
+                return calls.run(kind, x, op)
+        return form(x, op, name=name, group=group, **options)
+
+    return call
+
+
+def _shortened_reduction_at_root(form: F) -> F:
+    kind = form.__name__
+
+    @with_shortcut(form)
+    def call(
+        x: Any,
+        op: Op = SUM,
+        root: int = 0,
+        *,
+        name: str | None = None,
+        group: Group | None = None,
+        **options: Any,
+    ) -> Any:
+        if name is None and (not options or _are_default(options)):
+            calls = _short(group)
+            if calls is not None:
+                return calls.run(kind, x, op, root)
+        return form(x, op, root, name=name, group=group, **options)
+
+    return call
+
+
+def _shortened(form: F) -> F:
+    kind = form.__name__
+
+    @with_shortcut(form)
+    def call(x: Any, *, name: str | None = None, group: Group | None = None) -> Any:
+        if name is None:
+            calls = _short(group)
+            if calls is not None:
+                return calls.run(kind, x)
+        return form(x, name=name, group=group)
+
+    return call
+
+
+def _shortened_at_root(form: F) -> F:
+    kind = form.__name__
+
+    @with_shortcut(form)
+    def call(x: Any, root: int = 0, *, name: str | None = None, group: Group | None = None) -> Any:
+        if name is None:
+            calls = _short(group)
+            if calls is not None:
+                return calls.run(kind, x, None, root)
+        return form(x, root, name=name, group=group)
+
+    return call
+
+
+def _shortened_scatter(form: F) -> F:
+    @with_shortcut(form)
+    def call(
+        x: Any = None, root: int = 0, *, name: str | None = None, group: Group | None = None
+    ) -> Any:
+        if name is None:
+            calls = _short(group)
+            if calls is not None:
+                is_root = calls.is_root(root)
+                return calls.run("scatter", x if is_root else None, None, root)
+        return form(x, root, name=name, group=group)
+
+    return call
+
+
+def _shortened_alltoall(form: F) -> F:
+    @with_shortcut(form)
+    def call(
+        x: Any,
+        splits: Sequence[int] | None = None,
+        return_splits: bool = False,
+        *,
+        name: str | None = None,
+        group: Group | None = None,
+    ) -> Any:
+        if name is None and splits is None and return_splits is False:
+            calls = _short(group)
+            if calls is not None:
+                return calls.run("alltoall", x)
+        return form(x, splits, return_splits, name=name, group=group)
+
+    return call
+
+
+def _shortened_barrier(form: F) -> F:
+    @with_shortcut(form)
+    def call(*, name: str | None = None, group: Group | None = None) -> Any:
+        if name is None:
+            calls = _short(group)
+            if calls is not None:
+                return calls.run("barrier")
+        return form(name=name, group=group)
+
+    return call
+
+
+@_shortened_reduction
 @blocking
 def allreduce(
     x: A,
@@ -89,27 +216,17 @@ def allreduce(
     return PlannedCall("allreduce", name, group, plan_allreduce, (x, options), borrows=True)
 
 
-_allreduce_by_plan = in_place(
-    allreduce,
-    "Replace x by its reduction over all ranks and return it.",
-    "x, undefined after PeerFailedError, CommTimeoutError, or a MismatchError whose text says so.",
+allreduce_ = _shortened_reduction(
+    in_place(
+        allreduce,
+        "Replace x by its reduction over all ranks and return it.",
+        "x, undefined after PeerFailedError, CommTimeoutError, or a MismatchError whose text says "
+        "so.",
+    )
 )
 
 
-@with_shortcut(_allreduce_by_plan)
-def allreduce_(
-    x: A, op: Op = SUM, *, name: str | None = None, group: Group | None = None, **options: Any
-) -> A:
-    """Reduce in place, by a short call if there are no options but the operator."""
-    if name is None and (not options or _are_default(options)):
-        which = engine().groups.default if group is None else group
-        if isinstance(which, Group):
-            short = which.short_calls or short_calls_of(which)
-            if short is not None and short.allreduce_(x, op):
-                return x
-    return _allreduce_by_plan(x, op, name=name, group=group, **options)
-
-
+@_shortened_reduction_at_root
 @blocking
 def reduce(
     x: A,
@@ -134,6 +251,7 @@ def reduce(
     return PlannedCall("reduce", name, group, plan_reduce, (x, options, root))
 
 
+@_shortened_reduction_at_root
 @blocking
 def reduce_(
     x: A,
@@ -154,6 +272,7 @@ def reduce_(
     return PlannedCall("reduce_", name, group, partial(plan_reduce, in_place=True), args)
 
 
+@_shortened_reduction
 @blocking
 def reduce_scatter(
     x: A,
@@ -177,14 +296,17 @@ def reduce_scatter(
     )
 
 
-reduce_scatter_ = in_place(
-    reduce_scatter,
-    "Return this rank's rows of the reduction as a view of x, which must be contiguous.",
-    "A view of x, whose other rows are undefined. The n rows are split evenly; the first\n"
-    "    n % size ranks get one row more.",
+reduce_scatter_ = _shortened_reduction(
+    in_place(
+        reduce_scatter,
+        "Return this rank's rows of the reduction as a view of x, which must be contiguous.",
+        "A view of x, whose other rows are undefined. The n rows are split evenly; the first\n"
+        "    n % size ranks get one row more.",
+    )
 )
 
 
+@_shortened
 @blocking
 def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> PlannedCall[A]:
     """Return the arrays of all ranks, one after another along the first dimension.
@@ -199,6 +321,7 @@ def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> P
     return PlannedCall("allgather", name, group, plan_allgather, (x,))
 
 
+@_shortened_at_root
 @blocking
 def gather(
     x: A, root: int = 0, *, name: str | None = None, group: Group | None = None
@@ -207,6 +330,7 @@ def gather(
     return PlannedCall("gather", name, group, plan_gather, (x, root))
 
 
+@_shortened_scatter
 @blocking
 def scatter(
     x: A | None = None, root: int = 0, *, name: str | None = None, group: Group | None = None
@@ -224,6 +348,7 @@ def scatter(
     return PlannedCall("scatter", name, group, plan_scatter, (x, root))
 
 
+@_shortened_alltoall
 @blocking
 def alltoall(
     x: A,
@@ -246,6 +371,7 @@ def alltoall(
     return PlannedCall("alltoall", name, group, plan_alltoall, (x, splits, return_splits))
 
 
+@_shortened_at_root
 @blocking
 def broadcast(
     x: A, root: int = 0, *, name: str | None = None, group: Group | None = None
@@ -262,9 +388,12 @@ def broadcast(
     return PlannedCall("broadcast", name, group, plan_broadcast, (x, root))
 
 
-broadcast_ = in_place(broadcast, "Replace x by root's x and return x. On root x stays as it is.")
+broadcast_ = _shortened_at_root(
+    in_place(broadcast, "Replace x by root's x and return x. On root x stays as it is.")
+)
 
 
+@_shortened_barrier
 @blocking
 def barrier(*, name: str | None = None, group: Group | None = None) -> PlannedCall[None]:
     """Return when every rank has called this function."""

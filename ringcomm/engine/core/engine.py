@@ -26,7 +26,7 @@ from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.transport.base import Transport
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.shared_memory import NodeTeam
-from ringcomm.transport.node.steps import Meeting
+from ringcomm.transport.node.steps import Meeting, drive
 
 R = TypeVar("R")
 
@@ -267,8 +267,8 @@ class Engine(EngineContext):
         slot = ledger.slot(ticket, ledger.proposal(ticket))
         assert slot is not None
         step = plan.step.begin(Meeting(team, slot, plan.call.fingerprint))
-        is_over = step.is_over or step.drive(team.moment_s if is_awaited else 0.0)
-        if is_over and step.agrees and not step.fault:
+        is_over = drive(step, plan.step, team.moment_s if is_awaited else 0.0)
+        if is_over and step.agrees and not step.fault and not plan.goes_on:
             result = plan.finish(None)
             with self.pending.lock:
                 ledger.finish(ticket)
@@ -281,12 +281,10 @@ class Engine(EngineContext):
 
     def _follow(self, step: NodeStep, plan: Plan[Any], entered: _Submission) -> Task:
         """Return a task that completes a step that was begun."""
-        finish = plan.finish
-        assert finish is not None
 
         async def run(t: Channel) -> Any:
-            await t.follow(step, plan)
-            return finish(t)
+            await t.follow(step, plan.step, plan)
+            return await plan.end(t)
 
         with self.pending.lock:
             task = self._make_task(Plan(plan.call, plan.nbytes, run), entered)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from ringcomm.collectives.operators import Op
 from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.ledger import Ledger
@@ -17,9 +16,19 @@ from ringcomm.transport.group_members import Members
 from ringcomm.transport.node.shared_memory import NodeTeam
 
 
-class ShortAllreduce(Protocol):
-    def allreduce_(self, x: Any, op: Op, timeout_s: float | None = None) -> bool:
-        """Reduce x in place and return True; if that needs a plan, only return False."""
+class BlockingCalls(Protocol):
+    def run(
+        self,
+        kind: str,
+        x: Any = None,
+        op: Any = None,
+        root: Any = 0,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Carry out an unnamed collective, and return its result."""
+
+    def is_root(self, root: Any) -> bool:
+        """Return True if this rank is the root, or may be, as `root` is no int."""
 
 
 class Group:
@@ -51,7 +60,7 @@ class Group:
     team: NodeTeam | None = None  # of all members, if they share a node's memory
     neighbours: NodeTeam | None = None  # of the members on this rank's node
     ledger: Ledger  # numbers its operations, in a member's process; see ledger_for()
-    short_calls: ShortAllreduce | None = None  # made by its first blocking allreduce_()
+    short_calls: BlockingCalls | None = None  # made by its first blocking call
 
     def __init__(self, ranks: Iterable[int]) -> None:
         current = engine()

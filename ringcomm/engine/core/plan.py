@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from ringcomm.engine.core.call import Call
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.node.steps import NodeCopy, NodeReduction
+from ringcomm.transport.node.steps import NodeExchange, NodeWork
 
 R = TypeVar("R")
 
@@ -54,6 +54,28 @@ class Plan(Generic[R]):
     call: Call  # on which all ranks must agree
     nbytes: int  # of the payload, for reports
     run: Callable[[Channel], Coroutine[Any, Any, R]]  # moves the payload
-    step: NodeReduction | NodeCopy | None = None  # does the same as run, in shared memory
+    step: NodeWork | None = None  # does the same as run, in shared memory
     finish: Callable[[Channel | None], R] | None = None  # returns the result after the step
     agrees_first: bool = False  # waits for the agreement, even if the name was agreed on before
+    rest: Callable[[Channel], Coroutine[Any, Any, R]] | None = None  # after a step that goes_on
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the step, which is over, was only a part of the operation."""
+        return isinstance(self.step, NodeExchange) and self.step.goes_on
+
+    async def end(self, t: Channel) -> R:
+        """Return the result after the step."""
+        if self.goes_on:
+            assert self.rest is not None
+            return await self.rest(t)
+        assert self.finish is not None
+        return self.finish(t)
+
+    async def carry_out(self, t: Channel) -> R:
+        """Return the result, by the step if the ranks meet in shared memory, else by run()."""
+        if self.step is None or not t.takes_steps:
+            return await self.run(t)
+        assert t.meeting is not None
+        await t.follow(self.step.begin(t.meeting), self.step, self)
+        return await self.end(t)

@@ -3,8 +3,8 @@
 Three choices follow one another: how an operation begins, how its ranks agree, and how its data
 moves. For each route the table says when it is taken, and which function carries it out:
 
-    short call             blocking, unnamed allreduce_() in a node, of a known dtype and shape
-                           engine.executors.short_allreduce::ShortCalls.allreduce_
+    short call             blocking, unnamed, in a node, made before with this dtype and shape
+                           engine.executors.short_calls::ShortCalls._meet
     node step              the plan is one step in shared memory, and its turn has come
                            engine.core.engine::Engine._take_step
     conversation           send(), recv(), join(): no collective
@@ -84,7 +84,7 @@ class Routes:
         try:
             if self._selection.leaves_memory:
                 await t.meet()
-            result = None if work.problem is not None else await plan.run(t)
+            result = None if work.problem is not None else await plan.carry_out(t)
             if not t.has_met:
                 await t.meet()
         except Disagreement:
@@ -112,14 +112,14 @@ class Routes:
                 raise await self._mismatch(work, plan, verdict.value, has_moved=has_moved)
             if work.problem is not None:
                 raise work.problem
-            return await plan.run(self._channel(work, verdict.value, DATA, fingerprint))
+            return await plan.carry_out(self._channel(work, verdict.value, DATA, fingerprint))
         finally:
             end_turn(work.neighbours, ticket)
 
     async def _run_beside(self, plan: Plan[Any], t: Channel) -> Any:
         """Carry out a plan whose name was agreed on before, while the ranks agree anew."""
         with contextlib.suppress(Disagreement):
-            return await plan.run(t)
+            return await plan.carry_out(t)
         await Wait((_NEVER,))  # _agree_beside() raises the mismatch
 
     async def _agree_beside(self, work: PendingOperation, plan: Plan[Any], stream: int) -> None:
@@ -155,6 +155,7 @@ class Routes:
             fingerprint=fingerprint or 0,
         )
         made.linger_s = _LINGER_S if work.is_awaited else 0.0
+        made.leaves_memory = self._selection.leaves_memory
         work.task.channels.append(made)
         return made
 

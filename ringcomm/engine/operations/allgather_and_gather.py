@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringcomm.arrays import any_adapter_for, arrived
+from ringcomm.arrays import Flat, any_adapter_for, arrived
 from ringcomm.collectives.algorithms import linear
-from ringcomm.collectives.message_patterns import consecutive
+from ringcomm.collectives.message_patterns import consecutive, from_own
 from ringcomm.collectives.recording import perform
 from ringcomm.engine.core.agreement import gather_counts, node_or
 from ringcomm.engine.core.group import Group
@@ -16,6 +17,7 @@ from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, rows_call
 from ringcomm.transport.channel import Channel
+from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
 
 
 def plan_allgather(group: Group, name: str | None, x: A) -> Plan[A]:
@@ -39,21 +41,33 @@ class Gathering(Operation):
     root: int | None  # None: every rank gets the rows
 
     def on_host(self) -> Plan[Any]:
-        """Return the plan; the ranks exchange their numbers of rows first."""
-        x, adapter, root = self.x, self.adapter, self.root
+        """Return the plan: one step in a node, else numbers of rows are exchanged first."""
+        x, adapter, root, group = self.x, self.adapter, self.root, self.group
         shape = adapter.shape(x)
         width = math.prod(shape[1:])
         mine = adapter.flat(contiguous(x, adapter))
-        choose = self.group.engine.selection.algorithm
+        is_wanted = root in (None, group.index)
+        choose = group.engine.selection.algorithm
+        out: Any = None
+
+        def make(rows: Sequence[int]) -> Flat:
+            nonlocal out
+            out = adapter.empty(x, (sum(rows), *shape[1:]))
+            flat: Flat = adapter.flat(out)
+            return flat
+
+        def pulls_from(shown: ShownByAll) -> Pulls:
+            rows = [int.from_bytes(header, "little") for header, _ in shown]
+            flat, parts = make(rows), consecutive([n * width for n in rows])
+            return [(r, 0, flat[parts[r]].bytes) for r in from_own(group.index, group.size)]
 
         async def run(t: Channel) -> Any:
             rows = await gather_counts(shape[0], t)
             parts = consecutive([n * width for n in rows])
-            if root not in (None, t.rank):
+            if not is_wanted:
                 await perform(node_or(linear, t).gather_, t, None, mine, parts, root)
                 return None
-            out = adapter.empty(x, (sum(rows), *shape[1:]))
-            flat = adapter.flat(out)
+            flat = make(rows)
             own = flat[parts[t.rank]]
             with t.phase("copy"):
                 own.bytes[:] = mine.bytes
@@ -63,4 +77,6 @@ class Gathering(Operation):
                 await perform(node_or(linear, t).gather_, t, flat, own, parts, root)
             return out
 
-        return Plan(self.call, mine.bytes.nbytes, run)
+        header = shape[0].to_bytes(8, "little")
+        step = NodeExchange(mine.bytes, header, pulls_from if is_wanted else None)
+        return Plan(self.call, mine.bytes.nbytes, run, step, lambda _: out)

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ringcomm.arrays import any_adapter_for, arrived
+import numpy as np
+
+from ringcomm.arrays import Flat, any_adapter_for, arrived
 from ringcomm.collectives.algorithms import linear
-from ringcomm.collectives.message_patterns import consecutive
+from ringcomm.collectives.message_patterns import consecutive, from_own
 from ringcomm.collectives.recording import perform
 from ringcomm.engine.core.agreement import node_or
 from ringcomm.engine.core.call import require_flag
@@ -20,6 +22,7 @@ from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, Operation, contiguous, rows_call
 from ringcomm.transport.channel import Channel
+from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
 
 
 def plan_alltoall(
@@ -40,22 +43,42 @@ class Alltoall(Operation):
     mirrored: ClassVar[dict[str, Any]] = {"return_splits": False}
 
     def on_host(self) -> Plan[Any]:
-        """Return the plan; the ranks exchange their numbers of rows first."""
-        x, adapter, sent = self.x, self.adapter, self.sent
+        """Return the plan: one step in a node, else numbers of rows are exchanged first."""
+        x, adapter, sent, group = self.x, self.adapter, self.sent, self.group
         shape = adapter.shape(x)
         width = math.prod(shape[1:])
         mine = adapter.flat(contiguous(x, adapter))
+        row_nbytes = width * mine.dtype.itemsize
+        received: list[int] = []
+        out: Any = None
+
+        def make(rows: Sequence[int]) -> tuple[Flat, list[slice]]:
+            """Make the result; return its memory, and the part of each rank."""
+            nonlocal out
+            received[:] = rows
+            out = adapter.empty(x, (sum(rows), *shape[1:]))
+            return adapter.flat(out), consecutive([n * width for n in rows])
+
+        def pulls_from(shown: ShownByAll) -> Pulls:
+            me, of_all = group.index, [np.frombuffer(header, np.int64) for header, _ in shown]
+            flat, parts = make([int(splits[me]) for splits in of_all])
+            return [
+                (r, int(of_all[r][:me].sum()) * row_nbytes, flat[parts[r]].bytes)
+                for r in from_own(me, group.size)
+            ]
+
+        def finish(_: Channel | None = None) -> Any:
+            return (out, received) if self.return_splits else out
 
         async def run(t: Channel) -> Any:
             algorithm = node_or(linear, t)
-            received = await algorithm.alltoall_counts(sent, t)
-            out = adapter.empty(x, (sum(received), *shape[1:]))
+            flat, incoming = make(await algorithm.alltoall_counts(sent, t))
             outgoing = consecutive([n * width for n in sent])
-            incoming = consecutive([n * width for n in received])
-            await perform(algorithm.alltoall_, t, mine, outgoing, adapter.flat(out), incoming)
-            return (out, received) if self.return_splits else out
+            await perform(algorithm.alltoall_, t, mine, outgoing, flat, incoming)
+            return finish()
 
-        return Plan(self.call, mine.bytes.nbytes, run)
+        step = NodeExchange(mine.bytes, np.array(sent, np.int64).tobytes(), pulls_from)
+        return Plan(self.call, mine.bytes.nbytes, run, step, finish)
 
 
 def _splits_of(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:

@@ -119,7 +119,7 @@ def plan_grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list
     waits = any(each.agrees_first for each in plans)
 
     async def run(t: Channel) -> Any:
-        results = [await each.run(t) for each in plans]
+        results = [await each.carry_out(t) for each in plans]
         return AllDeferred(results) if waits else results
 
     call = grouped_call(kind, name, [each.call for each in plans])

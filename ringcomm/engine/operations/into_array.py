@@ -167,7 +167,7 @@ class ReduceScatterInto(Operation):
             t.copy(result, own)
             return finish()
 
-        step = reduction_in_node(source, result.bytes, options.op, group, parts)
+        step = reduction_in_node(source, result.bytes, options.op, group, parts=parts)
         return Plan(self.call, source.bytes.nbytes, run, step, finish)
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:

@@ -5,31 +5,57 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
+
+from ringcomm.arrays.base import Bytes
+from ringcomm.collectives.message_patterns import from_own
 from ringcomm.engine.core.agreement import broadcast_bytes, gather_bytes
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.operations.base import rank_of
 from ringcomm.transport.channel import Channel
+from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
 
 
 def plan_broadcast_object(group: Group, name: str | None, obj: Any, root: int) -> Plan[bytes]:
     """Plan the copy of root's object to all; the result is its pickle."""
     root = rank_of("root", root, group)
-    packed = _pickled("broadcast_object", obj) if group.rank == root else b""
+    is_root = group.rank == root
+    packed: Any = _pickled("broadcast_object", obj) if is_root else b""
+    received = packed
+
+    def pulls_from(shown: ShownByAll) -> Pulls:
+        nonlocal received
+        out = np.empty(shown[root][1], np.uint8)
+        received = out.data
+        return [(root, 0, out)]
 
     async def run(t: Channel) -> bytes:
         return await broadcast_bytes(packed, root, t)
 
-    return Plan(Call("broadcast_object", name, root=root), len(packed), run)
+    step = NodeExchange(_bytes_of(packed), b"", None if is_root else pulls_from)
+    call = Call("broadcast_object", name, root=root)
+    return Plan(call, len(packed), run, step, lambda _: received)
 
 
 def plan_allgather_object(group: Group, name: str | None, obj: Any) -> Plan[list[bytes]]:
     """Plan the exchange of one object per rank; the result is their pickles."""
-    del group
     packed = _pickled("allgather_object", obj)
     call = Call("allgather_object", name)
-    return Plan(call, len(packed), lambda t: gather_bytes(packed, t))
+    received: list[Any] = []
+
+    def pulls_from(shown: ShownByAll) -> Pulls:
+        outs = [np.empty(nbytes, np.uint8) for _, nbytes in shown]
+        received[:] = [out.data for out in outs]
+        return [(r, 0, outs[r]) for r in from_own(group.index, group.size)]
+
+    step = NodeExchange(_bytes_of(packed), b"", pulls_from)
+    return Plan(call, len(packed), lambda t: gather_bytes(packed, t), step, lambda _: received)
+
+
+def _bytes_of(packed: bytes) -> Bytes:
+    return np.frombuffer(packed, np.uint8)
 
 
 def _pickled(kind: str, obj: Any) -> bytes:

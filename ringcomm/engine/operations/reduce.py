@@ -15,7 +15,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, rank_of, written
-from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction
+from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction, reduction_in_node
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
@@ -44,7 +44,7 @@ class Reduce(ArrayReduction):
     to: ClassVar[To] = To.ROOT
 
     def on_host(self) -> Plan[Any]:
-        """Return the plan: a reduce-scatter, then a gather of the chunks at root."""
+        """Return the plan: in a node one step, else a reduce-scatter, and a gather at root."""
         x, adapter, group, root = self.x, self.adapter, self.group, self.root
         options, in_place = self.options, self.in_place
         is_root = group.rank == root
@@ -53,10 +53,15 @@ class Reduce(ArrayReduction):
             flat = adapter.flat(work)
         else:
             work, flat = self.working_copy()
+        out = flat if is_root else None
         choose = group.engine.selection.algorithm
 
+        def finish(t: Channel | None = None) -> Any:
+            if in_place:
+                return written(x, work, adapter, t) if is_root else x
+            return work if is_root else None
+
         async def run(t: Channel) -> Any:
-            out = flat if is_root else None
             algorithm = choose("reduce_scatter", flat, t, options)
             if algorithm is node:
                 await node.reduce(flat, out, root, t, options.op)
@@ -64,8 +69,8 @@ class Reduce(ArrayReduction):
                 parts = chunks(flat.count, t.size)
                 own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=options.op)
                 await perform(node_or(linear, t).gather_, t, out, own, parts, root)
-            if in_place:
-                return written(x, work, adapter, t) if is_root else x
-            return work if is_root else None
+            return finish(t)
 
-        return Plan(self.call, flat.bytes.nbytes, run)
+        target = None if out is None else out.bytes
+        step = reduction_in_node(flat, target, options.op, group, root=root)
+        return Plan(self.call, flat.bytes.nbytes, run, step, finish)

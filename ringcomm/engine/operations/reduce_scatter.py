@@ -81,5 +81,5 @@ class ReduceScatter(ArrayReduction):
                 t.copy(target, own)
             return finish(t)
 
-        step = reduction_in_node(source, target.bytes, options.op, group, parts)
+        step = reduction_in_node(source, target.bytes, options.op, group, parts=parts)
         return Plan(self.call, source.bytes.nbytes, run, step, finish)

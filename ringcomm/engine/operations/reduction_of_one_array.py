@@ -38,14 +38,23 @@ class ArrayReduction(Operation):
 
 
 def reduction_in_node(
-    source: Flat, target: Bytes, op: Op, group: Group, parts: Sequence[slice] = ()
+    source: Flat,
+    target: Bytes | None,
+    op: Op,
+    group: Group,
+    *,
+    parts: Sequence[slice] = (),
+    root: int | None = None,
 ) -> NodeReduction:
-    """Return the reduction as a step in shared memory; with `parts`, each rank gets its part."""
-    to = To.OWNER if parts else To.ALL
+    """Return the reduction as a step in shared memory.
+
+    With `parts`, each rank gets its part; with a root, it alone gets the result.
+    """
+    to = To.OWNER if parts else To.ALL if root is None else To.ROOT
     item = source.dtype.itemsize
     has_parts = parts and group.team is not None  # without a team nobody takes the step
     bounds = [0, *(part.stop * item for part in parts)] if has_parts else ()
     divisor = op.divisor(group.size)
     return NodeReduction(
-        source.bytes, target, op.kernel, source.dtype.kernel, divisor, to, 0, bounds
+        source.bytes, target, op.kernel, source.dtype.kernel, divisor, to, root or 0, bounds
     )

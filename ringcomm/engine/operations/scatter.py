@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from ringcomm.arrays import (
     DTYPES,
@@ -16,6 +18,8 @@ from ringcomm.arrays import (
     arrived,
     is_device_kind,
 )
+from ringcomm.arrays.base import Bytes
+from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.algorithms import linear
 from ringcomm.collectives.message_patterns import chunks
 from ringcomm.collectives.recording import perform
@@ -26,6 +30,9 @@ from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import device_executor, note_current_gpu
 from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, require_rows
 from ringcomm.transport.channel import Channel
+from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
+
+_NO_BYTES: Final[Bytes] = np.empty(0, np.uint8)
 
 
 def plan_scatter(
@@ -58,30 +65,75 @@ class Scatter(Operation):
     kind: str  # on root: the kind of arrays that all ranks get
 
     def on_host(self) -> Plan[Any]:
-        """Return the plan; root first announces kind, dtype and shape of its array."""
+        """Return the plan; root tells kind, dtype and shape of its array, in a node with it."""
         group, root, adapter = self.group, self.root, self.adapter
         whole, outline = None, b""
         if group.rank == root:
             whole = adapter.flat(contiguous(self.x, adapter))
             outline = json.dumps([self.kind, whole.dtype.name, adapter.shape(self.x)]).encode()
+        told = outline
+        out: Any = None
 
-        async def run(t: Channel) -> Any:
-            kind, dtype_name, shape = json.loads(await broadcast_bytes(outline, root, t))
-            rows = chunks(shape[0], t.size)
-            width = math.prod(shape[1:])
-            mine = rows[t.rank]
-            due = DTYPES[dtype_name], (mine.stop - mine.start, *shape[1:])
-            parts = [slice(part.start * width, part.stop * width) for part in rows]
+        def pulls_from(shown: ShownByAll) -> Pulls:
+            nonlocal told, out
+            told = shown[root][0]
+            due = _Due.of(told, group)
+            step.goes_on = is_device_kind(due.kind)
+            if step.goes_on:
+                return ()
+            out = due.make()
+            into = adapter_for(out).flat(out)
+            return [(root, due.parts[group.index].start * into.dtype.itemsize, into.bytes)]
+
+        async def fetch(t: Channel) -> Any:
+            due = _Due.of(told, group)
 
             async def fill(made: Array) -> None:
                 flat = adapter_for(made).flat(made)
-                await perform(node_or(linear, t).scatter_, t, whole, flat, parts, root)
+                await perform(node_or(linear, t).scatter_, t, whole, flat, due.parts, root)
 
-            if is_device_kind(kind):
-                out, staging = device_executor().make(group, kind, *due)
-                return await staging.bring(t, out=out, fill=fill, finish=lambda: out)
-            out = adapter_of_kind(kind).make(*due)
-            await fill(out)
-            return out
+            if not is_device_kind(due.kind):
+                made = due.make()
+                await fill(made)
+                return made
+            on_gpu, staging = device_executor().make(group, due.kind, due.dtype, due.shape)
+            return await staging.bring(t, out=on_gpu, fill=fill, finish=lambda: on_gpu)
 
-        return Plan(self.call, 0 if whole is None else whole.bytes.nbytes, run)
+        async def run(t: Channel) -> Any:
+            nonlocal told
+            told = await broadcast_bytes(outline, root, t)
+            return await fetch(t)
+
+        if whole is None:
+            step = NodeExchange(_NO_BYTES, b"", pulls_from)
+        elif is_device_kind(self.kind):
+            step = NodeExchange(_NO_BYTES, outline, None, goes_on=True)
+        else:
+            step = NodeExchange(whole.bytes, outline, pulls_from)
+        nbytes = 0 if whole is None else whole.bytes.nbytes
+        return Plan(self.call, nbytes, run, step, lambda _: out, rest=fetch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """What a rank gets of root's array.
+
+    Attributes:
+        parts: by rank, elements of root's array.
+    """
+
+    kind: str
+    dtype: DType
+    shape: tuple[int, ...]
+    parts: list[slice]
+
+    @classmethod
+    def of(cls, outline: bytes, group: Group) -> _Due:
+        kind, dtype, shape = json.loads(outline)
+        rows, width = chunks(shape[0], group.size), math.prod(shape[1:])
+        mine = rows[group.index]
+        parts = [slice(part.start * width, part.stop * width) for part in rows]
+        return cls(kind, DTYPES[dtype], (mine.stop - mine.start, *shape[1:]), parts)
+
+    def make(self) -> Any:
+        return adapter_of_kind(self.kind).make(self.dtype, self.shape)

@@ -277,7 +277,7 @@ def _scatter(o: Scatter) -> Plan[Any]:
 
     async def run(t: Channel) -> Any:
         mirror, lease = await staging.fetch(source)
-        result = await o.on_mirrors([mirror]).run(t)
+        result = await o.on_mirrors([mirror]).carry_out(t)
         del lease
         return result
 

@@ -96,7 +96,7 @@ async def through_host(
 
     for piece, here in zip(pieces, await memory.launcher.call(fetch_all), strict=True):
         await Wait((Reached(here),))
-        made = await on_mirrors(piece.mirrors).run(t)
+        made = await on_mirrors(piece.mirrors).carry_out(t)
         await memory.launcher.call(partial(piece.bring, made, memory, lease))
 
     def end() -> Launched[Any]:

@@ -54,7 +54,7 @@ def followed_by(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
     """
 
     async def run(t: Channel) -> Followed | None:
-        result = await plan.run(t)
+        result = await plan.carry_out(t)
         if isinstance(result, Deferred):
             return Followed(result, after)
         after(result)
@@ -180,7 +180,7 @@ def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
 
     async def run(t: Channel) -> Any:
         await _require_expected(x.numel(), expected, root, t)
-        return await plan.run(t)
+        return await plan.carry_out(t)
 
     call = dataclasses.replace(plan.call, kind="gather_into")  # it begins in another way
     return followed_by(

@@ -15,7 +15,7 @@ import torch
 from ringcomm.engine.api.point_to_point import recv_async, send_async
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.executors.short_allreduce import short_calls_of
+from ringcomm.engine.executors.short_calls import short_calls_of
 from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.engine.operations.grouped import plan_grouped
 from ringcomm.errors import CommTimeoutError
@@ -66,7 +66,8 @@ class ProcessGroup(BaseGroup):
         is_own = x.is_cpu and (line is x or line.data_ptr() == x.data_ptr())
         is_short = is_own and not (call.is_async or self._needs_engine)
         short = short_calls_of(self.group) if is_short else None
-        if short is not None and short.allreduce_(line, op, call.timeout_s or self._timeout_s):
+        if short is not None:
+            short.run("allreduce_", line, op, timeout_s=call.timeout_s or self._timeout_s)
             return Work(None, tensors)
         work = self.start(call, "allreduce", tensors, collectives.allreduce, x, line, op)
         return work.outlives_its_caller() if call.is_async and x.numel() == 1 else work

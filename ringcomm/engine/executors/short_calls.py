@@ -1,0 +1,379 @@
+"""Short calls: blocking, unnamed collectives inside a node that take a few microseconds in C++.
+
+A plan, a task and a coroutine would cost more than the rendezvous in shared memory. So the first
+call of a kind, dtype, shape, operator and root is carried out by its plan, and remembered as a
+KnownCall; the next ones look that up. If ranks disagree, one is late, or another rank brings other
+rows than before, a known call becomes a task like any other.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ringcomm._core import KnownCall, KnownCopy, KnownReduction
+from ringcomm.arrays import adapter_for
+from ringcomm.arrays.base import Bytes
+from ringcomm.collectives.operators import ReductionOptions
+from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.current_engine import engine
+from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.group import BlockingCalls, Group
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.operations.allgather_and_gather import plan_allgather, plan_gather
+from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.alltoall import plan_alltoall
+from ringcomm.engine.operations.barrier import plan_barrier
+from ringcomm.engine.operations.broadcast import plan_broadcast
+from ringcomm.engine.operations.reduce import plan_reduce
+from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
+from ringcomm.engine.operations.scatter import plan_scatter
+from ringcomm.transport.channel import Channel
+from ringcomm.transport.node import N_UNNAMED
+from ringcomm.transport.node.shared_memory import NodeTeam
+from ringcomm.transport.node.steps import NodeExchange, NodeReduction
+
+_MAX_KNOWN: Final = 4096
+_NEW: Final = object()
+NEEDS_PLAN: Final = object()
+_INTO_X: Final = ("x", "rows")
+
+# How each kind of call is planned: (group, x, operator, root) -> plan.
+_PLANS: Final[dict[str, Callable[[Group, Any, Any, Any], Plan[Any]]]] = {
+    "allreduce": lambda g, x, op, _: plan_allreduce(
+        g, None, x, ReductionOptions(op), is_borrowed=True
+    ),
+    "allreduce_": lambda g, x, op, _: plan_allreduce(
+        g, None, x, ReductionOptions(op), in_place=True
+    ),
+    "reduce": lambda g, x, op, root: plan_reduce(g, None, x, ReductionOptions(op), root),
+    "reduce_": lambda g, x, op, root: plan_reduce(
+        g, None, x, ReductionOptions(op), root, in_place=True
+    ),
+    "reduce_scatter": lambda g, x, op, _: plan_reduce_scatter(
+        g, None, x, ReductionOptions(op), is_borrowed=True
+    ),
+    "reduce_scatter_": lambda g, x, op, _: plan_reduce_scatter(
+        g, None, x, ReductionOptions(op), in_place=True
+    ),
+    "allgather": lambda g, x, *_: plan_allgather(g, None, x),
+    "gather": lambda g, x, _, root: plan_gather(g, None, x, root),
+    "scatter": lambda g, x, _, root: plan_scatter(g, None, x, root),
+    "alltoall": lambda g, x, *_: plan_alltoall(g, None, x, None, return_splits=False),
+    "broadcast": lambda g, x, _, root: plan_broadcast(g, None, x, root),
+    "broadcast_": lambda g, x, _, root: plan_broadcast(g, None, x, root, in_place=True),
+    "barrier": lambda g, *_: plan_barrier(g, None),
+}
+_CHOOSING: Final = ("allgather", "gather", "scatter", "alltoall")  # by what the others show
+
+
+class _Asked(NamedTuple):
+    """The arguments of ShortCalls.run(), and their key."""
+
+    kind: str
+    x: Any
+    op: Any
+    root: int
+    timeout_s: float | None
+    key: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A call as it was carried out before.
+
+    Attributes:
+        shows_x: other ranks read this rank's x.
+        writes: what gets the result: "x", "rows" of x, a "new" array, or "" if nothing does.
+        rows: those rows.
+        make: makes the new array.
+        returns_x: the result is x.
+    """
+
+    in_cpp: KnownCall
+    call: Call
+    nbytes: int
+    shows_x: bool
+    writes: str
+    rows: slice
+    make: Callable[[], Any]
+    returns_x: bool
+
+
+class ShortCalls:
+    """The blocking, unnamed collectives of one group, whose ranks meet in `team`."""
+
+    def __init__(self, engine: Engine, group: Group, team: NodeTeam) -> None:
+        self._engine = weakref.ref(engine)
+        self._group = weakref.ref(group)  # weak: the group refers to this object
+        self._ledger = group.ledger_for(engine)
+        self._team = team
+        self._index = group.index
+        self._known: dict[Any, _Known | None] = {}
+
+    def run(
+        self,
+        kind: str,
+        x: Any = None,
+        op: Any = None,
+        root: Any = 0,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Carry out a collective, and return its result.
+
+        Args:
+            kind: name of the collective.
+            x: this rank's array; None: it passes none.
+            op: operator of a reduction.
+            root: of a collective that has one.
+            timeout_s: deadline; None: RINGCOMM_TIMEOUT_S.
+
+        Raises the errors of the collective.
+        """
+        try:
+            key: Any = (kind, op, root) if x is None else (kind, x.dtype, x.shape, op, root)
+            known = self._known.get(key, _NEW)
+        except (AttributeError, TypeError):  # no array, or what cannot be a key
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+        if known is _NEW:
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s, key=key)
+        if not isinstance(known, _Known) or type(root) is not int:
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+        writes, source, target, out = known.writes, None, None, None
+        if known.shows_x or writes in _INTO_X:
+            at = _buffer(x, is_writable=writes in _INTO_X)
+            if at is None:
+                return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+            if known.shows_x:
+                source = at
+            if writes == "x":
+                target = at
+        if writes == "new":
+            out = known.make()
+        elif writes == "rows":
+            out = x[known.rows]
+        if out is not None:
+            target = out if type(out) is np.ndarray else out.data_ptr()
+        elif known.returns_x:
+            out = x
+        asked = _Asked(kind, x, op, root, timeout_s, key)
+        result = self._meet(known, asked, source, target, out)
+        if result is NEEDS_PLAN:
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+        if writes in _INTO_X and type(x) is not np.ndarray:
+            adapter_for(x).written(x)
+        return result
+
+    def _meet(self, known: _Known, asked: _Asked, source: Any, target: Any, out: Any) -> Any:
+        """Carry out a known call, from `source` to `target`, and return its result.
+
+        That is `out`, or another array if other ranks bring other rows than before. If the
+        operation needs a task, or its turn has not come, do nothing and return NEEDS_PLAN.
+        """
+        engine = self._engine()
+        if engine is None:
+            return NEEDS_PLAN
+        place = task = None
+        try:
+            place = engine.take_place(self._ledger, self._team)
+            if place is None:
+                return NEEDS_PLAN
+            step = known.in_cpp.run(place % N_UNNAMED, source, target)
+            if step is None:
+                self._team.end_turn(place)
+            else:
+                group, plan, anew = self._rest(known, asked, out)
+                task = engine.adopt(place, step, plan, group, timeout_s=asked.timeout_s)
+                out = engine.completion.result_of(task)
+                if anew is not None and _has_chosen(anew):
+                    again = _known_of(self._team, anew, asked.x, out, is_in_place=False)
+                    self._known[asked.key] = again
+        except BaseException as error:
+            if task is None or not task.is_over:  # other ranks wait for this operation
+                label = "an operation" if place is None else f"operation #{place}"
+                engine.completion.break_engine(error, label)
+            raise
+        return out
+
+    def is_root(self, root: Any) -> bool:
+        """Return True if this rank is the root, or may be, as `root` is no int."""
+        return type(root) is not int or root == self._index
+
+    def _rest(
+        self, known: _Known, asked: _Asked, out: Any
+    ) -> tuple[Group, Plan[Any], Plan[Any] | None]:
+        """Return the plan of what is left of a step, and a plan of the whole if others may differ.
+
+        The step fills `out`, unless it is to choose: then the plan of the whole does so.
+        """
+        group = self._group()
+        assert group is not None
+        kind, x, op, root, _, _ = asked
+        anew = _PLANS[kind](group, x, op, root) if kind in _CHOOSING else None
+
+        def finish(t: Channel | None, _kept: Any = x) -> Any:
+            if anew is None or not _has_chosen(anew):
+                return out
+            assert anew.finish is not None
+            return anew.finish(t)
+
+        left = Plan(known.call, known.nbytes, _never_run, None, finish)
+        if anew is not None:
+            left.step, left.rest = anew.step, anew.rest
+        return group, left, anew
+
+    def _by_plan(
+        self, kind: str, x: Any, op: Any, root: Any, *, timeout_s: float | None, key: Any = None
+    ) -> Any:
+        """Carry out a call by its plan, and remember it under the key, unless that is None."""
+        plans: list[Plan[Any]] = []
+
+        def make(group: Group) -> Plan[Any]:
+            plans.append(_PLANS[kind](group, x, op, root))
+            return plans[0]
+
+        current = self._engine() or engine()
+        result = current.execute(kind, None, make, self._group(), timeout_s=timeout_s)
+        if key is not None and plans and len(self._known) < _MAX_KNOWN:
+            self._known[key] = _known_of(
+                self._team, plans[0], x, result, is_in_place=kind.endswith("_")
+            )
+        return result
+
+
+def short_calls_of(group: Group) -> BlockingCalls | None:
+    """Return the short calls of a group; None if its ranks share no memory."""
+    if group.short_calls is None and group.team is not None:
+        group.short_calls = ShortCalls(engine(), group, group.team)
+    return group.short_calls
+
+
+def _has_chosen(plan: Plan[Any]) -> bool:
+    return isinstance(plan.step, NodeExchange) and plan.step.has_chosen
+
+
+def _known_of(
+    team: NodeTeam, plan: Plan[Any], x: Any, result: Any, *, is_in_place: bool
+) -> _Known | None:
+    """Return the call that has been carried out by a plan; None if only a plan can do it."""
+    step = plan.step
+    if step is None or not (_is_plain(x) and _is_plain(result)):
+        return None
+    if isinstance(step, NodeExchange) and step.pulls_from is not None and not step.has_chosen:
+        return None  # messages have carried it out
+    common = team.team, plan.call.fingerprint ^ team.digest
+    in_cpp: KnownCall
+    if isinstance(step, NodeReduction):
+        has_target, shows_x = step.target is not None, True
+        in_cpp = KnownReduction(
+            *common, step.source.nbytes, step.bounds, step.to, step.root, step.op, step.dtype,
+            step.divisor, team.moment_s,
+        )  # fmt: skip
+    else:
+        shows_x = step.shown.nbytes > 0
+        header, expected = b"", []
+        parts = _parts_of(step.pulls, result)
+        has_target = bool(parts)
+        if isinstance(step, NodeExchange):
+            header, expected = step.header, step.shown_by_all
+        elif step.shown.nbytes and not is_in_place:  # root of a broadcast copies its x
+            parts = [(team.team.index, 0, step.shown.nbytes, 0)]
+        in_cpp = KnownCopy(*common, (header, step.shown.nbytes), parts, expected, team.moment_s)
+    rows = slice(0)
+    if not is_in_place:
+        writes = "" if result is None else "new"
+    elif result is x:
+        writes = "x" if has_target else ""
+    else:
+        writes, rows = "rows", _rows_of(result, x)
+    return _Known(
+        in_cpp, plan.call, plan.nbytes, shows_x, writes, rows, _maker_of(result),
+        returns_x=is_in_place and result is x,
+    )  # fmt: skip
+
+
+def _parts_of(
+    pulls: Sequence[tuple[int, int, Bytes]], result: Any
+) -> list[tuple[int, int, int, int]]:
+    """Return (rank, offset in what it shows, bytes, offset in the result) of each pull."""
+    if not pulls:
+        return []
+    begin = adapter_for(result).flat(result).bytes.ctypes.data
+    return [
+        (rank, offset, into.nbytes, into.ctypes.data - begin)
+        for rank, offset, into in pulls
+        if into.nbytes
+    ]
+
+
+def _rows_of(part: Any, x: Any) -> slice:
+    adapter = adapter_for(x)
+    shift = adapter.flat(part).bytes.ctypes.data - adapter.flat(x).bytes.ctypes.data
+    nbytes = adapter.flat(x).bytes.nbytes
+    first = shift * len(x) // nbytes if nbytes else 0
+    return slice(first, first + len(part))
+
+
+def _maker_of(result: Any) -> Callable[[], Any]:
+    """Return a function that makes an array like the result, without its values."""
+    if result is None:
+        return _nothing
+    if type(result) is np.ndarray:
+        return partial(np.empty, result.shape, result.dtype)
+    return partial(sys.modules["torch"].empty, tuple(result.shape), dtype=result.dtype)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_plain(x: Any) -> bool:
+    """Return True if a short call can pass x to C++: it is None, or an array in host memory."""
+    if x is None:
+        return True
+    if _buffer(x, is_writable=False) is None:
+        return False
+    try:
+        memoryview(x if type(x) is np.ndarray else b"")  # type: ignore[arg-type]  # raises for bfloat16, which is no buffer
+    except (ValueError, BufferError):
+        return False
+    return True
+
+
+def _buffer(x: Any, *, is_writable: bool) -> Any:
+    """Return x, or its address if it is a tensor, for C++; None if it needs a copy."""
+    if type(x) is not np.ndarray:
+        return _address(x)
+    flags = x.flags
+    is_fit = flags.carray or (not is_writable and flags.c_contiguous and flags.aligned)
+    return x if is_fit else None
+
+
+async def _never_run(_: Channel) -> Any:
+    raise AssertionError("a step has begun already")
+
+
+def _address(x: Any) -> int | None:
+    """Return the address of a tensor that needs no copy, else None."""
+    torch = sys.modules.get("torch")
+    if (
+        torch is None
+        or type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or x.layout is not torch.strided
+        or not x.is_cpu
+        or not x.is_contiguous()
+        or x.is_conj()
+        or x.is_neg()
+    ):
+        return None
+    address: int = x.data_ptr()
+    if not address or address % x.element_size():
+        return None
+    storage = x.untyped_storage()  # resize_() may have freed the part that x is in
+    return address if address + x.nbytes <= storage.data_ptr() + storage.nbytes() else None
