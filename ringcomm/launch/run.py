@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
+import os
 import pickle
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -17,17 +16,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from ringcomm.atomic_files import BrokenFileError, replacing
 from ringcomm.config import environment
 from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError, RingcommError
-from ringcomm.launch.run_rank import CALL, FAILED_BEFORE_MPI, RankReport, dumps, report_path
+from ringcomm.launch.run_rank import CALL, RankReport, dumps, report_path
 from ringcomm.trusted_files import read_trusted
 
 if TYPE_CHECKING:
-    from ringcomm.launch.run_child_with_deadline import ChildOutcome
+    from ringcomm.launch.job.verdict import Verdict
 
 R = TypeVar("R")
-# The guardian names the first rank that failed. MPICH ends the other ranks before they can name it.
-_GUARDIANS_LINE = re.compile(r"^x rank (\d+) \(host [^)]*\) (.+?)(?: - exit \d+)?$", re.MULTILINE)
+_REPORT = re.compile(r"x rank (\d+) \(host [^)]*\) (.+?)(?: - exit \d+)?$", re.MULTILINE)
 _TAIL = 20  # lines of a failed job's output
-_PATIENCE_S = 3.0
 
 
 def run(
@@ -81,27 +78,30 @@ def run(
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"run: timeout_s is more than 0, or None, not {timeout_s}")
     call = _packed(func, tuple(args), dict(kwargs or {}))
-    environ = environment()
-    mpirun, variables = _launcher(np, environ)
-    from ringcomm.launch.run_child_with_deadline import outside_of_a_job, run_child
+    from ringcomm.launch.job.local_job import command, run_on_this_host
+    from ringcomm.launch.job.plan_types import RunRequest
 
     with tempfile.TemporaryDirectory(prefix="ringcomm-run-") as name:
         folder = Path(name)
         with replacing(folder / CALL, mode=0o600) as file:
             file.write(call)
-        outcome = run_child(
-            [*mpirun, *mpirun_options, sys.executable, "-P", "-c", _start(folder)],
-            {**outside_of_a_job(environ), **variables, **(env or {})},
-            deadline_s=math.inf if timeout_s is None else timeout_s,
-            is_in_vain=_Start(folder).is_in_vain,
+        request = RunRequest(
+            program=command(f"from ringcomm.launch.run_rank import main; main({name!r})"),
+            np=np,
+            options=tuple(mpirun_options),
+            variables={variable: os.fsdecode(value) for variable, value in (env or {}).items()},
         )
+        try:
+            ending = run_on_this_host(request, folder, environment(), deadline_s=timeout_s)
+        except ConfigError as error:
+            raise ConfigError(f"run: {error}") from error
         reports = [_read(folder, rank) for rank in range(np)]
     if not quiet:
-        sys.stdout.write(outcome.output)
-    if outcome.code is None:
-        _raise_late(reports, timeout_s, outcome)
-    if outcome.code != 0 or any(report is None or report.error for report in reports):
-        _raise_failure(reports, outcome)
+        sys.stdout.write(ending.output)
+    if ending.verdict is None:
+        _raise_late(reports, timeout_s, _tail(ending.output))
+    if ending.verdict.code != 0 or any(report is None or report.error for report in reports):
+        _raise_failure(reports, ending.verdict, _tail(ending.output))
     return [pickle.loads(report.result) for report in reports if report is not None]
 
 
@@ -119,47 +119,6 @@ def _packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         raise TypeError(f"run: cannot be sent to other processes: {error}. {cure}") from error
 
 
-def _launcher(np: int, environ: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
-    """Return the mpirun command for np ranks, without a program, and its environment variables."""
-    from ringcomm.launch.check_install.gather_facts import gather
-    from ringcomm.launch.check_install.judge_facts import judge, problem_of
-    from ringcomm.launch.check_install.trial_job import plan_trial
-
-    facts = gather(environ)
-    problem = problem_of(judge(facts))
-    plan = plan_trial(facts, np)
-    if problem is not None or plan is None:
-        found, fix = (
-            ("no working mpirun", None) if problem is None else (problem.found, problem.fix)
-        )
-        raise ConfigError(f"run: {found}. {fix or 'Run `ringcomm check`'}")
-    return list(plan.mpirun), plan.variables
-
-
-def _start(folder: Path) -> str:
-    """Return the program of a rank, which imports from the same folders as this process."""
-    return (
-        f"import sys; sys.path[:] = {sys.path!r}\n"
-        f"from ringcomm.launch.run_rank import main; main({str(folder)!r})"
-    )
-
-
-class _Start:
-    """Looks whether a rank has raised before it started MPI, where others may wait for it.
-
-    MPICH's mpiexec does not end such a job. The others are left some time for errors of their own.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._mark = folder / FAILED_BEFORE_MPI
-        self._patient_until = math.inf
-
-    def is_in_vain(self) -> bool:
-        if self._patient_until == math.inf and self._mark.exists():
-            self._patient_until = time.monotonic() + _PATIENCE_S
-        return time.monotonic() > self._patient_until
-
-
 def _read(folder: Path, rank: int) -> RankReport | None:
     path = report_path(folder, rank)
     try:
@@ -174,18 +133,16 @@ def _read(folder: Path, rank: int) -> RankReport | None:
     return report
 
 
-def _raise_late(
-    reports: list[RankReport | None], timeout_s: float | None, outcome: ChildOutcome
-) -> NoReturn:
+def _raise_late(reports: list[RankReport | None], timeout_s: float | None, tail: str) -> NoReturn:
     missing = [rank for rank, report in enumerate(reports) if report is None]
     raise CommTimeoutError(
         f"run: the job was ended after timeout_s={timeout_s:g}; ranks that had not returned: "
-        f"{', '.join(map(str, missing)) or 'none'}.{_tail(outcome)}",
+        f"{', '.join(map(str, missing)) or 'none'}.{tail}",
         missing=missing,
     )
 
 
-def _raise_failure(reports: list[RankReport | None], outcome: ChildOutcome) -> NoReturn:
+def _raise_failure(reports: list[RankReport | None], verdict: Verdict, tail: str) -> NoReturn:
     failed = [(r, report) for r, report in enumerate(reports) if report and report.error]
     first = [(r, report) for r, report in failed if report.blames is None]
     if first:
@@ -197,15 +154,15 @@ def _raise_failure(reports: list[RankReport | None], outcome: ChildOutcome) -> N
         ) from _cause(report)
     missing = [rank for rank, report in enumerate(reports) if report is None]
     blames = [report.blames for _, report in failed if report.blames is not None]
-    if line := _GUARDIANS_LINE.search(outcome.output):
+    if line := _REPORT.match(verdict.report):
         blames.insert(0, (int(line[1]), line[2]))
     if missing and not blames and len(missing) < len(reports):
-        blames = [(missing[0], f"ended without a result, exit {outcome.code}")]
+        blames = [(missing[0], f"ended without a result, exit {verdict.code}")]
     if not blames:
         when = "before any rank had returned" if missing else "after the function had returned"
-        raise RingcommError(f"run: the job failed {when}, exit {outcome.code}.{_tail(outcome)}")
+        raise RingcommError(f"run: the job failed {when}, exit {verdict.code}.{tail}")
     rank, reason = blames[0]
-    raise PeerFailedError(f"run: rank {rank} {reason}.{_tail(outcome)}", rank=rank, reason=reason)
+    raise PeerFailedError(f"run: rank {rank} {reason}.{tail}", rank=rank, reason=reason)
 
 
 def _cause(report: RankReport) -> BaseException | None:
@@ -215,6 +172,8 @@ def _cause(report: RankReport) -> BaseException | None:
     return None
 
 
-def _tail(outcome: ChildOutcome) -> str:
-    lines = outcome.last_lines(_TAIL)
+def _tail(output: str) -> str:
+    from ringcomm.launch.run_child_with_deadline import last_lines
+
+    lines = last_lines(output, _TAIL)
     return "\n".join([" Its last lines of output:", *lines]) if lines else " It printed nothing"

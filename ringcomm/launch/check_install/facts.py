@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ringcomm.launch.mpi_kind import MpiKind
+from ringcomm.launch.mpi_kind import Family, MpiKind
 from ringcomm.nvidia.judge_software import Stack
 
 # If both are set to 1, Open MPI's mpirun runs as root.
@@ -52,3 +52,14 @@ class Facts:
     settings_error: str = ""  # what is wrong with a RINGCOMM_ variable; "": nothing
     gpu: Stack | None = field(default_factory=Stack)  # None: the search for GPUs failed
     gpu_error: str = ""
+
+    @property
+    def launcher_family(self) -> Family | None:
+        return self.launcher.kind.family if self.launcher and self.launcher.kind else None
+
+    @property
+    def mpirun_variables(self) -> dict[str, str]:
+        """The variables without which this mpirun does not run here."""
+        is_refused = self.launcher_family == "openmpi" and self.is_root and not self.allows_root
+        root = dict.fromkeys(ROOT_VARIABLES, "1") if is_refused else {}
+        return {**(self.launcher.variables if self.launcher else {}), **root}

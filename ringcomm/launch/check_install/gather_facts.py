@@ -24,7 +24,12 @@ from ringcomm.config import read_settings
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts, Launcher, Library
 from ringcomm.launch.mpi_kind import FAMILIES, kind_of
-from ringcomm.launch.run_child_with_deadline import ChildOutcome, outside_of_a_job, run_child
+from ringcomm.launch.run_child_with_deadline import (
+    ChildOutcome,
+    last_lines,
+    outside_of_a_job,
+    run_child,
+)
 from ringcomm.launch.usable_cores import cgroup_limit
 from ringcomm.nvidia.find_software import versions
 from ringcomm.nvidia.judge_software import Stack
@@ -154,7 +159,7 @@ def _why(outcome: ChildOutcome) -> str:
     if outcome.code is None:
         return f"no answer in {_ANSWER_S:.0f} s"
     how = f"signal {-outcome.code}" if outcome.code < 0 else f"exit {outcome.code}"
-    return f"{how}: {''.join(outcome.last_lines(1)).strip() or 'no output'}"
+    return f"{how}: {''.join(last_lines(outcome.output, 1)).strip() or 'no output'}"
 
 
 def _core() -> tuple[str | None, str]:

@@ -200,7 +200,7 @@ def _gpus(driver: Driver) -> str:
 
 
 def _cores(facts: Facts) -> _Verdict:
-    is_openmpi = _launcher_family(facts) == "openmpi"
+    is_openmpi = facts.launcher_family == "openmpi"
     hint = ", and mpirun needs --oversubscribe for them" if is_openmpi else ""
     if facts.cores < 2:
         return _Verdict("note", f"1 usable; any two ranks share it{hint}")
@@ -210,7 +210,7 @@ def _cores(facts: Facts) -> _Verdict:
 def _root(facts: Facts) -> _Verdict:
     if not facts.is_root:
         return _Verdict("ok", "no")
-    if _launcher_family(facts) != "openmpi":
+    if facts.launcher_family != "openmpi":
         return _Verdict("ok", "yes; only Open MPI's mpirun objects")
     settings = " ".join(f"{name}=1" for name in ROOT_VARIABLES)
     if facts.allows_root:
@@ -262,11 +262,6 @@ def _mend_mpi(facts: Facts) -> str:
 
 def _wheels(facts: Facts) -> list[Family]:
     return [family for family in FAMILIES if family in facts.versions]
-
-
-def _launcher_family(facts: Facts) -> Family | None:
-    launcher = facts.launcher
-    return launcher.kind.family if launcher is not None and launcher.kind is not None else None
 
 
 def _requirement(name: str, floor: str | None) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts
+from ringcomm.launch.check_install.facts import Facts
 from ringcomm.launch.check_install.judge_facts import Finding, problem_of
-from ringcomm.launch.run_child_with_deadline import ChildOutcome, outside_of_a_job, run_child
+from ringcomm.launch.job.local_job import LocalEnding, run_on_this_host
+from ringcomm.launch.job.plan_types import RunRequest
+from ringcomm.launch.run_child_with_deadline import last_lines
 
 _DEADLINE_S = 60.0
 _CORRECT = "ringcomm-check: correct"
@@ -34,57 +37,29 @@ rc.shutdown()
 _MPI_ALONE: Final = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
 
 
-@dataclass(frozen=True)
-class TrialPlan:
-    mpirun: tuple[str, ...]  # the arguments before the program: mpirun -np 2
-    python: str
-    variables: Mapping[str, str]  # environment variables of the command
-
-
 def run_trial(facts: Facts, findings: list[Finding], environ: Mapping[str, str]) -> Finding:
     """Run an allreduce of two ranks, unless a problem prevents it; return the finding."""
-    plan = plan_trial(facts)
-    first = problem_of(findings)
-    if first is not None or plan is None:
-        subject, fix = (first.subject, first.fix) if first is not None else ("mpirun", None)
-        return Finding("run", "problem", f"not tried: the problem with {subject} comes first", fix)
-    outcome = run_child(
-        [*plan.mpirun, plan.python, "-P", "-c", _JOB],
-        {**outside_of_a_job(environ), **plan.variables},
-        deadline_s=_DEADLINE_S,
+    if first := problem_of(findings):
+        found = f"not tried: the problem with {first.subject} comes first"
+        return Finding("run", "problem", found, first.fix)
+    with tempfile.TemporaryDirectory(prefix="ringcomm-check-") as folder:
+        request = RunRequest(program=(facts.python[1], "-P", "-c", _JOB), np=2)
+        ending = run_on_this_host(request, Path(folder), environ, deadline_s=_DEADLINE_S)
+    return judge_trial(facts, ending)
+
+
+def judge_trial(facts: Facts, ending: LocalEnding) -> Finding:
+    seconds, verdict = ending.seconds, ending.verdict
+    if verdict is not None and verdict.code == 0 and _CORRECT in ending.output:
+        found = f"2 ranks, allreduce correct, {seconds:.1f} s{_extras(facts)}"
+        return Finding("run", "ok", found + _ports_text(ending.output))
+    how = f"2 ranks did not end in {_DEADLINE_S:.0f} s"
+    if verdict is not None:
+        how = f"2 ranks failed, exit {verdict.code} after {seconds:.1f} s"
+    found = f"{how}{_extras(facts)}; MPI alone should print 2 twice"
+    return Finding(
+        "run", "problem", "\n".join([found, *last_lines(ending.output, _TAIL)]), _alone(facts)
     )
-    return judge_trial(plan, outcome)
-
-
-def plan_trial(facts: Facts, size: int = 2) -> TrialPlan | None:
-    """Return how to start `size` ranks here; None if there is no working mpirun. Pure."""
-    launcher = facts.launcher
-    if launcher is None or launcher.kind is None:
-        return None
-    is_openmpi = launcher.kind.family == "openmpi"
-    options = ["--oversubscribe"] if is_openmpi and facts.cores < size else []
-    needs_root = is_openmpi and facts.is_root and not facts.allows_root
-    return TrialPlan(
-        mpirun=(launcher.path, *options, "-np", str(size)),
-        python=facts.python[1],
-        variables={
-            **launcher.variables,
-            **(dict.fromkeys(ROOT_VARIABLES, "1") if needs_root else {}),
-        },
-    )
-
-
-def judge_trial(plan: TrialPlan, outcome: ChildOutcome) -> Finding:
-    if outcome.code == 0 and _CORRECT in outcome.output:
-        found = f"2 ranks, allreduce correct, {outcome.seconds:.1f} s{_extras(plan)}"
-        found += _ports_text(outcome.output)
-        return Finding("run", "ok", found)
-    if outcome.code is None:
-        how = f"2 ranks did not end in {_DEADLINE_S:.0f} s"
-    else:
-        how = f"2 ranks failed, exit {outcome.code} after {outcome.seconds:.1f} s"
-    found = f"{how}{_extras(plan)}; MPI alone should print 2 twice"
-    return Finding("run", "problem", "\n".join([found, *outcome.last_lines(_TAIL)]), _alone(plan))
 
 
 def _ports_text(output: str) -> str:
@@ -100,12 +75,22 @@ def _ports_text(output: str) -> str:
     )
 
 
-def _extras(plan: TrialPlan) -> str:
-    extras = [f"{name}={value}" for name, value in plan.variables.items()]
-    extras += [option for option in plan.mpirun if option == "--oversubscribe"]
+def _extras(facts: Facts) -> str:
+    extras = [*_variables(facts), *_options(facts)]
     return f" (with {' '.join(extras)})" if extras else ""
 
 
-def _alone(plan: TrialPlan) -> str:
-    variables = [f"{name}={value}" for name, value in plan.variables.items()]
-    return shlex.join([*variables, *plan.mpirun, plan.python, "-c", _MPI_ALONE])
+def _alone(facts: Facts) -> str:
+    """Return the command that tries MPI without ringcomm: mpirun gets no more than it needs."""
+    assert facts.launcher is not None  # else there was a problem
+    mpirun = [facts.launcher.path, *_options(facts), "-np", "2"]
+    return shlex.join([*_variables(facts), *mpirun, facts.python[1], "-c", _MPI_ALONE])
+
+
+def _variables(facts: Facts) -> list[str]:
+    return [f"{name}={value}" for name, value in facts.mpirun_variables.items()]
+
+
+def _options(facts: Facts) -> list[str]:
+    is_short = facts.cores < 2 and facts.launcher_family == "openmpi"
+    return ["--oversubscribe"] if is_short else []

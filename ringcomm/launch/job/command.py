@@ -23,10 +23,10 @@ from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import RunPlan, RunRequest, Surroundings
 from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
 from ringcomm.launch.job.restart.unreachable_hosts import silent_hosts
-from ringcomm.launch.job.run_folder import END, RunFolder
+from ringcomm.launch.job.run_folder import RunFolder, time_text
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.supervisor import Supervisor
-from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, JobEnding, Verdict, judge_ending
+from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, JobEnding, Verdict
 from ringcomm.launch.run_child_with_deadline import outside_of_a_job, run_child
 from ringcomm.launched import become_rank_program
 from ringcomm.launched.launcher import launching_variable
@@ -37,19 +37,19 @@ _ANSWER_S = 30.0
 
 
 def gather_surroundings(
-    environ: Mapping[str, str], folder: Path, *, asks_srun: bool
+    request: RunRequest, environ: Mapping[str, str], folder: Path
 ) -> Surroundings:
     """Return what plan() is to know. Takes about 0.3 s.
 
-    Raises ConfigError if $PBS_NODEFILE cannot be read.
+    Raises ConfigError if $PBS_NODEFILE is to name the hosts, and cannot be read.
     """
     return Surroundings(
         facts=gather(environ, with_gpu=False),
         environ=environ,
         own_names=_own_names(),
         rank_of=launching_variable(environ) or "",
-        node_file=_node_file(environ),
-        srun_types=_srun_types(environ) if asks_srun else None,
+        node_file=None if request.hosts else _node_file(environ),
+        srun_types=_srun_types(environ) if request.launcher == "srun" else None,
         free_port=_free_port(),
         folder=str(folder),
         starter=str(Path(become_rank_program.__file__).resolve()),
@@ -88,7 +88,7 @@ def _free_port() -> int:
     return port
 
 
-_REFUSED, _CANNOT_START, _INTERRUPTED = 2, 127, 130
+_REFUSED, _INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str]) -> int:
@@ -169,8 +169,7 @@ def _planned(
 
 
 def _surroundings(request: RunRequest, folder: RunFolder) -> Surroundings:
-    asks_srun = request.launcher == "srun"
-    return gather_surroundings(environment(), folder.path, asks_srun=asks_srun)
+    return gather_surroundings(request, environment(), folder.path)
 
 
 def _silent(request: RunRequest, job: RunPlan, here: Surroundings) -> frozenset[str]:
@@ -184,7 +183,6 @@ def _run(
     say(f"{_described(job, here)}; {_near(folder.path)}", *args.notes, *job.notes)
     if args.is_verbose:
         show(f"{_shown(job)}\n".encode(errors="backslashreplace"), sys.stderr)
-    start = time.time()
     supervisor = Supervisor(
         job.argv,
         {**outside_of_a_job(here.environ), **job.variables},
@@ -193,25 +191,15 @@ def _run(
         grace_s=args.grace_s,
         least=None if request.elastic is None else request.elastic[0],
         silent_hosts=partial(_silent, request, job, here) if job.hosts else None,
-        forks_ranks=_forks_ranks(request),
+        forks_ranks=forks_ranks(request),
         hosts=[host.name for host in job.hosts],
     )
-    try:
-        ending = supervisor.run()
-        verdict = judge_ending(ending)
-    except OSError as error:
-        ending, verdict = None, Verdict(_CANNOT_START, f"{job.argv[0]}: {error}")
-    if ending is not None and verdict.code != 0 and not verdict.report:
-        supervisor.show_held_messages()
-    try:
-        folder.record_end(_record(verdict, ending, start))
-    except OSError as error:  # the disk is full, or somebody has removed the folder
-        say(f"{folder.path / END} cannot be written: {error.strerror}")
+    verdict, ending = supervisor.run_and_record()
     _say_end(verdict, folder, has_shown_report=request.elastic is not None)
     return verdict, ending
 
 
-def _forks_ranks(request: RunRequest) -> bool:
+def forks_ranks(request: RunRequest) -> bool:
     """Return True if the launcher itself starts the ranks: no daemon of Slurm or PRRTE does."""
     return request.launcher == "mpirun" and not any("dvm" in each for each in request.options)
 
@@ -254,7 +242,7 @@ def _config(
         "command": ["ringcomm", "run", *argv],
         "program": list(request.program),
         "working_folder": os.getcwd(),
-        "started": _time_text(time.time()),
+        "started": time_text(time.time()),
         "host": host_name(),
         "pid": os.getpid(),
         "ranks": job.size,
@@ -275,25 +263,6 @@ def _config(
 
 def _settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith("RINGCOMM_")}
-
-
-def _record(verdict: Verdict, ending: JobEnding | None, start: float) -> dict[str, Any]:
-    """Return the content of end.json."""
-    ends = {} if ending is None else ending.ends
-    return {
-        "code": verdict.code,
-        "what": verdict.what,
-        "rank": verdict.rank,
-        "report": verdict.report,
-        "exit_codes": {str(rank): end.code for rank, end in sorted(ends.items())},
-        "launcher_code": None if ending is None else ending.launcher_code,
-        "ended": _time_text(time.time()),
-        "seconds": round(time.time() - start, 3),
-    }
-
-
-def _time_text(now: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
 
 
 def _near(path: Path) -> Path:

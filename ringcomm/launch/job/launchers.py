@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from ringcomm.errors import ConfigError
@@ -66,8 +66,7 @@ def start_by_mpirun(request: RunRequest, here: Surroundings, order: Order) -> St
     assert launcher is not None  # else there was a problem
     assert launcher.kind is not None
     if launcher.kind.family == "openmpi":
-        start = _open_mpi(request, here, order, launcher.path, launcher.kind)
-        return replace(start, variables={**launcher.variables, **start.variables})
+        return _open_mpi(request, here, order, launcher.path, launcher.kind)
     if request.elastic:
         raise ConfigError(
             f"--elastic needs Open MPI 5; {launcher.kind} ends a job when a rank dies. "
@@ -102,9 +101,8 @@ def _open_mpi(
         ours = {name for name in here.environ if name.startswith(_PASSED)}
         for name in sorted(ours | {*order.variables}):
             argv += ["-x", name]
-    variables = {}
-    if here.facts.is_root and not here.facts.allows_root:
-        variables = dict.fromkeys(ROOT_VARIABLES, "1")
+    variables = here.facts.mpirun_variables
+    if ROOT_VARIABLES[0] in variables:
         notes.append("this is root, which Open MPI's mpirun refuses without these variables")
     return Start([*argv, *request.options, "-np", str(order.size)], variables, notes=notes)
 
@@ -133,7 +131,7 @@ def _hydra(request: RunRequest, here: Surroundings, order: Order, launcher: Laun
             "~/.ssh/config, and leave out --ssh-port and --ssh-identity-file"
         )
     argv += [*request.options, "-np", str(order.size)]
-    return Start(argv, {**launcher.variables}, files)
+    return Start(argv, here.facts.mpirun_variables, files)
 
 
 def start_by_srun(request: RunRequest, here: Surroundings, order: Order) -> Start:

@@ -270,5 +270,9 @@ def _saying_what_to_do() -> Iterator[None]:
         ) from error
 
 
+def time_text(now: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
+
+
 def is_run_folder(path: Path) -> bool:
     return (path / CONFIG).is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import resource
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final
 
+from ringcomm.config import environment
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.processes.ranks_of_this_host import (
     MpiFiles,
@@ -27,9 +29,9 @@ from ringcomm.launch.job.processes.ranks_of_this_host import (
     session_members,
 )
 from ringcomm.launch.job.processes.waits_in_vain import Hung, Orphan, StartWait, Unseen
-from ringcomm.launch.job.run_folder import LAUNCHER_LOG, RunFolder
+from ringcomm.launch.job.run_folder import CONFIG, END, LAUNCHER_LOG, RunFolder, time_text
 from ringcomm.launch.job.show import say, show
-from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding
+from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending
 from ringcomm.launched.rank_process import RankProcess
 
 _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job to stop
@@ -43,6 +45,7 @@ _TAIL: Final = 1 << 18  # bytes of what the launcher says that are kept, to find
 # What a rank says there; see become_rank_program.py.
 _BLIND: Final = re.compile(rb"ringcomm run: host (\S+) does not see ")
 _PR_SET_PDEATHSIG: Final = 1
+_CANNOT_START: Final = 127
 _OTHER_FILES: Final = 64  # that are opened beside the logs of the ranks
 
 
@@ -156,9 +159,25 @@ class Supervisor:
             is_launcher_ended=self._kill_at != float("inf"),
         )
 
-    def show_held_messages(self) -> None:
-        """Show the launcher's messages about deaths, for want of a report."""
-        show(b"".join(self._launcher_text.held), sys.stderr)
+    def run_and_record(self) -> tuple[Verdict, JobEnding | None]:
+        """Run the job to its end; return the verdict, and what is known of the end.
+
+        That is None if the launcher cannot be started. The folder has the record of the end then.
+        """
+        start = time.time()
+        ending = None
+        try:
+            ending = self.run()
+            verdict = judge_ending(ending)
+        except OSError as error:
+            verdict = Verdict(_CANNOT_START, f"{self._argv[0]}: {error}")
+        if ending is not None and verdict.code != 0 and not verdict.report:
+            show(b"".join(self._launcher_text.held), sys.stderr)  # about deaths
+        try:
+            self._folder.record_end(_record(verdict, ending, start))
+        except OSError as error:  # the disk is full, or somebody has removed the folder
+            say(f"{self._folder.path / END} cannot be written: {error.strerror}")
+        return verdict, ending
 
     def _watch(
         self,
@@ -318,6 +337,35 @@ class Supervisor:
             if not any(Path(f"/proc/{guardian.pid}").exists() for guardian in waited_for):
                 return
             time.sleep(_TICK_S / 5)
+
+
+def supervise(path: str, *, forks_ranks: bool) -> None:
+    """Run the job that a folder describes to its end; its output is only in the logs there."""
+    sys.stdout = None
+    config = json.loads(Path(path, CONFIG).read_bytes())
+    Supervisor(
+        config["launcher"],
+        environment() | config["variables"],
+        RunFolder(Path(path)),
+        size=config["ranks"],
+        grace_s=0.0,
+        forks_ranks=forks_ranks,
+    ).run_and_record()
+
+
+def _record(verdict: Verdict, ending: JobEnding | None, start: float) -> dict[str, Any]:
+    """Return the content of end.json."""
+    ends = {} if ending is None else ending.ends
+    return {
+        "code": verdict.code,
+        "what": verdict.what,
+        "rank": verdict.rank,
+        "report": verdict.report,
+        "exit_codes": {str(rank): end.code for rank, end in sorted(ends.items())},
+        "launcher_code": None if ending is None else ending.launcher_code,
+        "ended": time_text(time.time()),
+        "seconds": round(time.time() - start, 3),
+    }
 
 
 @dataclass

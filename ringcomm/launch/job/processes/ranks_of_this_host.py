@@ -7,11 +7,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 from ringcomm.launch.job.run_folder import RunFolder
-from ringcomm.launch.run_child_with_deadline import mpi_files_below, remove_files
 from ringcomm.launched.ancestors import ancestors
 from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
 from ringcomm.launched.process_stat import ProcessStat, all_processes
@@ -20,6 +19,7 @@ from ringcomm.system_text import bytes_of, host_name, read_text
 
 _LOOK_S: Final = 1.0  # between two looks at the ranks in init()
 _LONGEST_S: Final = 64.0  # between two at the others
+_MPI_FILE: Final = r" (/dev/shm/(?:mpich_shm_|sm_segment\.|vader_segment\.|Intel_MPI_)\S+)$"
 
 
 def send_signal(
@@ -164,8 +164,31 @@ class MpiFiles:
         here = live_ranks_here(self._folder) if ranks else {}
         ends = () if self._is_alone else self._folder.ends()
         live = [here[rank] for rank in ranks if rank in here and rank not in ends]
-        self._paths |= mpi_files_below([rank.pid for rank in live])
+        for pid in _with_descendants([rank.pid for rank in live]):
+            self._paths |= _mpi_files(pid)
 
     def remove(self) -> None:
         """Remove them; to be called when the ranks have ended."""
-        remove_files(self._paths)
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _with_descendants(pids: Iterable[int]) -> list[int]:
+    found = [*pids]
+    if not found:
+        return found
+    children: dict[int, list[int]] = {}
+    for process in all_processes():
+        children.setdefault(process.parent, []).append(process.pid)
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def _mpi_files(pid: int) -> set[str]:
+    try:
+        maps = read_text(f"/proc/{pid}/maps")
+    except OSError:  # it has ended
+        return set()
+    return {*re.findall(_MPI_FILE, maps, re.MULTILINE)}
