@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ringcomm.config import environment
 from ringcomm.nvidia.judge_software import (
@@ -33,8 +32,7 @@ R = TypeVar("R")
 _LIBRARY = "libcuda.so.1"
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")
-_CAPABILITY_MAJOR: Final = 75  # the numbers of cuda.h
-_CAPABILITY_MINOR: Final = 76
+_CAPABILITY: Final = (75, 76)  # cuda.h's numbers of the attributes: major, minor
 
 
 def probe() -> Stack:
@@ -59,23 +57,19 @@ def _cupy() -> Cupy:
     try:
         import cupy
 
-        return _look_at(cupy)
+        runtime = cupy.cuda.runtime
+        if runtime.is_hip:
+            return Cupy(error=f"cupy {cupy.__version__} is built for ROCm")
+        return Cupy(
+            version=cupy.__version__,
+            cuda=runtime.runtimeGetVersion(),
+            nvrtc=_tried(lambda: ".".join(map(str, cupy.cuda.nvrtc.getVersion()))) or "",
+            has_headers=_tried(_headers) is not None,
+        )
     except ModuleNotFoundError as error:
         return Cupy() if error.name == "cupy" else Cupy(error=_reason(error))
     except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
         return Cupy(error=_reason(error))
-
-
-def _look_at(cupy: ModuleType) -> Cupy:
-    runtime = cupy.cuda.runtime
-    if runtime.is_hip:
-        return Cupy(error=f"cupy {cupy.__version__} is built for ROCm")
-    return Cupy(
-        version=cupy.__version__,
-        cuda=runtime.runtimeGetVersion(),
-        nvrtc=_tried(lambda: ".".join(map(str, cupy.cuda.nvrtc.getVersion()))) or "",
-        has_headers=_tried(_headers) is not None,
-    )
 
 
 def _headers() -> str | None:
@@ -111,64 +105,48 @@ def loaded() -> str:
 
 def _driver() -> Driver:
     release = _release()
-    visible = environment().get("CUDA_VISIBLE_DEVICES")
     try:
         cuda = ctypes.CDLL(_LIBRARY)
+        served = _asked(cuda.cuDriverGetVersion)  # works before cuInit(), but not in a stub
+        code, name = cuda.cuInit(0), ctypes.c_char_p()
+        gpus: tuple[Gpu, ...] = ()
+        if code:
+            cuda.cuGetErrorName(code, ctypes.byref(name))
+        elif served >= OLDEST_CUDA:
+            gpus = tuple(_gpu(cuda, index) for index in range(_asked(cuda.cuDeviceGetCount)))
     except OSError as error:
         text = str(error)
         return Driver(error="" if _is_absent(_LIBRARY, text) else text, release=release)
-    try:
-        return _start(cuda, release, visible)
     except AttributeError as error:  # the driver lacks a function
         return Driver(error=str(error), release=release)
-
-
-def _start(cuda: ctypes.CDLL, release: str, visible: str | None) -> Driver:
-    served = ctypes.c_int()
-    cuda.cuDriverGetVersion(ctypes.byref(served))  # works before cuInit(), but not in a stub
-    code = cuda.cuInit(0)
     return Driver(
         is_loaded=True,
         release=release,
-        cuda=served.value,
+        cuda=served,
         init_code=code,
-        init_error=_name_of(cuda, code) if code else "",
-        visible=visible,
-        gpus=_gpus(cuda) if code == 0 and served.value >= OLDEST_CUDA else (),
+        init_error=(name.value or b"").decode(),
+        visible=environment().get("CUDA_VISIBLE_DEVICES"),
+        gpus=gpus,
     )
-
-
-def _name_of(cuda: ctypes.CDLL, code: int) -> str:
-    name = ctypes.c_char_p()
-    cuda.cuGetErrorName(code, ctypes.byref(name))
-    return (name.value or b"").decode()
-
-
-def _gpus(cuda: ctypes.CDLL) -> tuple[Gpu, ...]:
-    count = ctypes.c_int()
-    cuda.cuDeviceGetCount(ctypes.byref(count))
-    return tuple(_gpu(cuda, index) for index in range(count.value))
 
 
 def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
     """Return a GPU; makes no context on it."""
-    device, nbytes = ctypes.c_int(), ctypes.c_size_t()
+    device = _asked(cuda.cuDeviceGet, index)
     name, its_uuid = ctypes.create_string_buffer(256), ctypes.create_string_buffer(16)
-    cuda.cuDeviceGet(ctypes.byref(device), index)
     cuda.cuDeviceGetName(name, len(name), device)
     cuda.cuDeviceGetUuid_v2(its_uuid, device)
-    cuda.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device)
-    major, minor = (
-        _attribute(cuda, number, device) for number in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)
-    )
+    nbytes = _asked(cuda.cuDeviceTotalMem_v2, device, kind=ctypes.c_size_t)
+    major, minor = (_asked(cuda.cuDeviceGetAttribute, number, device) for number in _CAPABILITY)
     text = str(uuid.UUID(bytes=its_uuid.raw))
-    return Gpu(name.value.decode(errors="replace"), text, nbytes.value, 10 * major + minor)
+    return Gpu(name.value.decode(errors="replace"), text, nbytes, 10 * major + minor)
 
 
-def _attribute(cuda: ctypes.CDLL, number: int, device: ctypes.c_int) -> int:
-    value = ctypes.c_int()
-    cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
-    return value.value
+def _asked(function: Callable[..., int], *args: int, kind: type[Any] = ctypes.c_int) -> int:
+    """Return what a function of the driver writes to its first argument."""
+    value = kind()
+    function(ctypes.byref(value), *args)
+    return int(value.value)
 
 
 def _release() -> str:

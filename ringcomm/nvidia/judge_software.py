@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
@@ -101,32 +101,21 @@ class Problem:
         return f"{self.what}: {self.remedy}"
 
 
+def problems(stack: Stack) -> list[Problem]:
+    """Return all problems, the most important one first."""
+    return [*_of_arrays(stack), *_of_nccl(stack), *_of_wheels(stack)]
+
+
 def require(stack: Stack) -> None:
-    """Check that arrays on a GPU can be used here; they do not need NCCL.
-
-    Raises:
-        ConfigError: they cannot be used; its text is one line, with the remedy.
-    """
-    for look in _NEEDED:
-        problem = look(stack)
-        if problem is not None:
-            raise ConfigError(str(problem))
-
-
-def require_nccl(stack: Stack) -> None:
-    """Check that NCCL can be used here.
-
-    Raises:
-        ConfigError: NCCL cannot be used; its text is one line, with the remedy.
-    """
-    problem = _nccl_problem(stack)
-    if problem is not None:
+    """Raise ConfigError, in one line, if arrays on a GPU cannot be used; they do without NCCL."""
+    for problem in _of_arrays(stack):
         raise ConfigError(str(problem))
 
 
-def problems(stack: Stack) -> list[Problem]:
-    """Return all problems, the most important one first."""
-    return [problem for look in _LOOKS if (problem := look(stack)) is not None]
+def require_nccl(stack: Stack) -> None:
+    """Raise ConfigError, in one line, if NCCL cannot be used."""
+    for problem in _of_nccl(stack):
+        raise ConfigError(str(problem))
 
 
 def nccl_paths(maps: str) -> tuple[str, ...]:
@@ -144,71 +133,91 @@ def nccl_paths(maps: str) -> tuple[str, ...]:
 _LIBNCCL = r"(/.*/libnccl\.so[.\d]*)(?: \(deleted\))?"
 
 
-def cuda_text(version: int) -> str:
-    """Return a version of CUDA as text, "13.2" for 13020."""
+def cuda_text(version: int) -> str:  # "13.2" for 13020
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def version_text(version: int) -> str:
-    """Return a version of NCCL as text, "2.27.3" for 22703."""
+def version_text(version: int) -> str:  # of NCCL: "2.27.3" for 22703
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def _cupy_problem(stack: Stack) -> Problem | None:
-    cupy = stack.cupy
-    if cupy.error:
-        return Problem(f"cupy cannot be imported ({cupy.error})", _install(stack))
-    if not cupy.version:
-        return Problem("a GPU array needs cupy", _install(stack))
-    if version_numbers(cupy.version) < version_numbers(OLDEST_CUPY):
-        found = f"cupy {cupy.version} is too old, ringcomm needs {OLDEST_CUPY} or later"
-        return Problem(found, _install(stack))
-    return None
+_Row = tuple[object, str, str]  # a fact, which is a problem if it is true; what it is; a remedy
 
 
-def _driver_problem(stack: Stack) -> Problem | None:
-    driver = stack.driver
-    if not driver.is_loaded:
-        return _no_driver(driver)
-    if driver.init_code not in (0, _NO_DEVICE):
-        return _does_not_start(driver)
-    if driver.cuda < OLDEST_CUDA:
-        found = f"NVIDIA's driver serves CUDA {cuda_text(driver.cuda)}, ringcomm needs 12 or later"
-        return Problem(found, "install a driver of release 525 or later")
-    if not driver.gpus:
-        return _no_gpu(driver)
-    if stack.cupy.cuda // 1000 > driver.cuda // 1000:
-        found = (
-            f"NVIDIA's driver serves CUDA {cuda_text(driver.cuda)}, cupy {stack.cupy.version} "
-            f"needs CUDA {stack.cupy.cuda // 1000}"
-        )
-        return Problem(found, _install(stack))
-    return None
+def _first(*rows: _Row) -> list[Problem]:
+    """Return the first problem of one part of the stack, if there is one."""
+    return [Problem(what, remedy) for is_so, what, remedy in rows if is_so][:1]
 
 
-def _no_driver(driver: Driver) -> Problem:
-    if driver.error:
-        return Problem(f"NVIDIA's driver cannot be loaded ({driver.error})", "reinstall it")
-    if driver.release:
-        found = f"NVIDIA's kernel module {driver.release} is here, but libcuda.so.1 is not"
-        return Problem(found, _GPUS_ALL)
-    return Problem("no NVIDIA driver (libcuda.so.1) is here", f"install one, or {_GPUS_ALL}")
+def _of_arrays(stack: Stack) -> list[Problem]:
+    cupy, driver, install = stack.cupy, stack.driver, _install(stack)
+    served = f"NVIDIA's driver serves CUDA {cuda_text(driver.cuda)}"
+    for_cuda = f" for CUDA {cuda_text(driver.cuda)}" if driver.cuda else ""
+    kernel = f"NVIDIA's kernel module {driver.release} is here"
+    visible = f"CUDA_VISIBLE_DEVICES={driver.visible!r}"
+    # fmt: off
+    return [
+        *_first(
+            (cupy.error, f"cupy cannot be imported ({cupy.error})", install),
+            (not cupy.version, "a GPU array needs cupy", install),
+            (version_numbers(cupy.version) < version_numbers(OLDEST_CUPY),
+             f"cupy {cupy.version} is too old, ringcomm needs {OLDEST_CUPY} or later", install),
+        ),
+        *_first(
+            (driver.error, f"NVIDIA's driver cannot be loaded ({driver.error})", "reinstall it"),
+            (not driver.is_loaded and driver.release,
+             f"{kernel}, but libcuda.so.1 is not", _GPUS_ALL),
+            (not driver.is_loaded, "no NVIDIA driver (libcuda.so.1) is here",
+             f"install one, or {_GPUS_ALL}"),
+            (driver.init_code not in (0, _NO_DEVICE), *_why_it_does_not_start(driver)),
+            (driver.cuda < OLDEST_CUDA, f"{served}, ringcomm needs 12 or later",
+             "install a driver of release 525 or later"),
+            (not driver.gpus and driver.visible is not None, f"{visible} leaves no GPU",
+             "unset CUDA_VISIBLE_DEVICES"),
+            (not driver.gpus, f"NVIDIA's driver{for_cuda} finds no GPU", _GPUS_ALL),
+            (cupy.cuda // 1000 > driver.cuda // 1000,
+             f"{served}, cupy {cupy.version} needs CUDA {cupy.cuda // 1000}", install),
+        ),
+        *_first(
+            (cupy.version and not cupy.nvrtc,
+             "cupy finds no NVRTC, with which it compiles kernels", install),
+            (cupy.version and not cupy.has_headers,
+             "cupy finds no CUDA headers, which kernels need", install),
+        ),
+    ]
+    # fmt: on
 
 
-def _no_gpu(driver: Driver) -> Problem:
-    if driver.visible is not None:
-        found = f"CUDA_VISIBLE_DEVICES={driver.visible!r} leaves no GPU"
-        return Problem(found, "unset CUDA_VISIBLE_DEVICES")
-    served = f" for CUDA {cuda_text(driver.cuda)}" if driver.cuda else ""
-    return Problem(f"NVIDIA's driver{served} finds no GPU", _GPUS_ALL)
+def _of_nccl(stack: Stack) -> list[Problem]:
+    nccl, has_cupy, install = stack.nccl, bool(stack.cupy.version), _install(stack)
+    why = f" ({nccl.error})" if nccl.error else ""
+    where = f" ({nccl.paths[0]})" if nccl.paths else ""
+    version, needed = version_text(nccl.version), version_text(OLDEST_NCCL)
+    # fmt: off
+    return _first(
+        (len(nccl.paths) > 1,
+         f"{len(nccl.paths)} NCCL libraries are in one process, {' and '.join(nccl.paths)}",
+         "keep one, or put the folder of torch's into LD_LIBRARY_PATH"),
+        (has_cupy and not nccl.version, f"cupy finds no NCCL that it can use{why}", install),
+        (has_cupy and nccl.version < OLDEST_NCCL,
+         f"NCCL {version}{where} is too old, ringcomm needs {needed} or later", install),
+    )
+    # fmt: on
 
 
-def _does_not_start(driver: Driver) -> Problem:
+def _of_wheels(stack: Stack) -> list[Problem]:
+    sets = (_wheels(stack, CUPY_WHEELS), _wheels(stack, NCCL_WHEELS))
+    overwrite = "are installed together and overwrite each other"
+    rows = [(len(s) > 1, f"{' and '.join(s)} {overwrite}", _anew(s, _extra(stack))) for s in sets]
+    return _first(*rows)
+
+
+def _why_it_does_not_start(driver: Driver) -> tuple[str, str]:
     meaning, remedy = _INIT_ERRORS.get(driver.init_code, ("", "see what nvidia-smi says"))
     name = f"{driver.init_code} {driver.init_error}".rstrip()
     release = f", kernel module {driver.release}" if driver.release else ""
     because = f": {meaning}" if meaning else ""
-    return Problem(f"NVIDIA's driver does not start (cuInit: {name}{release}){because}", remedy)
+    return f"NVIDIA's driver does not start (cuInit: {name}{release}){because}", remedy
 
 
 _GPUS_ALL = "start the container with --gpus all"
@@ -218,80 +227,22 @@ _NO_MPS = (
     "start it with nvidia-cuda-mps-control -d, or unset CUDA_MPS_PIPE_DIRECTORY",
 )
 # The usual cause of each error, which explains more than the error's name in cuda.h.
+# fmt: off
 _INIT_ERRORS: Final = {
-    34: (
-        "libcuda.so.1 is the stub that programs are linked with",
-        "take the folder stubs out of LD_LIBRARY_PATH",
-    ),
-    304: (
-        "the operating system refuses, mostly because /dev/nvidia* is missing or forbidden",
-        "ls -l /dev/nvidia*",
-    ),
-    802: (
-        "the fabric manager of its NVSwitches is not ready",
-        "systemctl start nvidia-fabricmanager",
-    ),
-    803: (
-        "libcuda.so.1 and the kernel module are of different releases",
-        "reboot, or load the module nvidia again",
-    ),
-    804: (
-        "libcuda.so.1 is of cuda-compat, which this GPU or its kernel module does not allow",
-        "take the folder compat out of LD_LIBRARY_PATH",
-    ),
-    805: _NO_MPS,
-    806: _NO_MPS,
-    807: _NO_MPS,
-    999: (
-        "no reason is given; mostly, a kernel module is not loaded",
-        "modprobe nvidia-uvm",
-    ),
+    34: ("libcuda.so.1 is the stub that programs are linked with",
+         "take the folder stubs out of LD_LIBRARY_PATH"),
+    304: ("the operating system refuses, mostly because /dev/nvidia* is missing or forbidden",
+          "ls -l /dev/nvidia*"),
+    802: ("the fabric manager of its NVSwitches is not ready",
+          "systemctl start nvidia-fabricmanager"),
+    803: ("libcuda.so.1 and the kernel module are of different releases",
+          "reboot, or load the module nvidia again"),
+    804: ("libcuda.so.1 is of cuda-compat, which this GPU or its kernel module does not allow",
+          "take the folder compat out of LD_LIBRARY_PATH"),
+    **dict.fromkeys((805, 806, 807), _NO_MPS),
+    999: ("no reason is given; mostly, a kernel module is not loaded", "modprobe nvidia-uvm"),
 }
-
-
-def _kernel_problem(stack: Stack) -> Problem | None:
-    cupy = stack.cupy
-    if not cupy.version:
-        return None
-    if not cupy.nvrtc:
-        return Problem("cupy finds no NVRTC, with which it compiles kernels", _install(stack))
-    if not cupy.has_headers:
-        return Problem("cupy finds no CUDA headers, which kernels need", _install(stack))
-    return None
-
-
-def _nccl_problem(stack: Stack) -> Problem | None:
-    nccl = stack.nccl
-    if len(nccl.paths) > 1:
-        found = f"{len(nccl.paths)} NCCL libraries are in one process, {' and '.join(nccl.paths)}"
-        return Problem(found, "keep one, or put the folder of torch's into LD_LIBRARY_PATH")
-    if not stack.cupy.version:
-        return None
-    if not nccl.version:
-        why = f" ({nccl.error})" if nccl.error else ""
-        return Problem(f"cupy finds no NCCL that it can use{why}", _install(stack))
-    if nccl.version < OLDEST_NCCL:
-        where = f" ({nccl.paths[0]})" if nccl.paths else ""
-        found = (
-            f"NCCL {version_text(nccl.version)}{where} is too old, ringcomm needs "
-            f"{version_text(OLDEST_NCCL)} or later"
-        )
-        return Problem(found, _install(stack))
-    return None
-
-
-def _wheels_problem(stack: Stack) -> Problem | None:
-    for names in (CUPY_WHEELS, NCCL_WHEELS):
-        several = _wheels(stack, names)
-        if len(several) > 1:
-            found = f"{' and '.join(several)} are installed together and overwrite each other"
-            return Problem(found, _anew(several, _extra(stack)))
-    return None
-
-
-_Look = Callable[[Stack], Problem | None]
-_NEEDED: Final[tuple[_Look, ...]] = (_cupy_problem, _driver_problem, _kernel_problem)
-_LOOKS: Final[tuple[_Look, ...]] = (*_NEEDED, _nccl_problem, _wheels_problem)
+# fmt: on
 
 
 def _install(stack: Stack) -> str:
