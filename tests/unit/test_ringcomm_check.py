@@ -13,10 +13,10 @@ from facts_of_a_good_install import BARE, GOOD, INTEL, MPICH, OPENMPI, OPENMPI_4
 from ringcomm._core import open_pidfd
 from ringcomm.launch import cli
 from ringcomm.launch.check_install import command, gather_facts
+from ringcomm.launch.check_install.command import judge_trial, run_trial
 from ringcomm.launch.check_install.facts import Launcher, Library
 from ringcomm.launch.check_install.gather_facts import floors, launcher_at
 from ringcomm.launch.check_install.judge_facts import SUBJECTS, has_problem, judge
-from ringcomm.launch.check_install.trial_job import judge_trial, run_trial
 from ringcomm.launch.job.local_job import LocalEnding
 from ringcomm.launch.job.verdict import Verdict
 from ringcomm.launch.mpi_kind import MpiKind, fit, kind_of

