@@ -226,6 +226,20 @@ def test_a_job_that_takes_too_long_is_ended(tmp_path):
 
 
 @above_mpi
+def test_who_kills_what_supervises_the_job_is_told_and_ended(tmp_path):
+
+    def work():
+        Path(tmp_path, "pid").write_text(str(os.getpid()))
+        launcher = Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(launcher.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        signal.pause()
+
+    with pytest.raises(rc.RingcommError, match=r"left no record of its end \(signal 9\)"):
+        rc.run(work, quiet=True, timeout_s=HANG_S)
+    wait_until(lambda: not is_running((tmp_path / "pid").read_text()), "the rank is left")
+
+
+@above_mpi
 def test_a_result_that_cannot_be_sent_is_told(module):
     with pytest.raises(TypeError, match="rank 0: returned a generator, which cannot be sent"):
         rc.run(module.make, (3,), quiet=True)

@@ -114,6 +114,8 @@ STALE = {
     "PMI_RANK": "3",
     "PMI_SIZE": "4",
     "PMI_FD": "77",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "PBS_NODEFILE": "/nowhere",
 }
 
 

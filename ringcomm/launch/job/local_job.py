@@ -62,9 +62,11 @@ def run_on_this_host(
         patience_s=_TO_END_S,
     )
     verdict = None if child.code is None else _verdict(folder, child.code)
-    blamed = None if verdict is None else verdict.rank
+    blamed = verdict.rank if verdict else None
     ranks = sorted(range(job.size), key=lambda rank: rank == blamed)
     texts = [child.output, *(_log(run_folder, rank) for rank in ranks)]
+    if verdict and not (folder / END).exists():
+        texts.append(f"ringcomm: {verdict.what}")
     output = "".join(t if t.endswith("\n") else f"{t}\n" for t in texts if t)
     return LocalEnding(verdict, output, child.seconds)
 
@@ -77,8 +79,9 @@ def command(statement: str) -> tuple[str, ...]:
 def _verdict(folder: Path, code: int) -> Verdict:
     try:
         end = json.loads((folder / END).read_bytes())
-    except FileNotFoundError:  # such as after a SIGKILL
-        return Verdict(code or 1, "the process that supervised the job has left no record")
+    except FileNotFoundError:
+        how = f"exit {code}" if code >= 0 else f"signal {-code}"
+        return Verdict(code or 1, f"what supervised the job has left no record of its end ({how})")
     return Verdict(end["code"], end["what"], end["rank"], end["report"])
 
 
