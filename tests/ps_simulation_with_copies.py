@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis_for_event_orders import hypothesis_settings
 
 from ringcomm.ps import optim
-from ringcomm.ps.client.outstanding_requests import PartitionOwners
+from ringcomm.ps.client.request_order import PartitionOwners
 from ringcomm.ps.protocol.frame_meta import PushMeta, packed_json
 from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.protocol.link import Delivery

@@ -134,7 +134,7 @@ PS_DEATHS = [
     Mutation(
         "ps-a-step-is-awaited-before-the-recovery",
         "ps",
-        "ps/client/outstanding_requests.py",
+        "ps/client/client.py",
         "return begins or _awaits_step(request)",
         "return begins",
         "servers that begin anew forget an evaluator that waits for a step",
@@ -143,7 +143,7 @@ PS_DEATHS = [
     Mutation(
         "ps-a-snapshot-begins-before-the-recovery",
         "ps",
-        "ps/client/outstanding_requests.py",
+        "ps/client/client.py",
         "return begins or _awaits_step(request)",
         "return _awaits_step(request)",
         "servers that begin anew forget who waits for a snapshot",
@@ -208,10 +208,10 @@ PS_DEATHS = [
         "ps-residuals-outlive-a-recovery",
         "ps",
         "ps/client/dense/table.py",
-        """        self.client.outstanding.forget_table(self.number)
+        """        self.client.forget_table(self.number)
         self.forget_residual()
 """,
-        "        self.client.outstanding.forget_table(self.number)\n",
+        "        self.client.forget_table(self.number)\n",
         "what compression kept of lost steps counts after a recovery",
         _OF_SERVERS,
     ),

@@ -124,7 +124,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-reads-beside-own-pushes",
         "ps",
-        "ps/client/outstanding_requests.py",
+        "ps/client/client.py",
         "self.send_queue.has(partition) or not order.is_empty",
         "self.send_queue.has(partition)",
         "a pull misses the push before it",
@@ -152,7 +152,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-credit-for-all",
         "ps",
-        "ps/client/outstanding_requests.py",
+        "ps/client/request_order.py",
         "is_small = not (n and held) or held + n <= CREDIT_NBYTES",
         "is_small = held >= 0",
         "a slow server's memory fills up",
@@ -277,7 +277,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-no-table-has-a-place-of-its-own",
         "ps",
-        "ps/client/outstanding_requests.py",
+        "ps/client/request_order.py",
         "return is_first or not there.n_pushes.get(table, 0)",
         "return is_first",
         "workers that push large tables in different orders wait for each other",

@@ -19,7 +19,7 @@ from ringcomm.ps.snapshot_numbers_and_phases import PAUSE, RELEASE, moment_numbe
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
-    from ringcomm.ps.client.send_calls_and_wait import Client
+    from ringcomm.ps.client.client import Client
     from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 
 _log: Final = logging.getLogger("ringcomm")
@@ -220,7 +220,7 @@ def leave(client: Client) -> None:
         PeerFailedError: a rank died.
     """
     try:
-        if client.outstanding.loss is None:
+        if client.loss is None:
             _settle(client)
     except ServerLostError:
         pass  # nothing of this rank is under way any more
@@ -245,11 +245,11 @@ def _settle(client: Client) -> None:
     begins at once, also before moves that wait: those may wait for a pause that lasts. It begins
     after all pushes have left: they may wait for those of a worker that waits for a move.
     """
-    outstanding, n_resent = client.outstanding, -1
+    n_resent = -1
     client.wait_until_sent(_LABEL)
     _ask_leader(client, {"do": PAUSE, "id": moment_number(client.rank), "patience_s": 0})
-    while n_resent != outstanding.n_resent:  # returned requests must be there before LEAVE
-        n_resent = outstanding.n_resent
+    while n_resent != client.n_resent:  # returned requests must be there before LEAVE
+        n_resent = client.n_resent
         ask_servers(
             client, _LABEL, FrameKind.MOVE, client.servers, ignore, option=StepOption.SETTLE
         ).wait()

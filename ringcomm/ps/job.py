@@ -21,7 +21,7 @@ from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
 from ringcomm.ps.checkpoint.check_checkpoint_arguments import path_of
 from ringcomm.ps.checkpoint.client import save, save_at_stop
 from ringcomm.ps.checkpoint.notice_of_replaced_values import KNOWN, NEWS, Replacements
-from ringcomm.ps.client.send_calls_and_wait import Client
+from ringcomm.ps.client.client import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
 from ringcomm.ps.members.let_in import end_step, hear
@@ -268,7 +268,7 @@ def _start(
         lambda to, option: link.send(to, FrameHeader(FrameKind.REPLACED, origin=me, option=option)),
         lambda: [table.note_replaced() for table in [*tables.values()]],
     )
-    dispatcher.link, dispatcher.client = link, client.outstanding
+    dispatcher.link, dispatcher.client = link, client
     client.waits.tables = tables
     if me in layout.servers:
         memory = partial(memory_of, engine)

@@ -30,9 +30,9 @@ from ringcomm.errors import (
 )
 from ringcomm.ps.checkpoint.notice_of_refused_values import Refusals
 from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
+from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_servers, ignore
-from ringcomm.ps.client.send_calls_and_wait import Client
 from ringcomm.ps.end_of_job import EndOfTraining, leave, rest, serve
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import INLINE_MAX, FrameHeader, FrameKind
@@ -280,7 +280,7 @@ class Session:
         if isinstance(server, Homes):
             server.on_homes(frame.source, frame.header.clock, said["copied"])
         for home in taken:
-            self.client.outstanding.take_over(home)
+            self.client.take_over(home)
             if isinstance(server, Homes):
                 server.on_taken(home)
             if home == self.layout.leader:
@@ -302,7 +302,7 @@ class Session:
     def _lose_server(self, number: int, rank: int, how: str) -> None:
         """End all calls for tables with an error: a part of their values is gone."""
         tables = [*self.tables.values()]
-        before = self.client.outstanding.loss
+        before = self.client.loss
         whole = tables if before is None else ()
         names = tuple(table.name for table in whole if table.is_on(number))
         names += () if before is None else before.tables
@@ -311,7 +311,7 @@ class Session:
         )
         for table in tables:
             table.lose(loss)
-        self.client.outstanding.lose(loss)
+        self.client.lose(loss)
 
     def _begin_tables(self) -> None:
         """Send the first values of tables that the chief before this one may not have sent."""

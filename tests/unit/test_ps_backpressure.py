@@ -12,9 +12,10 @@ import ringcomm as rc
 from ringcomm import codec, ps
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.ps import end_of_job
-from ringcomm.ps.client import outstanding_requests, send_calls_and_wait
-from ringcomm.ps.client.outstanding_requests import Credit, Turns
+from ringcomm.ps.client import client as client_module
+from ringcomm.ps.client import request_order
 from ringcomm.ps.client.request import Request
+from ringcomm.ps.client.request_order import Credit, Turns
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
@@ -38,7 +39,7 @@ class Slow:
         self.changed = threading.Condition()
         self.n_at_rest, self.n_workers = 0, n_workers
         self.most = self.n_waits = 0
-        wait_until, decoded = send_calls_and_wait.Client.wait_until, kind.decoded
+        wait_until, decoded = client_module.Client.wait_until, kind.decoded
         slow = self
 
         def waiting(self, *args):
@@ -53,14 +54,14 @@ class Slow:
                 assert slow.changed.wait_for(lambda: slow.n_at_rest == slow.n_workers, 20)
             return decoded(self, *args)
 
-        monkeypatch.setattr(send_calls_and_wait.Client, "wait_until", waiting)
+        monkeypatch.setattr(client_module.Client, "wait_until", waiting)
         monkeypatch.setattr(kind, "decoded", late_push)
 
     def note(self, its_client, change):
         with self.changed:
             self.n_at_rest += change
             self.n_waits += change > 0
-            self.most = max(self.most, sum(its_client.outstanding.credit.n_bytes.values()))
+            self.most = max(self.most, sum(its_client.credit.n_bytes.values()))
             self.changed.notify_all()
 
 
@@ -98,7 +99,7 @@ def hashed(**options):
 )
 @pytest.mark.parametrize("has_credit", [True, False], ids=["bounded", "without credit"])
 def test_memory_stays_bounded_when_the_server_is_slow(make, kind, has_credit, monkeypatch):
-    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", CREDIT if has_credit else 1 << 40)
+    monkeypatch.setattr(request_order, "CREDIT_NBYTES", CREDIT if has_credit else 1 << 40)
     slow = []
 
     def body(_):
@@ -123,21 +124,21 @@ def test_memory_stays_bounded_when_the_server_is_slow(make, kind, has_credit, mo
 def test_memory_stays_bounded_when_another_worker_is_slow(compression, has_credit, monkeypatch):
     """Rounds wait at the server; compressed pushes do so as they are."""
     limit = CREDIT if compression is None else CREDIT // 50
-    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", limit if has_credit else 1 << 40)
+    monkeypatch.setattr(request_order, "CREDIT_NBYTES", limit if has_credit else 1 << 40)
     may_go, n_waits = threading.Semaphore(0), []
 
     def body(rank):
         push = dense(mode="sync", compression=compression)
         if rank == 0:
-            wait_until = send_calls_and_wait.Client.wait_until
+            wait_until = client_module.Client.wait_until
 
             def waiting(self, *args):
                 if self is session().client:
-                    n_waits.append(sum(self.outstanding.credit.n_bytes.values()))
+                    n_waits.append(sum(self.credit.n_bytes.values()))
                     may_go.release()
                 wait_until(self, *args)
 
-            monkeypatch.setattr(send_calls_and_wait.Client, "wait_until", waiting)
+            monkeypatch.setattr(client_module.Client, "wait_until", waiting)
             for _ in range(N_PUSHES):
                 future = push()
             for _ in range(N_PUSHES):
@@ -183,8 +184,8 @@ def hash_tables(names, n_blocks, block_nbytes):
 def test_workers_may_push_large_tables_in_different_orders(make, n_servers, monkeypatch):
     """Each has more than its credit under way, which waits for what the others push later."""
     block, n_blocks = 32_000, 8
-    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 3 * block)
-    monkeypatch.setattr(send_calls_and_wait, "STALL_S", 0.02)
+    monkeypatch.setattr(request_order, "CREDIT_NBYTES", 3 * block)
+    monkeypatch.setattr(client_module, "STALL_S", 0.02)
     most = []
 
     def body(rank):
@@ -192,7 +193,7 @@ def test_workers_may_push_large_tables_in_different_orders(make, n_servers, monk
         order = tables[rank:] + tables[:rank]
         for _ in range(2):
             futures = [push() for push, _ in order]
-            most.append(max(session().client.outstanding.credit.n_bytes.values()))
+            most.append(max(session().client.credit.n_bytes.values()))
             assert all(each.wait().applied for each in futures)
         return [pull().mean() for _, pull in tables]
 
@@ -237,8 +238,8 @@ def test_an_earlier_block_does_not_wait_for_a_later_one_that_moved_to_its_server
         assert push.wait().applied
         return t.pull().wait().tolist()
 
-    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 10)
-    monkeypatch.setattr(send_calls_and_wait, "STALL_S", 0.02)
+    monkeypatch.setattr(request_order, "CREDIT_NBYTES", 10)
+    monkeypatch.setattr(client_module, "STALL_S", 0.02)
     monkeypatch.setattr(Server, "on_request", hear_late)
     assert run_workers(2, body, 2) == [[1.0] * 40] * 2
     assert has_come.is_set()
@@ -247,8 +248,8 @@ def test_an_earlier_block_does_not_wait_for_a_later_one_that_moved_to_its_server
 def test_who_leaves_behind_pushes_that_wait_for_credit_stops_no_move_that_others_wait_for(
     monkeypatch,
 ):
-    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 10)
-    monkeypatch.setattr(send_calls_and_wait, "STALL_S", 0.02)
+    monkeypatch.setattr(request_order, "CREDIT_NBYTES", 10)
+    monkeypatch.setattr(client_module, "STALL_S", 0.02)
     has_settled, settle = threading.Event(), end_of_job._settle
 
     def note_settling(current):
@@ -277,8 +278,8 @@ def test_a_table_has_one_push_under_way_whatever_others_wait_for(monkeypatch):
     def request(table, nbytes=100, kind=FrameKind.PUSH, server=0):
         return Request(kind, (table, 0), server=server, body=np.empty(nbytes, np.uint8))
 
-    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 250)
-    monkeypatch.setattr(outstanding_requests, "CREDIT_REQUESTS", 3)
+    monkeypatch.setattr(request_order, "CREDIT_NBYTES", 250)
+    monkeypatch.setattr(request_order, "CREDIT_REQUESTS", 3)
     bound = Credit()
     for _ in range(2):
         bound.count(request(1), 1)

@@ -367,7 +367,7 @@ def test_pushes_that_wait_for_their_round_are_not_saved_as_applied(tmp_path):
         train(t, rank, range(2))
         if rank == 1:
             future = t.push(GRADIENTS[2, rank])
-            asked = session().client.outstanding.requests
+            asked = session().client.requests
             waiting.update({ask.partition: sequence for sequence, ask in asked.items()})
             ps.stats()  # what came before has arrived
             pushed.set()

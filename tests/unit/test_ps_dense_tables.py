@@ -15,7 +15,7 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.meet_and_leave import leave
-from ringcomm.ps.client import outstanding_requests
+from ringcomm.ps.client import request_order
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.link import Link
 
@@ -186,7 +186,7 @@ def test_an_interrupt_within_a_wait_loses_no_ack(count, monkeypatch):
                 n_interrupts += 1
                 is_interrupting[0] = False
                 assert push.wait(60).applied
-        assert session().client.outstanding.requests == {}
+        assert session().client.requests == {}
         assert (t.pull().wait() == n_pushes).all()
 
     run_workers(1, body)
@@ -461,14 +461,14 @@ def test_a_wait_that_is_too_long_names_the_server_and_can_be_taken_up_again():
 
 
 def test_more_than_the_credit_waits_and_goes_on(monkeypatch):
-    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 200_000)
+    monkeypatch.setattr(request_order, "CREDIT_NBYTES", 200_000)
     most = []
 
     def body(rank):
         t = ps.table("w", 25_000, updater=ps.optim.Add())
         for _ in range(20):
             t.push(np.ones(25_000, np.float32))
-            most.append(max(session().client.outstanding.credit.n_bytes.values()))
+            most.append(max(session().client.credit.n_bytes.values()))
         return t.pull().wait()[0]
 
     assert run_workers(1, body) == [20.0]

@@ -10,7 +10,7 @@ from ps_ranks_as_threads import cross_gradients, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import job
-from ringcomm.ps.client import json_requests, outstanding_requests
+from ringcomm.ps.client import json_requests, request_order
 from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
@@ -211,7 +211,7 @@ def test_blocks_that_move_take_along_who_is_in_their_rounds():
 def test_a_gradient_that_is_more_than_the_credit_enters_its_round(limit, is_shared, monkeypatch):
     """Blocks hold the credit until it is known whether what they keep counts."""
     for name, value in limit.items():
-        monkeypatch.setattr(outstanding_requests, name, value)
+        monkeypatch.setattr(request_order, name, value)
 
     def body(rank):
         tables = [table(2, name) for name in ("ab" if is_shared else "a")]

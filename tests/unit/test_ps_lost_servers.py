@@ -274,7 +274,7 @@ def test_an_evaluator_that_computes_while_a_server_dies_follows_the_others(tmp_p
     def evaluate(step):
         client = session().client
         if not has_heard.is_set():
-            assert client.drive_until(lambda: client.outstanding.loss, "test", DEADLINE_S)
+            assert client.drive_until(lambda: client.loss, "test", DEADLINE_S)
             try:
                 with pytest.raises(rc.ServerLostError):  # servers that begin anew would forget it
                     ps.evaluation.wait_for_step(10**6, timeout_s=5)

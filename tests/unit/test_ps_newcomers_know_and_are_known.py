@@ -148,7 +148,7 @@ def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_h
         training=SimpleNamespace(n_calls=0), layout=SimpleNamespace(dead=set()),
         engine=SimpleNamespace(job_rank=3, watch=SimpleNamespace(peers=SimpleNamespace(gone=[]))),
         client=SimpleNamespace(
-            link=link, outstanding=SimpleNamespace(loss=None), wait_until_sent=lambda _: None,
+            link=link, loss=None, wait_until_sent=lambda _: None,
             drive_until=lambda *_: True,
         ), between_steps=None, refusals=SimpleNamespace(end=lambda: None),
     )  # fmt: skip

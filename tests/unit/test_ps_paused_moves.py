@@ -11,8 +11,8 @@ from ps_ranks_as_threads import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps.client import outstanding_requests, pause_moves_and_snapshot
-from ringcomm.ps.client.send_calls_and_wait import Client
+from ringcomm.ps.client import pause_moves_and_snapshot, request_order
+from ringcomm.ps.client.client import Client
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
@@ -172,7 +172,7 @@ def test_a_rank_without_credit_leaves_all_the_same(monkeypatch):
             return t.push(np.ones(8, np.float32)).wait().applied
         push = t.push(np.ones(8, np.float32))  # waits for the other worker
         with monkeypatch.context() as patch:
-            patch.setattr(outstanding_requests, "CREDIT_REQUESTS", 1)
+            patch.setattr(request_order, "CREDIT_REQUESTS", 1)
             session().leave()
         may_push.set()
         return push.wait().applied

@@ -27,9 +27,9 @@ def ahead_of(kv, keys=KEYS):
 
 def use(kv, ahead, keys=KEYS):
     """Return the rows, and how many pulls that took."""
-    before = session().client.outstanding.next_sequence()
+    before = session().client.timestamp()
     [rows] = rows_of([(kv, keys, ahead)])
-    return rows, session().client.outstanding.next_sequence() - before - 1
+    return rows, session().client.timestamp() - before - 1
 
 
 @pytest.mark.usefixtures("wire")

@@ -206,9 +206,9 @@ def test_rows_that_have_moved_are_fetched_where_they_are():
             assert moving(kv, range(HASH_PARTITIONS // 3), 1).wait().moved > 0
             kv.pull(KEYS).wait()
             calls._order.epoch, calls._owners = epoch, old  # as if the news were on their way
-        n_resent = session().client.outstanding.n_resent
+        n_resent = session().client.n_resent
         assert bits(ps.pull_many(pulls).wait()) == expected
-        assert session().client.outstanding.n_resent == n_resent + 4  # of each table two pulls
+        assert session().client.n_resent == n_resent + 4  # of each table two pulls
         assert all(not kv._calls._calls for kv in tables)
         return bits(ps.pull_many(pulls).wait()) == expected
 
@@ -370,8 +370,8 @@ def test_nothing_is_left_of_a_call_without_credit(monkeypatch):
 def test_a_request_that_a_server_cannot_read_is_an_error_of_the_future():
     def body(_):
         kv = ps.hashtable("a", 2, updater=ps.optim.Add())
-        outstanding = session().client.outstanding
-        submit = outstanding.submit
+        client = session().client
+        submit = client.submit
 
         def cut(requests):
             for each in requests:
@@ -379,9 +379,9 @@ def test_a_request_that_a_server_cannot_read_is_an_error_of_the_future():
                     each.body = each.body[:-8]
             submit(requests)
 
-        outstanding.submit = cut
+        client.submit = cut
         future = ps.pull_many([(kv, KEYS)])
-        outstanding.submit = submit
+        client.submit = submit
         with pytest.raises(ValueError, match=r"bytes came for .* keys"):
             future.wait()
         rows = kv.pull(KEYS).wait()

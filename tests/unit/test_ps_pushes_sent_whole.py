@@ -11,8 +11,8 @@ from ps_ranks_as_threads import deadline, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.codec import TopK
-from ringcomm.ps.client import outstanding_requests
-from ringcomm.ps.client.outstanding_requests import Credit
+from ringcomm.ps.client import request_order
+from ringcomm.ps.client.request_order import Credit
 from ringcomm.ps.job import session
 from ringcomm.ps.server.server import Server
 
@@ -43,7 +43,7 @@ def table(**options):
 
 @pytest.fixture
 def deaf(monkeypatch):
-    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 8 * BLOCK)
+    monkeypatch.setattr(request_order, "CREDIT_NBYTES", 8 * BLOCK)
     return Deaf(monkeypatch)
 
 
@@ -56,7 +56,7 @@ def test_a_push_whose_blocks_wait_for_credit_arrives_whole_and_once(deaf, mode):
         deaf.is_deaf.set()
         with deadline(0.3):
             push = t.push(np.ones(COUNT, np.float32))
-            assert 0 < session().client.outstanding.credit.n_bytes[0] <= 8 * BLOCK
+            assert 0 < session().client.credit.n_bytes[0] <= 8 * BLOCK
             with pytest.raises(rc.CommTimeoutError, match=r"push\[w\]: no answer within 0.01 s"):
                 push.wait(0.01)
             with pytest.raises(rc.CommTimeoutError, match=r"push\[w\]"):

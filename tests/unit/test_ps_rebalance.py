@@ -181,13 +181,11 @@ def test_what_was_sent_in_an_older_view_is_sent_back_though_the_partition_is_the
         for dest in (1 - owner, owner):
             assert move(t, 0, dest).moved == 1
         t.pull().wait()
-        n_moved = client.outstanding.n_resent
-        assert client.outstanding.owners.orders[partition].epoch == 2
-        client.outstanding.owners.orders[
-            partition
-        ].epoch = 1  # as one that was on its way all the time
+        n_moved = client.n_resent
+        assert client.owners.orders[partition].epoch == 2
+        client.owners.orders[partition].epoch = 1  # as one that was on its way all the time
         assert t.push(np.ones(10, np.float32)).wait().applied
-        assert client.outstanding.n_resent == n_moved + 1
+        assert client.n_resent == n_moved + 1
         return t.pull().wait()[0]
 
     assert run_workers(1, body, 2) == [1.0]
@@ -243,7 +241,7 @@ def moved_while_the_news_is_under_way():
     t = ps.table("w", 10, updater=ps.optim.Add())
     assert move(t, 0, 1 - owners(t)[0]).moved == 1
     t.pull().wait()
-    session().client.outstanding.owners.orders[t.number, 0].epoch = 0
+    session().client.owners.orders[t.number, 0].epoch = 0
     return t
 
 
@@ -284,7 +282,7 @@ def test_a_push_that_comes_again_after_a_move_is_not_applied_again(mode):
         assert move(t, 0, dest).moved == 1
         t.pull().wait()
         _, (kind, _, *rest), *payload = request
-        epoch = current.client.outstanding.owners.orders[t.number, 0].epoch
+        epoch = current.client.owners.orders[t.number, 0].epoch
         wire.ask(current.layout.servers[dest], (kind, epoch, *rest), *payload)
         assert owners(t)[0] == dest  # the server has answered what came after it
         t.push(np.zeros(10, np.float32)).wait()
@@ -303,7 +301,7 @@ def test_values_are_not_read_any_more_where_they_stood_before_a_move(monkeypatch
         assert move(t, 0, 1 - owners(t)[0]).moved == 1
         t.push(np.ones(10, np.float32)).wait()
         t._pulls.known[0] = before  # as if the news were still on their way
-        session().client.outstanding.owners.orders[t.number, 0].epoch = before[0]
+        session().client.owners.orders[t.number, 0].epoch = before[0]
         return t.pull().wait().tolist()
 
     assert run_workers(1, body, 2) == [[1.0] * 10]
@@ -343,7 +341,7 @@ def test_a_table_that_is_opened_late_is_found_where_it_is():
         t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=BLOCK)
         t.push(np.ones(COUNT, np.float32)).wait()
         rc.barrier()
-        return t.pull().wait().sum(), session().client.outstanding.n_resent * rank
+        return t.pull().wait().sum(), session().client.n_resent * rank
 
     assert run_workers(2, body, 2) == [(2.0 * COUNT, 0), (2.0 * COUNT, 0)]
 

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from ringcomm.ps.client.outstanding_requests import Outstanding
+from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_owners
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status
@@ -20,15 +20,15 @@ def test_a_request_that_is_returned_twice_is_sent_again_once():
     layout = SimpleNamespace(
         rank_of=lambda server: server, servers=(0, 1), server_numbers=(0, 1), hosts={}
     )
-    outstanding = Outstanding(SimpleNamespace(job_rank=9), link, layout)
-    outstanding.owners.add_table(TABLE, [0], {})
+    client = Client(SimpleNamespace(job_rank=9), link, layout, 60.0)
+    client.owners.add_table(TABLE, [0], {})
     request = Request(FrameKind.PUSH, partition=(TABLE, 0))
     request.future = SimpleNamespace(acked_by=None)
-    outstanding.submit([request])
+    client.submit([request])
     ((_, _, sequence),) = sent
     returned = FrameHeader(
         FrameKind.REPLY, origin=0, status=Status.WRONG_VIEW, view=0, sequence=sequence, table=TABLE
     )
     for _ in range(2):
-        outstanding.on_reply(Delivery(0, returned, packed_owners(1, [1]), None))
+        client.on_reply(Delivery(0, returned, packed_owners(1, [1]), None))
     assert sent == [(0, 0, sequence), (1, 1, sequence)]

@@ -164,7 +164,7 @@ def test_pushes_that_wait_for_their_round_are_not_saved_as_applied(tmp_path):
         kv.push(KEYS[0, rank], ROWS[0, rank]).wait()
         if rank == 1:
             future = kv.push(KEYS[1, rank], ROWS[1, rank])
-            waiting.extend(session().client.outstanding.requests)
+            waiting.extend(session().client.requests)
             ps.stats()  # what came before has arrived
             pushed.set()
             assert is_saved.wait(60)

@@ -1,12 +1,11 @@
 """One rank's calls to a hash table whose rows move, in whatever order servers answer."""
 
-import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from ringcomm.ps.client.outstanding_requests import Outstanding
+from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.rows.count_metadata_evict import Maintenance
 from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
 from ringcomm.ps.protocol.frame_meta import packed_owners
@@ -24,28 +23,24 @@ class Servers:
         self.confirmed = []  # views
         self.meanwhile = lambda: None  # what happens while a call begins
         link = SimpleNamespace(ask=self._ask, send=self._confirm)
-        engine = SimpleNamespace(job_rank=9)
+        engine = SimpleNamespace(
+            job_rank=9, nudge=lambda: None, state=SimpleNamespace(require_usable=lambda: None)
+        )
         layout = SimpleNamespace(
             rank_of=lambda server: server, servers=(0, 1), server_numbers=(0, 1), hosts={}
         )
-        self.outstanding = Outstanding(engine, link, layout)
-        self.servers = (0, 1)
-        self.timestamp = itertools.count(1).__next__
+        self.client = Client(engine, link, layout, 60.0)
+        self._reserve, self.client.reserve = self.client.reserve, self._while_rows_may_move
         self.maintenance = Maintenance(
-            SimpleNamespace(client=self, memory_for=lambda _, n: np.empty(n, np.uint8)),
-            RowCalls(self, {"number": TABLE, "owners": [0, 1], "epochs": {}}),
+            SimpleNamespace(client=self.client, memory_for=lambda _, n: np.empty(n, np.uint8)),
+            RowCalls(self.client, {"number": TABLE, "owners": [0, 1], "epochs": {}}),
             "emb",
             TABLE,
         )
 
-    def reserve(self, requests, future, *, needs_credit):
-        del needs_credit
-        for request in requests:
-            self.outstanding.assign(request, future)
+    def _while_rows_may_move(self, requests, future, *, needs_credit):
+        self._reserve(requests, future, needs_credit=needs_credit)
         self.meanwhile()
-
-    def flush(self, *, always):
-        del always
 
     def _ask(self, server, header, _meta, _body):
         _, view, _, sequence, *_ = header
@@ -62,7 +57,7 @@ class Servers:
     def notify(self, view):
         """All rows are server 1's from this view on."""
         header = FrameHeader(FrameKind.MOVE, table=TABLE, clock=view, option=StepOption.NOTICE)
-        self.outstanding.on_notice(Delivery(0, header, packed_owners(view, [1, 1]), None))
+        self.client.on_notice(Delivery(0, header, packed_owners(view, [1, 1]), None))
 
     def answer(self, server, view, count):
         """Answer the oldest request of a view; count None: return it, for rows have moved."""
@@ -73,7 +68,7 @@ class Servers:
         header = FrameHeader(
             FrameKind.REPLY, origin=server, status=status, sequence=found[1], clock=count or 0
         )
-        self.outstanding.on_reply(Delivery(server, header, meta, None))
+        self.client.on_reply(Delivery(server, header, meta, None))
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -9,7 +9,7 @@ from ps_ranks_as_threads import run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps.client import outstanding_requests
+from ringcomm.ps.client import request_order
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
@@ -125,7 +125,7 @@ def test_a_worker_that_comes_late_to_a_round_that_is_held_is_told():
 
 def test_more_rows_than_the_credit_may_be_held(monkeypatch):
     """Else the third table would wait for credit that comes back when all are released."""
-    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 100_000)
+    monkeypatch.setattr(request_order, "CREDIT_NBYTES", 100_000)
 
     def body(_):
         tables = [ps.hashtable(f"e{k}", 20, mode="sync", updater=ps.optim.Add()) for k in range(3)]

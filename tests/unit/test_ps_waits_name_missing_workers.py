@@ -13,10 +13,10 @@ from ps_ranks_as_threads import deadline, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
+from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
-from ringcomm.ps.client.outstanding_requests import CREDIT_NBYTES
 from ringcomm.ps.client.request import NO_BODY, Request
-from ringcomm.ps.client.send_calls_and_wait import Client
+from ringcomm.ps.client.request_order import CREDIT_NBYTES
 from ringcomm.ps.client.wait_for_replies import reasons_text
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frame_meta import packed_owners
@@ -331,7 +331,7 @@ def client():
         progress=SimpleNamespace(is_own_turn=True),  # waits for nothing
     )
     client = Client(own, link, layout, DEADLINE_S)
-    client.outstanding.add_table(1, [0, 0], {})
+    client.add_table(1, [0, 0], {})
     return client
 
 
@@ -348,20 +348,20 @@ def pushed(client, *parts, nbytes=8):
 
 def reply(client, future, part, **header):
     """Let a server answer the request of a future to a slice."""
-    requests = client.outstanding.requests.items()
+    requests = client.requests.items()
     ((sequence, request),) = [
         (k, each) for k, each in requests if each.future is future and each.partition == (1, part)
     ]
     meta = header.pop("meta", b"")
     said = FrameHeader(FrameKind.REPLY, sequence=sequence, table=1, partition=part, **header)
-    client.outstanding.on_reply(Delivery(request.server, said, meta, NO_BODY))
+    client.on_reply(Delivery(request.server, said, meta, NO_BODY))
 
 
 def moved(client, part, epoch):
     header = FrameHeader(
         FrameKind.MOVE, option=StepOption.NOTICE, table=1, partition=part, clock=epoch
     )
-    client.outstanding.on_notice(Delivery(0, header, packed_owners(epoch, [1]), NO_BODY))
+    client.on_notice(Delivery(0, header, packed_owners(epoch, [1]), NO_BODY))
 
 
 def test_a_server_that_has_answered_one_of_two_requests_is_named(client):

@@ -13,9 +13,10 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
-from ringcomm.ps.client import outstanding_requests
+from ringcomm.ps.client import request_order
+from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
-from ringcomm.ps.client.outstanding_requests import Credit, Outstanding, PartitionOwners, SendQueue
+from ringcomm.ps.client.request_order import Credit, PartitionOwners, SendQueue
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
@@ -220,7 +221,7 @@ def test_no_thread_looks_at_what_others_change_without_the_lock(monkeypatch):
     monkeypatch.setattr(SendQueue, "n_waiting", attribute("n_waiting"), raising=False)
     for name in ("orders", "notices", "confirmed"):
         monkeypatch.setattr(PartitionOwners, name, attribute(name), raising=False)
-    make, alive = Outstanding.__init__, []  # else one could have the id of another
+    make, alive = Client.__init__, []  # else one could have the id of another
 
     def making(self, *args):
         make(self, *args)
@@ -229,8 +230,8 @@ def test_no_thread_looks_at_what_others_change_without_the_lock(monkeypatch):
         for each in (self.credit, self.send_queue, self.owners):
             locks[id(each)] = self.lock
 
-    monkeypatch.setattr(Outstanding, "__init__", making)
-    monkeypatch.setattr(outstanding_requests, "CREDIT_NBYTES", 4000)
+    monkeypatch.setattr(Client, "__init__", making)
+    monkeypatch.setattr(request_order, "CREDIT_NBYTES", 4000)
 
     def body(rank):
         w = ps.table("w", 2000, updater=ps.optim.Add(), block_nbytes=1000)

@@ -259,13 +259,13 @@ def test_a_push_that_comes_again_behind_a_move_is_not_applied_again():
         kv = ps.hashtable("emb", DIM, updater=ps.optim.Add())
         assert move(kv, KEYS, 0) > 0
         client = session().client
-        sends, send = [], client.outstanding._send
+        sends, send = [], client._send
 
         def noting(ask, sequence, epoch):
             sends.append((ask, sequence))
             send(ask, sequence, epoch)
 
-        client.outstanding._send = noting
+        client._send = noting
         kv.push(KEYS, ONES).wait()
         [(ask, sequence)] = sends
         assert move(kv, KEYS[:300], 1) > 0
@@ -292,9 +292,9 @@ def test_a_call_of_a_view_long_ago_comes_back_and_is_carried_out_once():
             assert move(kv, KEYS, dest) > 0
         kv.pull(KEYS).wait()
         calls._order.epoch, calls._owners = 0, old  # as if the news were still on their way
-        n_moved = session().client.outstanding.n_resent
+        n_moved = session().client.n_resent
         assert kv.push(KEYS, ONES).wait().applied
-        assert session().client.outstanding.n_resent == n_moved + 1
+        assert session().client.n_resent == n_moved + 1
         calls._order.epoch, calls._owners = 0, old
         assert len(kv) == N
         return kv.pull(KEYS).wait().tolist()
@@ -474,7 +474,7 @@ def test_a_table_that_is_opened_late_is_found_where_it_is():
         kv = ps.hashtable("emb", DIM, updater=ps.optim.Add())
         kv.push(KEYS, ONES).wait()
         rc.barrier()
-        return kv.pull(KEYS).wait().sum(), session().client.outstanding.n_resent * rank
+        return kv.pull(KEYS).wait().sum(), session().client.n_resent * rank
 
     assert run_workers(2, body, 2) == [(2.0 * N * DIM, 0), (2.0 * N * DIM, 0)]
 

@@ -242,7 +242,7 @@ def test_gradients_that_wait_for_a_step_make_rows_stale_once_they_are_pushed():
             (loss_of(out.values()) + dense(torch.ones(1, 1)).sum()).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return session().client.outstanding.n_resent
+        return session().client.n_resent
 
     assert run_workers(2, body, 2) == [0, 0]
 
@@ -276,7 +276,7 @@ def test_an_evaluation_with_rows_ahead_asks_for_no_more_and_more(has_grad):
                 prefetching(given, tables, ids=lambda batch: batch), expected, strict=True
             ):
                 assert torch.equal(tables(batch)["user"], wanted)
-        return len(session().client.outstanding.requests)
+        return len(session().client.requests)
 
     assert run_workers(1, body, 1)[0] <= (3 if has_grad else 0)  # one of each table
 

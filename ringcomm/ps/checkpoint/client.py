@@ -176,14 +176,14 @@ def _await_steps(current: Session, limit_s: float) -> None:
 
 def _await_pushes(current: Session) -> None:
     """Return once all pushes of this worker are in: all tables are after the same step then."""
-    outstanding = current.client.outstanding
+    client = current.client
 
     def are_in() -> bool:
-        with outstanding.lock:
-            return not any(each.kind == FrameKind.PUSH for each in outstanding.requests.values())
+        with client.lock:
+            return not any(each.kind == FrameKind.PUSH for each in client.requests.values())
 
-    current.client.wait_until_sent("ps.save")
-    current.client.wait_until(are_in, "ps.save", lambda: current.client.servers)
+    client.wait_until_sent("ps.save")
+    client.wait_until(are_in, "ps.save", lambda: client.servers)
 
 
 def _warn_of(saved: Future[Path]) -> None:
@@ -211,7 +211,7 @@ def _begin(
 ) -> Future[Path]:
     """Make the servers copy what is to be written, and begin to write it."""
     _finish_last(current, limit_s)
-    loss = current.client.outstanding.loss
+    loss = current.client.loss
     if loss is not None:
         raise loss.error("ps.save")
     folder = files.new_folder(root, _last_folder(current))

@@ -108,7 +108,7 @@ def follow(current: Session) -> dict[str, Any] | None:
 def _await_loss(current: Session) -> None:
     """Return once this rank has heard of a death; other workers may have heard of it before."""
     client = current.client
-    if not client.drive_until(lambda: client.outstanding.loss is not None, _LABEL, None):
+    if not client.drive_until(lambda: client.loss is not None, _LABEL, None):
         raise RingcommError(
             f"{_LABEL}: no server was lost within {client.deadline_s:g} s: of each, a copy lives. "
             "ps.restore() goes back to a checkpoint without that"
@@ -143,9 +143,9 @@ def _recover(current: Session, root: Path, limit_s: float) -> Recovered:
 
 def _has_ticks(current: Session) -> bool:
     """Return True if a server may hear of a step of this worker later: it would count then."""
-    outstanding = current.client.outstanding
-    with outstanding.lock:
-        return any(request.kind == FrameKind.TICK for request in outstanding.requests.values())
+    client = current.client
+    with client.lock:
+        return any(request.kind == FrameKind.TICK for request in client.requests.values())
 
 
 def _meet(
@@ -160,7 +160,7 @@ def _meet(
         answer: dict[str, Any] = json_of(reply)
         if answer.get("tables") is not None:  # deaths of which the leader has heard before
             layout.know(answer["servers"])
-            client.outstanding.loss = None
+            client.loss = None
         return answer
 
     body = as_body({"servers": client.servers, "said": said})

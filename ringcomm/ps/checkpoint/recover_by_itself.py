@@ -38,7 +38,7 @@ def fetched(fetch: Callable[[], T]) -> T:
 def pushes_nothing(current: Session) -> bool:
     if current.recovers_from is None:
         return False
-    return current.drops_step or current.client.outstanding.loss is not None
+    return current.drops_step or current.client.loss is not None
 
 
 def push_unless_lost(current: Session, push: Callable[[], object]) -> None:
@@ -65,7 +65,7 @@ def recovered_from(current: Session, step: Callable[[], None]) -> bool:
         else:
             return True
     was_early, current.drops_step = current.drops_step, False
-    if current.client.outstanding.loss is not None:
+    if current.client.loss is not None:
         recover(current.recovers_from)
     elif was_early:
         for each in [*current.recovering]:

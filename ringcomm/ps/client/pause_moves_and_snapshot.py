@@ -14,8 +14,8 @@ from ringcomm.ps.snapshot_numbers_and_phases import HOLD, PAUSE, RELEASE, STOP, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ringcomm.ps.client.client import Client
     from ringcomm.ps.client.future import Future
-    from ringcomm.ps.client.send_calls_and_wait import Client
 
 _TRIES = 10  # of a snapshot: rounds of a table that is new are over before all servers know it
 _PATIENCE = 1 / 4  # of its deadline, for which a pause lets moves go first

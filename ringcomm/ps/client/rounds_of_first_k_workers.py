@@ -23,8 +23,8 @@ from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frames import EntryOption, FrameKind, Status
 
 if TYPE_CHECKING:
+    from ringcomm.ps.client.client import Client
     from ringcomm.ps.client.future import Pushed
-    from ringcomm.ps.client.send_calls_and_wait import Client
     from ringcomm.ps.protocol.link import Delivery
 
 

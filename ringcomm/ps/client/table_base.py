@@ -82,7 +82,7 @@ class TableBase(ABC):
         require_timeout("close", timeout_s)
         client, label = self.client, f"close[{self.name}]"
         if self._closed is None:
-            is_idle = lambda: not client.outstanding.has_requests_of(self.number)  # noqa: E731
+            is_idle = lambda: not client.has_requests_of(self.number)  # noqa: E731
             client.wait_until(is_idle, label, lambda: client.servers, timeout_s)
             with self._session.opening:
                 begin_close(self)
@@ -185,7 +185,7 @@ def begin_close(table: TableBase) -> None:
     client, session = table.client, table._session
     request = Request(FrameKind.CLOSE, server=client.leader, table=table.number)
     table._closed = client.call_one(f"close[{table.name}]", request, ignore)
-    client.outstanding.forget_table(table.number)
+    client.forget_table(table.number)
     del session.tables[table.name]
     for part in table.asking:
         setattr(table, part, _Refusing(partial(_closed, table.name)))
@@ -196,7 +196,7 @@ def close_abandoned(session: Session) -> None:
     for _ in range(len(session.abandoned)):
         table, parameters = session.abandoned.popleft()
         is_needed = any(each() is not None for each in parameters)
-        if is_needed or table.client.outstanding.has_requests_of(table.number):
+        if is_needed or table.client.has_requests_of(table.number):
             session.abandoned.append((table, parameters))
             continue
         with session.opening:

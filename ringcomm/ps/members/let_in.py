@@ -66,7 +66,7 @@ def _let_in(current: Session) -> None:
     """Stand still until the ranks that have asked for it have their places, or are gone."""
     client = current.client
     for rank in sorted(current.newcomers):
-        if rank in current.engine.watch.peers.gone or client.outstanding.loss is not None:
+        if rank in current.engine.watch.peers.gone or client.loss is not None:
             current.newcomers.discard(rank)
             continue
         client.wait_until_sent("step")
@@ -79,7 +79,7 @@ def _let_in(current: Session) -> None:
 
         def is_over(rank: int = rank) -> bool:
             is_in = rank not in current.newcomers or rank in current.engine.watch.peers.gone
-            return is_in or client.outstanding.loss is not None
+            return is_in or client.loss is not None
 
         if not client.drive_until(is_over, "step", None):
             _log.warning(

@@ -227,9 +227,9 @@ class _Spare:
         """
         client = self._current.client
         has_ended = client.drive_until(
-            lambda: is_over() or client.outstanding.loss is not None, _LABEL, limit_s
+            lambda: is_over() or client.loss is not None, _LABEL, limit_s
         )
-        loss = client.outstanding.loss
+        loss = client.loss
         if loss is not None and not may_lose:
             raise loss.error(_LABEL)
         return has_ended

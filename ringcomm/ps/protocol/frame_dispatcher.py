@@ -11,7 +11,7 @@ from ringcomm.ps.protocol.frames import FrameKind, StepOption
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.client.outstanding_requests import Outstanding
+    from ringcomm.ps.client.client import Client
     from ringcomm.ps.protocol.death_listeners import Deaths
     from ringcomm.ps.protocol.frames import FrameHeader
     from ringcomm.ps.protocol.link import Delivery, Link
@@ -63,7 +63,7 @@ class FrameDispatcher:
     deaths: Deaths
 
     def __init__(self) -> None:
-        self.client: Outstanding | None = None
+        self.client: Client | None = None
         self.server: Server | Homes | None = None
         self.reports = Reports()
         self.takes: dict[int, Callable[[Delivery], None]] = {FrameKind.REPORT: self.reports.append}

@@ -365,15 +365,14 @@ def _require_alike(feeder: Feeder, what: str, mine: OptimizerSummary) -> None:
         return
     name, client = f"{what} (ps optimizer {feeder.number})", feeder.session.client
     check = ConsistencyCheck(mine, name, feeder.session.group)
-    outstanding = client.outstanding
 
     def is_over() -> bool:
-        return check.handle.done() or outstanding.loss is not None
+        return check.handle.done() or client.loss is not None
 
     if feeder.session.engine.watch.peers.survivable:  # else a death ends all waits
         client.drive_until(is_over, name, None)
-    if outstanding.loss is not None and not check.handle.done():
-        raise outstanding.loss.error(WHO)
+    if client.loss is not None and not check.handle.done():
+        raise client.loss.error(WHO)
     check.wait()
 
 

@@ -41,7 +41,7 @@ class Blocks:
         self.first_of: FirstOfRounds | None = None
         self._lock = threading.Lock()  # of rounds
         epochs = {int(part): epoch for part, epoch in created["epochs"].items()}
-        self.client.outstanding.add_table(self.number, created["owners"], epochs)
+        self.client.add_table(self.number, created["owners"], epochs)
 
     def bounds_of(self, part: int) -> tuple[int, int]:
         if not 0 <= part < self.spec.partitions:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from ringcomm.ps.client.dense.compress_pushes import Packer, ReplyHandler, rate_of
 from ringcomm.ps.client.future import Future, Pushed
-from ringcomm.ps.client.push_outcome import PlainPush, PushReplies
-from ringcomm.ps.client.request import Request
+from ringcomm.ps.client.request import PlainPush, PushReplies, Request
 from ringcomm.ps.client.rounds_of_first_k_workers import PendingPush
 from ringcomm.ps.protocol.frame_meta import ASSIGN, ENCODED, HOLD, INITIAL, RELEASE, PushMeta
 from ringcomm.ps.protocol.frames import INLINE_MAX, FrameKind

@@ -176,7 +176,7 @@ class Table(TableBase):
     def reopen(self, created: dict[str, Any]) -> None:
         """See TableBase."""
         rounds = self.first_of
-        self.client.outstanding.forget_table(self.number)
+        self.client.forget_table(self.number)
         self.forget_residual()
         self._open(created)
         if rounds is not None:

@@ -157,7 +157,7 @@ class HashTable(TableBase):
 
     def reopen(self, created: dict[str, Any]) -> None:
         """See TableBase."""
-        self.client.outstanding.forget_table(self.number)
+        self.client.forget_table(self.number)
         self._open(created)
 
     def require_nan(self, nan: str) -> None:

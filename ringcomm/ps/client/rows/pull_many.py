@@ -148,7 +148,7 @@ class _PullBatch:
                 calls.leave(future)
             raise
         if requests:
-            self._client.outstanding.submit(requests)
+            self._client.submit(requests)
             self._client.flush(always=True)
         both = zip(self._pulls, futures, strict=True)
         return [pull.begin() if future is None else future for pull, future in both]
@@ -199,7 +199,7 @@ class _PullBatch:
 
     def _request(self, share: Share, *, is_near: bool) -> Request:
         """Return the request to a server: records, keys, and perhaps places of rows."""
-        outstanding, link, asked = self._client.outstanding, self._client.link, []
+        link, asked = self._client.link, []
         base = link.place_of(self._memory) if is_near and self._memory is not None else -1
         for part, first, last in self._cuts(share):
             pull, n_out, place = part.pull, 0, 0
@@ -208,7 +208,7 @@ class _PullBatch:
                 place = link.place_of(pull.memory) if pull.has_shared_out else place
             asked.append(
                 KeyedPull(
-                    pull.calls.table, part.joined.epoch, outstanding.next_sequence(), pull.clock,
+                    pull.calls.table, part.joined.epoch, self._client.timestamp(), pull.clock,
                     last - first, n_out, place,
                 )
             )  # fmt: skip

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm.ps.client.future import Future, Pushed
-from ringcomm.ps.client.push_outcome import PushReplies
-from ringcomm.ps.client.request import Request
+from ringcomm.ps.client.request import PushReplies, Request
 from ringcomm.ps.client.rounds_of_first_k_workers import request_entry
 from ringcomm.ps.client.rows.build_requests import (
     keys_and_rows,

@@ -24,9 +24,9 @@ from ringcomm.ps.protocol.frame_meta import Owners, owners_of
 from ringcomm.ps.protocol.frames import Status
 
 if TYPE_CHECKING:
+    from ringcomm.ps.client.client import Client
     from ringcomm.ps.client.request import Request
     from ringcomm.ps.client.rows.check_and_split_keys import Portion
-    from ringcomm.ps.client.send_calls_and_wait import Client
     from ringcomm.ps.protocol.link import Delivery
 
 
@@ -88,7 +88,7 @@ class RowCalls:
     """
 
     def __init__(self, client: Client, created: dict[str, Any]) -> None:
-        self._client, self._outstanding = client, client.outstanding
+        self._client = client
         self.table: int = created["number"]
         self._owners: Owners = np.array(created["owners"], np.uint32)
         self._order = RequestOrder(int(created["epochs"].get("0", 0)))
@@ -96,7 +96,7 @@ class RowCalls:
         self._numbers = itertools.count(1)
         self._notices: list[int] = []  # epochs that servers wait to be confirmed
         self._lock = threading.Lock()
-        self._outstanding.row_moves[self.table] = self
+        self._client.row_moves[self.table] = self
 
     def are_on(self, server: int) -> bool:
         return server in self._owners
@@ -181,7 +181,7 @@ class RowCalls:
 
     def expect(self, joined: JoinedRows, request: KeyedRequest, sequence: int) -> None:
         request.request.on_end = partial(self._on_end, joined.number, joined.call, request)
-        self._outstanding.adopt(sequence, request.request, joined.call.future)
+        self._client.adopt(sequence, request.request, joined.call.future)
 
     def on_notice(self, delivery: Delivery) -> None:
         """Rows have moved; called in the loop."""
@@ -222,7 +222,7 @@ class RowCalls:
         for number in numbers:
             call = self._calls[number]
             returned, call.returned = call.returned, []
-            self._outstanding.n_resent += 1
+            self._client.n_resent += 1
             requests = call.split(self._owners, returned)
             call.future.expect(len(requests) - len(returned))
             self._send(number, call, requests)
@@ -232,12 +232,12 @@ class RowCalls:
         for each in requests:
             each.request.epoch = self._order.epoch
             each.request.on_end = partial(self._on_end, number, call, each)
-            self._outstanding.assign(each.request, call.future)
-        self._outstanding.submit([each.request for each in requests])
+            self._client.assign(each.request, call.future)
+        self._client.submit([each.request for each in requests])
 
     def _confirm_moves(self) -> None:
         """Confirm moves to the servers, behind the requests that were sent again."""
         if self._order.is_settled:
             for epoch in self._notices:
-                self._outstanding.confirm_move((self.table, 0), epoch)
+                self._client.confirm_move((self.table, 0), epoch)
             self._notices.clear()
