@@ -39,7 +39,7 @@ PS = [
     Mutation(
         "ps-a-step-called-again-leaves-out-a-bucket",
         "ps",
-        "torch/ps/bucket_pusher.py",
+        "torch/ps/feeder.py",
         """\
         push = self._pushed(bucket, factor, scale)
         bucket.note_pushed(push, is_early=not self.options.is_deferred)
@@ -265,7 +265,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-late-is-not-told",
         "ps",
-        "torch/ps/push_during_backward.py",
+        "torch/ps/feeder.py",
         'self.was_applied = is_finite and "late" not in outcomes',
         "self.was_applied = is_finite",
         "who was late is not told so",

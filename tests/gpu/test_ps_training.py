@@ -72,7 +72,7 @@ def test_backward_waits_for_no_copy(gpu):
         gpu.synchronize()
         gpu.freeze()
         w.sum().backward()
-        assert optimizer._feeder.pusher.n_pushed == 0
+        assert optimizer._feeder.n_pushed == 0
         gpu.thaw()
         optimizer.step()
         assert gpu.n_done > before

@@ -98,10 +98,10 @@ def test_nothing_is_lost_over_a_schedule_skipped_steps_and_loss_scales(mode, sca
         rc.barrier()
         if apply == "server":
             optimizer.zero_grad()
-            values = optimizer._feeder.pusher.buckets[0].table.pull().wait()
+            values = optimizer._feeder.buckets[0].table.pull().wait()
         else:
             values = model.weight.detach().numpy().reshape(-1)
-        kept = sum(torch.from_numpy(b.table.residual) for b in optimizer._feeder.pusher.buckets)
+        kept = sum(torch.from_numpy(b.table.residual) for b in optimizer._feeder.buckets)
         return torch.from_numpy(values), kept * rates[-1]
 
     results = run_workers(2, body, 2)
@@ -167,7 +167,7 @@ def test_new_values_begin_without_what_was_kept():
         model = network(torch.float32)
         optimizer = wrap(model, compression=codec.TopK(0.1))
         fit(model, optimizer, data(2, 1, torch.float32))
-        tables = [bucket.table for bucket in optimizer._feeder.pusher.buckets]
+        tables = [bucket.table for bucket in optimizer._feeder.buckets]
         assert any(t.residual.any() for t in tables)
         optimizer.push_parameters()
         return any(t.residual.any() for t in tables)

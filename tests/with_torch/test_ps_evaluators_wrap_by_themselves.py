@@ -11,7 +11,7 @@ from ringcomm.config import Settings
 from ringcomm.ps import evaluation
 from ringcomm.ps.session import session
 from ringcomm.torch import ps
-from ringcomm.torch.ps.bucket_pusher import BucketPusher
+from ringcomm.torch.ps.feeder import Feeder
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 
@@ -73,7 +73,7 @@ def test_an_evaluator_goes_on_if_another_one_dies_before_it_has_wrapped():
 
 def test_an_evaluator_that_wraps_again_after_a_loss_finds_the_same_tables(monkeypatch):
     seen, lost = [], []
-    fetch = BucketPusher.fetch_values
+    fetch = Feeder.fetch_values
 
     def fetch_or_lose(self, buckets):
         if session().is_evaluator and not lost:
@@ -81,7 +81,7 @@ def test_an_evaluator_that_wraps_again_after_a_loss_finds_the_same_tables(monkey
             raise rc.ServerLostError("as after a death", rank=3, reason="died", view=0)
         return fetch(self, buckets)
 
-    monkeypatch.setattr(BucketPusher, "fetch_values", fetch_or_lose)
+    monkeypatch.setattr(Feeder, "fetch_values", fetch_or_lose)
 
     @ps.evaluator(every=4)
     def evaluate(step):
@@ -101,7 +101,7 @@ def test_an_evaluator_that_loses_a_server_behind_the_first_of_two_models(
     keeps_first, tmp_path, monkeypatch
 ):
     seen, kept, pushers = [], [], []
-    fetch = BucketPusher.fetch_values
+    fetch = Feeder.fetch_values
 
     def fetch_or_lose(self, buckets):
         if session().is_evaluator and self not in pushers and None not in pushers:
@@ -113,7 +113,7 @@ def test_an_evaluator_that_loses_a_server_behind_the_first_of_two_models(
                     fetch(self, buckets)
         return fetch(self, buckets)
 
-    monkeypatch.setattr(BucketPusher, "fetch_values", fetch_or_lose)
+    monkeypatch.setattr(Feeder, "fetch_values", fetch_or_lose)
 
     @ps.evaluator(every=2)
     def evaluate(step):
@@ -150,7 +150,7 @@ def test_an_evaluator_that_loses_a_server_behind_the_conversion_of_embeddings(
     tmp_path, monkeypatch
 ):
     seen, killed = [], []
-    fetch = BucketPusher.fetch_values
+    fetch = Feeder.fetch_values
 
     def fetch_or_lose(self, buckets):
         if session().is_evaluator and not killed:
@@ -160,7 +160,7 @@ def test_an_evaluator_that_loses_a_server_behind_the_conversion_of_embeddings(
                 fetch(self, buckets)
         return fetch(self, buckets)
 
-    monkeypatch.setattr(BucketPusher, "fetch_values", fetch_or_lose)
+    monkeypatch.setattr(Feeder, "fetch_values", fetch_or_lose)
     ids = torch.arange(5)
 
     def converted():

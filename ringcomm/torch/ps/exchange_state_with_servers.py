@@ -21,7 +21,7 @@ from ringcomm.ps.segments_with_or_without_gradient import IDS, SCALARS, STEPS
 from ringcomm.ps.session import is_chief
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket
 from ringcomm.torch.ps.distributed_optimizer_options import WHO
-from ringcomm.torch.ps.push_during_backward import Feeder
+from ringcomm.torch.ps.feeder import Feeder
 
 _WITHOUT_STEP: Final = ("SGD",)  # torch counts no steps for it
 
@@ -30,7 +30,7 @@ def require_between_steps(feeder: Feeder, what: str) -> None:
     """Raise RingcommError if gradients of this step have been pushed, and count."""
     feeder.session.client.listen()
     has_new_values = feeder.n_replaced != feeder.session.replaced.count  # then they do not count
-    if feeder.pusher.n_pushed and not has_new_values:
+    if feeder.n_pushed and not has_new_values:
         raise RingcommError(
             f"{WHO}: {what} between backward() and step(): gradients of this step have been "
             "pushed, and would count twice or not at all. Call step() before, or pass "
@@ -47,7 +47,7 @@ def pull_values(feeder: Feeder) -> None:
     """Fetch the servers' values, between two steps."""
     feeder.begin_step()
     feeder.note_fetching()
-    feeder.pusher.fetch_values(feeder.pusher.buckets)
+    feeder.fetch_values(feeder.buckets)
     feeder.buffers.fetch()
 
 
@@ -76,7 +76,7 @@ class StateRecovery:
         feeder = self._feeder()
         if feeder is None or feeder.session.drops_step:  # a forward pass needs them as they are
             return
-        feeder.was_applied, feeder.pusher.samples = False, None
+        feeder.was_applied, feeder.samples = False, None
         feeder.begin_anew()
         feeder.buffers.forget_pushes()
         pull_values(feeder)
@@ -88,9 +88,9 @@ def push_state(feeder: Feeder, state: Mapping[Any, Any]) -> None:
     Newcomers and evaluators take the servers' values: what they begin with is older.
     """
     if feeder.session.takes_what_servers_have:
-        feeder.pusher.forget_updaters()
-        for bucket in feeder.pusher.buckets:
-            bucket.table.updater = feeder.pusher.updater_for(bucket)
+        feeder.forget_updaters()
+        for bucket in feeder.buckets:
+            bucket.table.updater = feeder.updater_for(bucket)
         pull_values(feeder)
         return
     _from_chief(feeder, lambda each: push_table_state(each.table, from_torch(each, state)))
@@ -99,17 +99,16 @@ def push_state(feeder: Feeder, state: Mapping[Any, Any]) -> None:
 def gather_state(feeder: Feeder) -> dict[Any, Any]:
     """Return the servers' state by parameter, as torch would have it."""
     found: dict[Any, Any] = {}
-    for bucket in feeder.pusher.buckets:
+    for bucket in feeder.buckets:
         if not bucket.is_frozen:
             to_torch(bucket, pull_table_state(bucket.table), found)
     return found
 
 
 def _from_chief(feeder: Feeder, push: Callable[[ServedBucket], object]) -> None:
-    pusher = feeder.pusher
-    pusher.forget_updaters()
-    for bucket in pusher.buckets:
-        bucket.table.updater = pusher.updater_for(bucket)
+    feeder.forget_updaters()
+    for bucket in feeder.buckets:
+        bucket.table.updater = feeder.updater_for(bucket)
         bucket.table.forget_residual()
         if is_chief():
             push(bucket)

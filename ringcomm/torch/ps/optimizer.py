@@ -26,7 +26,6 @@ from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import derive, name_last_group, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
 from ringcomm.torch.ps.clip_and_scale import clip_gradients, is_on, note_found_inf
-from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
 from ringcomm.torch.ps.count_steps_and_embeddings import (
     count_step,
     enrol_optimizer,
@@ -43,7 +42,7 @@ from ringcomm.torch.ps.exchange_state_with_servers import (
     require_between_steps,
     unrounded_state,
 )
-from ringcomm.torch.ps.push_during_backward import Feeder
+from ringcomm.torch.ps.feeder import Feeder
 from ringcomm.torch.ps.send_chief_buffers import buffers_of
 
 
@@ -289,7 +288,7 @@ class _Served(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the update on the servers and fetch the new values, or fetch the mean and update."""
         feeder = self._feeder
-        feeder.pusher.groups = self.param_groups
+        feeder.groups = self.param_groups
         feeder.require_known(self.param_groups)
         results: list[Any] = []
         current = feeder.session
@@ -356,15 +355,15 @@ class _Served(Optimizer):
             self._report_to_scaler(is_finite=is_finite)
             if not is_finite:
                 feeder.was_applied = False
-                feeder.pusher.take_back()
-                ServerStep(feeder.pusher, feeder.rows, scale).finish_rows(None)
+                feeder.take_back()
+                feeder.finish_rows(None, scale)
                 return False
             for grad in grads:
                 grad.div_(scale)
         clip = 1.0
         if feeder.options.max_norm is not None:
             clip = clip_gradients(grads, of_rows, feeder.options.max_norm)
-        ServerStep(feeder.pusher, feeder.rows, scale).finish_rows(clip)
+        feeder.finish_rows(clip, scale)
         return True
 
     def _grad_scale(self) -> float:
@@ -406,7 +405,7 @@ class _Served(Optimizer):
                 f"ps.DistributedOptimizer: n_rounds with mode={self._feeder.options.mode}, which "
                 "has no rounds; ps.step_number() counts the steps of this worker"
             )
-        return max(bucket.table.n_rounds for bucket in self._feeder.pusher.buckets)
+        return max(bucket.table.n_rounds for bucket in self._feeder.buckets)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as torch does.
@@ -463,7 +462,7 @@ class _Served(Optimizer):
         super().add_param_group(param_group)
         feeder = self.__dict__.get("_feeder")
         if feeder is not None:
-            feeder.pusher.groups = self.param_groups
+            feeder.groups = self.param_groups
             feeder.extend(name_last_group(self))
 
     def state_dict(self) -> dict[str, Any]:
@@ -486,7 +485,7 @@ class _Served(Optimizer):
         """
         require_between_steps(self._feeder, "load_state_dict()")
         super().load_state_dict(state_dict)
-        self._feeder.pusher.groups = self.param_groups
+        self._feeder.groups = self.param_groups
         if self._feeder.options.class_name is not None:
             push_state(self._feeder, unrounded_state(self, state_dict))
             self.state.clear()

@@ -1,18 +1,21 @@
 """Pushes gradients to the servers while backward() runs, and fetches the new values.
 
 Autograd calls a hook when a gradient is complete. A full bucket is pushed as soon as all buckets
-before it have been (bucket_pusher.py). With clipping or a GradScaler, which need all gradients,
-step() pushes (clip_or_skip_server_step.py). So it does if a worker has several optimizers: the loss
-of one may fill gradients of another, as in a GAN, and the program drops them before that one's
-step.
+before it have been. With clipping or a GradScaler, which need all gradients, step() pushes. So it
+does if a worker has several optimizers: the loss of one may fill gradients of another, as in a GAN,
+and the program drops them before that one's step.
+
+All workers push in the same order: a round holds memory on the servers until all have pushed, so
+workers with different orders could wait for each other for ever.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import ParamSpec
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
 
 import torch
 
@@ -20,7 +23,10 @@ from ringcomm._core import StepClock
 from ringcomm.errors import RingcommError
 from ringcomm.ps.checkpoint.recover_by_itself import push_unless_lost
 from ringcomm.ps.client.dense.table import Table
+from ringcomm.ps.client.future import Future, Pushed
+from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
 from ringcomm.ps.client.table_base import close_abandoned
+from ringcomm.ps.optim import Updater
 from ringcomm.ps.session import session
 from ringcomm.torch.backward.begin_and_end import Passes
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
@@ -32,10 +38,8 @@ from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
 )
 from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
 from ringcomm.torch.optim.distributed_optimizer_options import checked_passes
-from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket, ServedSlot, plan
-from ringcomm.torch.ps.clip_and_scale import is_on
-from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
+from ringcomm.torch.ps.clip_and_scale import factor_of, is_on, squares_of
 from ringcomm.torch.ps.count_steps_and_embeddings import (
     catch_up,
     count_step,
@@ -47,12 +51,17 @@ from ringcomm.torch.ps.row_gradients_until_step import NO_ROWS, RowGradients, le
 from ringcomm.torch.ps.send_chief_buffers import Buffer, ServedBuffers
 
 P = ParamSpec("P")
+Groups = Sequence[Mapping[str, Any]]
 
 
 class Feeder:
     """Owns the hooks and tables of one optimizer's parameters. Its constructor is collective.
 
     Attributes:
+        groups: the optimizer's current param_groups; the optimizer sets this.
+        buckets: in the order in which they are pushed.
+        n_pushed: number of buckets pushed in this step.
+        samples: number of samples in this worker's gradient; None: it is not weighed.
         clock: of the phases of its steps.
         was_applied: this worker's last gradients are part of the parameters.
         rows: gradients of embeddings that belong to this step; set when the step begins to end.
@@ -68,7 +77,15 @@ class Feeder:
         self.step = self._n_passes = 0
         self.was_applied = True
         self.session = session()
-        self.pusher = BucketPusher(options, groups, self.session)
+        self.groups = groups
+        self.buckets: list[ServedBucket] = []
+        self.n_pushed = 0
+        self.samples: float | None = None
+        self._updaters: dict[int, Updater] = {}  # of this step
+        self._known_updaters: dict[int, tuple[Mapping[str, Any], Updater]] = {}
+        self._rounds: FirstOfRounds | None = None  # a gradient counts in all tables, or none
+        if options.mode.name == "first_of":
+            self._rounds = FirstOfRounds(self.session.client, is_shared=True)
         self._slots: list[ServedSlot] = []
         self._known_ids: list[list[int]] = []  # of param_groups as the last check has found them
         self._tables: list[Table] = []
@@ -95,7 +112,7 @@ class Feeder:
 
     def extend(self, named_parameters: Named) -> None:
         """Move more parameters to the servers. Collective, between two steps."""
-        group_of = {p: g for g, group in enumerate(self.pusher.groups) for p in group["params"]}
+        group_of = {p: g for g, group in enumerate(self.groups) for p in group["params"]}
         numbered = enumerate(named_parameters, len(self._slots))
         new = [ServedSlot(i, name, p, group_of[p]) for i, (name, p) in numbered]
         for slot in new:
@@ -106,7 +123,7 @@ class Feeder:
         settings = _settings(self.options, self._passes_per_step)
         close_abandoned(self.session)  # on all workers before one opens tables
         _require_alike(self, "parameters", OptimizerSummary(parameters, settings))
-        mode, groups, codec = self.options.mode, self.pusher.groups, self.options.compression
+        mode, groups, codec = self.options.mode, self.groups, self.options.compression
         scope = self._scope
         buckets = [
             ServedBucket(slots, scope, self.options.updater(groups[slots[0].group]), mode, codec)
@@ -114,12 +131,15 @@ class Feeder:
         ]
         self._hooks.attach(without_hooks(new))
         self._slots += new
-        self.pusher.add(buckets)
+        if self._rounds is not None:
+            for bucket in buckets:
+                bucket.table.share_rounds(self._rounds)
+        self.buckets += buckets
         if self.options.mode.name == "ssp":
             catch_up(self.session, f"steps (ps optimizer {self.number})")
         self._tables += [bucket.table for bucket in buckets]
         self._parameters += [weakref.ref(slot.parameter) for slot in new]
-        self.pusher.fetch_values(buckets)
+        self.fetch_values(buckets)
 
     def require_known(self, groups: Groups) -> None:
         if (ids := [[*map(id, group["params"])] for group in groups]) != self._known_ids:
@@ -141,21 +161,21 @@ class Feeder:
                 "backward_passes_per_step=, or pass overlap=False"
             )
         if self._is_beside_others:
-            for bucket in self.pusher.buckets:
+            for bucket in self.buckets:
                 bucket.expect_gradient(index)
 
     def after_gradient(self, index: int) -> None:
         """Push the full buckets, unless step() pushes all; then note what it is to find."""
         if self.options.is_deferred or self._n_passes < self._passes_per_step:
             return
-        for bucket in self.pusher.buckets[self.pusher.n_pushed :]:
+        for bucket in self.buckets[self.n_pushed :]:
             if self._is_beside_others:
                 bucket.watch_gradient(index)
             else:
                 bucket.note_gradient(index)
         if self._is_beside_others:
             return
-        self._spoiling(push_unless_lost, self.session, self.pusher.push_full)
+        self._spoiling(push_unless_lost, self.session, self._push_full)
 
     def begin_pass(self) -> None:
         self._refuse_spoiled()
@@ -168,6 +188,109 @@ class Feeder:
         """Do nothing: step() pushes the other buckets."""
         yield from ()
 
+    # --- pushes, in one order ---------------------------------------------------------------------
+    def _push_full(self) -> None:
+        """Push the full buckets, up to the first that is not full, or that a GPU still copies."""
+        for bucket in self.buckets[self.n_pushed :]:
+            if bucket.is_frozen:
+                is_there = True
+            elif bucket.waiting:
+                return
+            else:
+                is_there = bucket.fetch_gradients()
+            if is_there and bucket is self.buckets[self.n_pushed]:
+                self._push(bucket)
+
+    def _flush(self, factor: float = 1.0, scale: float = 1.0) -> None:
+        for bucket in self.buckets[self.n_pushed :]:
+            if not bucket.is_frozen:
+                bucket.fetch_gradients()
+        while self.n_pushed < len(self.buckets):
+            self._push(self.buckets[self.n_pushed], factor, scale)
+
+    def _push(self, bucket: ServedBucket, factor: float = 1.0, scale: float = 1.0) -> None:
+        """Push the next bucket. After an error this may be called again."""
+        push = self._pushed(bucket, factor, scale)
+        bucket.note_pushed(push, is_early=not self.options.is_deferred)
+        self.n_pushed += 1
+
+    def _pushed(self, bucket: ServedBucket, factor: float, scale: float) -> Future[Pushed] | None:
+        """Push a bucket's gradients times a factor; return None if there is nothing to push.
+
+        `scale` is the scale of the loss that is still in the gradients.
+        """
+        if bucket.is_frozen:
+            # In FirstOf(k), workers may freeze the bucket before different rounds.
+            is_due = self._rounds is not None
+            return bucket.table.push(None, hold=self.options.is_held) if is_due else None
+        _refuse_half_frozen(bucket)
+        bucket.table.updater = self.updater_for(bucket)
+        gradients, weight = bucket.gradients(), self._weight
+        is_alone = not self.options.mode.has_rounds
+        if is_alone and (gradients is None or weight == 0):
+            return None
+        absent = bucket.absent()
+        if gradients is None and math.isnan(factor):  # see _poison()
+            gradients, absent = bucket.room_for_gradients().zero_(), []
+        is_held = self.options.is_held
+        if gradients is None:
+            return bucket.table.push(None, weight=weight, hold=is_held)
+        gradients = gradients if factor == 1.0 else gradients * factor
+        weight = 1.0 if is_alone else weight
+        return bucket.table.push(
+            gradients.numpy(), weight=weight, hold=is_held, scale=scale, absent=absent
+        )
+
+    @property
+    def _weight(self) -> float:
+        return 1.0 if self.samples is None else self.samples
+
+    def updater_for(self, bucket: ServedBucket) -> Updater:
+        known = self._updaters.get(bucket.group)
+        if known is None:
+            known = self._updaters[bucket.group] = self._present_updater(bucket.group)
+        before = bucket.table.updater
+        if known.slot_names != before.slot_names:
+            raise ValueError(
+                f"{WHO}: parameter group {bucket.group} is {known} now, and was {before}: it needs "
+                "another state on the servers. Wrap the optimizer anew, or begin with the new "
+                "setting: for a momentum that is 0 at first, pass 1e-30"
+            )
+        return known
+
+    def _present_updater(self, group: int) -> Updater:
+        values = self.groups[group]
+        known = self._known_updaters.pop(group, None)
+        if known is None or known[0] != values:
+            known = dict(values), self.options.updater(values)
+            if not all(_is_fixed(x) for name, x in values.items() if name != "params"):
+                return known[1]
+        self._known_updaters[group] = known
+        return known[1]
+
+    def forget_updaters(self) -> None:
+        self._updaters.clear()
+
+    def _enter(self) -> None:
+        """Ask to enter the round, in modes in which not all workers are in it."""
+        if self._rounds is not None:
+            self._rounds.enter()
+
+    def take_back(self) -> None:
+        for bucket in self.buckets:
+            bucket.table.take_back()
+
+    def fetch_values(self, buckets: Sequence[ServedBucket]) -> list[str]:
+        """Fetch the values, front layers first; return the outcomes of the pushes."""
+        pulls = [(bucket, bucket.pull()) for bucket in reversed(buckets)]
+        outcomes = []
+        for bucket, pull in pulls:
+            if bucket.push is not None:  # if the push was refused, the pull would never end
+                outcomes.append(bucket.push.wait().why)
+            pull.wait()
+            bucket.land()
+        return outcomes
+
     # --- the end of a step ----------------------------------------------------------------------
     def apply_on_servers(self, grad_scale: float) -> bool:
         """Make this step's update on the servers, and fetch the new values.
@@ -176,25 +299,24 @@ class Feeder:
         factor of the loss.
         """
         self._begin_end()
-        end = ServerStep(self.pusher, self.rows, grad_scale)
-        factor = end.own_factor()
+        factor = self._own_factor(grad_scale)
         if factor is None:
             is_finite = False
         elif self.options.is_held:
-            self.pusher.flush(factor, grad_scale if self.options.pushes_scaled else 1.0)
-            self.pusher.enter()
-            self.rows.hold(grad_scale, self.pusher.weight)
-            is_finite = end.release()
+            self._flush(factor, grad_scale if self.options.pushes_scaled else 1.0)
+            self._enter()
+            self.rows.hold(grad_scale, self._weight)
+            is_finite = self._release(grad_scale)
         else:
-            self.pusher.flush(factor)
-            self.pusher.enter()
+            self._flush(factor)
+            self._enter()
             if self.options.needs_all:
-                self.rows.push(factor, self.pusher.weight)
+                self.rows.push(factor, self._weight)
             else:
-                self.rows.push_as_they_are(self.pusher.weight)
+                self.rows.push_as_they_are(self._weight)
             is_finite = True
         self._tick()
-        outcomes = self.pusher.fetch_values([b for b in self.pusher.buckets if not b.is_frozen])
+        outcomes = self.fetch_values([b for b in self.buckets if not b.is_frozen])
         self.clock.mark(3)
         self.was_applied = is_finite and "late" not in outcomes
         return is_finite
@@ -202,12 +324,12 @@ class Feeder:
     def fetch_mean(self, grad_scale: float) -> None:
         """Set .grad to the mean over the workers, still multiplied by grad_scale."""
         self._begin_end()
-        self.pusher.flush(ServerStep(self.pusher, self.rows, grad_scale).poison(), grad_scale)
-        self.pusher.enter()
-        self.rows.hold(grad_scale, self.pusher.weight)
+        self._flush(self._poison(), grad_scale)
+        self._enter()
+        self.rows.hold(grad_scale, self._weight)
         pulls = [
             (bucket, room := bucket.room_for_gradients(), bucket.table.pull(out=room.numpy()))
-            for bucket in reversed(self.pusher.buckets)
+            for bucket in reversed(self.buckets)
             if not bucket.is_frozen
         ]
         outcomes = []
@@ -227,7 +349,7 @@ class Feeder:
             self.clock.end(page)
         self._tick()
         self.step += 1
-        self.pusher.samples = None
+        self.samples = None
         self._has_ticked, self.rows = False, NO_ROWS
         self.begin_step()
         end_step(self.session, self.number)
@@ -243,7 +365,7 @@ class Feeder:
         self._refuse_spoiled()
         self.clock.mark(2)
         self._refuse_changed_values(is_thorough=True)
-        self.pusher.refuse_changed_gradients()
+        self._refuse_changed_gradients()
         if self.options.is_deferred:
             self.rows = self.rows or take(self.session)  # the same ones after an error
             if self.options.needs_all:
@@ -253,11 +375,71 @@ class Feeder:
                 self.rows.require_finite()
         self._refuse_unlike_samples()
 
+    # --- clipping, and steps that are skipped -----------------------------------------------------
+    def _own_factor(self, grad_scale: float) -> float | None:
+        """Return the factor for the gradients before the push; None: push nothing.
+
+        In modes without rounds each push is an update, and is clipped or skipped by itself.
+        """
+        if not self.options.needs_all:
+            return 1.0
+        if self.options.is_held:
+            return self._poison() / (1.0 if self.options.pushes_scaled else grad_scale)
+        squares, is_finite = self._own_squares()
+        of_rows, are_finite = self.rows.own_squares()
+        if not (is_finite and are_finite) and is_on(self.options.scaler):
+            return None
+        return factor_of(squares + of_rows, grad_scale, self.options.max_norm)
+
+    def _poison(self) -> float:
+        """Return NaN, so that all workers skip the step, if waiting rows are not finite; else 1."""
+        is_finite = not is_on(self.options.scaler) or self.rows.own_squares()[1]
+        return 1.0 if is_finite else math.nan
+
+    def _release(self, grad_scale: float) -> bool:
+        """Make updates of the means that the servers hold; return False if one is not finite.
+
+        A late worker checks its own gradient instead.
+        """
+        scale = grad_scale if self.options.pushes_scaled else 1.0
+        held = [bucket for bucket in self.buckets if bucket.push is not None]
+        pushed = []
+        for bucket in held:
+            assert bucket.push is not None
+            pushed.append(bucket.push.wait())
+        if any(each.why == "late" for each in pushed):  # the means are of the other workers
+            is_finite = not is_on(self.options.scaler) or (
+                self._own_squares()[1] and self.rows.own_squares()[1]
+            )
+            self.finish_rows(1.0 if is_finite else None, grad_scale)
+            return is_finite
+        of_rows, are_finite = self.rows.mean_squares()
+        are_finite &= all(each.is_finite for each in pushed)
+        is_finite = are_finite or not is_on(self.options.scaler)
+        squares = sum(each.squares for each in pushed) + of_rows * scale**2
+        factor = factor_of(squares, scale, self.options.max_norm)
+        releases = [bucket.table.release(factor if is_finite else None) for bucket in held]
+        for each in releases:
+            each.wait()
+        self.finish_rows(factor * scale if is_finite else None, grad_scale)
+        return is_finite
+
+    def finish_rows(self, clip: float | None, grad_scale: float) -> None:
+        """Update rows by their unscaled gradients times a factor; None: drop the gradients."""
+        self.rows.release(clip)
+        if clip is not None:
+            self.rows.push(clip / grad_scale, self._weight)
+
+    def _own_squares(self) -> tuple[float, bool]:
+        found = [bucket.gradients() for bucket in self.buckets]
+        return squares_of(x for x in found if x is not None)
+
+    # --- between steps ----------------------------------------------------------------------------
     def set_samples(self, n: float) -> None:
         n = checked_samples(n)
-        if self.pusher.n_pushed:
+        if self.n_pushed:
             raise RingcommError(f"{WHO}: set_samples() came after backward(): call it before")
-        self.pusher.samples = n
+        self.samples = n
         note_samples(self, self.session.engine)
 
     def note_others(self) -> bool:
@@ -269,28 +451,26 @@ class Feeder:
     def is_deferred(self) -> bool:
         return self.options.is_deferred
 
-    @property
-    def samples(self) -> float | None:
-        return self.pusher.samples
-
     def restart(self) -> None:
         """Restart the step, before zero_grad()."""
         has_failed = self._is_spoiled or self._passes.has_failed
-        if self.pusher.n_pushed and (self.options.mode.has_rounds or not has_failed):
+        if self.n_pushed and (self.options.mode.has_rounds or not has_failed):
             raise RingcommError(
                 f"{WHO}: zero_grad() between backward() and step(): gradients of this step have "
                 "been pushed, and cannot be taken back. Call step() first; to drop or change "
                 "gradients after backward() pass overlap=False, to skip steps whose gradients are "
                 "not finite scaler=, to clip max_grad_norm="
             )
-        if self.options.class_name is None and not self.pusher.n_pushed:
-            self.pusher.refuse_update_by_hand()
+        if self.options.class_name is None and not self.n_pushed:
+            self._refuse_update_by_hand()
         self.begin_anew()
 
     def begin_step(self) -> None:
         self._passes.forget()
-        self._n_passes = 0
-        self.pusher.begin_step()
+        self._n_passes = self.n_pushed = 0
+        self.forget_updaters()
+        for bucket in self.buckets:
+            bucket.restart()
 
     def note_fetching(self) -> None:
         """Note that all values are about to be fetched: those of any checkpoint by now."""
@@ -313,7 +493,7 @@ class Feeder:
 
     def _refuse_spoiled(self) -> None:
         if self._is_spoiled or self._passes.has_failed:
-            can_repeat = not self.pusher.n_pushed or not self.options.mode.has_rounds
+            can_repeat = not self.n_pushed or not self.options.mode.has_rounds
             raise RingcommError(
                 f"{WHO}: the last backward() failed. "
                 + (
@@ -323,6 +503,44 @@ class Feeder:
                     " job"
                 )
             )
+
+    def _refuse_update_by_hand(self) -> None:
+        """Raise RingcommError if weights have changed since backward(), which was not pushed.
+
+        The program drops .grad now, and seems to have used it for that, as SAM does.
+        """
+        for slot in (each for bucket in self.buckets for each in bucket.slots):
+            if slot.are_weights_changed:
+                raise RingcommError(
+                    f"{WHO}: {slot.name} was changed between backward() and zero_grad(), while "
+                    ".grad is this worker's own gradient: weights that are computed from it differ "
+                    "between the workers. Change weights after step(), or use hybrid='ring'"
+                )
+
+    def _refuse_changed_gradients(self) -> None:
+        """Raise RingcommError if .grad or a hyper-parameter has changed since the push."""
+        for bucket in self.buckets:
+            if frozen := bucket.frozen_with_gradient():
+                raise RingcommError(
+                    f"{WHO}: {frozen[0].name} has a .grad and is frozen, so it is not pushed: set "
+                    ".grad to None, or call requires_grad_(True)"
+                )
+            if (slot := bucket.changed_gradient()) is not None:
+                raise RingcommError(
+                    f"{WHO}: .grad of {slot.name} was changed after "
+                    f"{'it had been pushed' if slot.is_pushed else 'backward()'}. To change "
+                    "gradients after backward() pass overlap=False, to clip them max_grad_norm=, "
+                    "to unscale them scaler="
+                )
+        if self.options.class_name is None:
+            return
+        for group, pushed in self._updaters.items():
+            now = self._present_updater(group)
+            if self.n_pushed and now is not pushed and now != pushed:
+                raise RingcommError(
+                    f"{WHO}: parameter group {group} became {now} after backward(), which had "
+                    f"pushed gradients with {pushed}. Change hyper-parameters before backward()"
+                )
 
     def _refuse_changed_values(self, *, is_thorough: bool) -> None:
         if self.options.class_name is None:
@@ -334,7 +552,7 @@ class Feeder:
                 "parameters, and the model still has those before. Call "
                 "optimizer.pull_parameters() on every worker after ps.restore() or ps.load()"
             )
-        for bucket in self.pusher.buckets:
+        for bucket in self.buckets:
             if (slot := bucket.changed_values(is_thorough=is_thorough)) is not None:
                 raise RingcommError(
                     f"{WHO}: {slot.name} was changed by hand, and the servers have other values, "
@@ -343,7 +561,7 @@ class Feeder:
                 )
 
     def _refuse_unlike_samples(self) -> None:
-        is_weighed = self.pusher.samples is not None
+        is_weighed = self.samples is not None
         if self._is_weighed is None:
             self._is_weighed = is_weighed
             if self.options.mode.name == "sync":  # in others no worker waits for all
@@ -354,6 +572,22 @@ class Feeder:
                 f"{WHO}: set_samples() was {'not ' * self._is_weighed}called for this step, and "
                 f"{'' if self._is_weighed else 'not '}before. Call it for each step, or never"
             )
+
+
+def _is_fixed(x: object) -> bool:
+    """Return True if nobody can change a hyper-parameter in place, as a tensor may be."""
+    numbers = x if type(x) is tuple else (x,)
+    return all(isinstance(each, int | float | str | None) for each in numbers)
+
+
+def _refuse_half_frozen(bucket: ServedBucket) -> None:
+    """Raise RingcommError if some parameters are frozen: gradients of zeros would change them."""
+    frozen = [s.name for s in bucket.slots if s.has_hooks and not s.parameter.requires_grad]
+    if frozen:
+        raise RingcommError(
+            f"{WHO}: {frozen[0]} was frozen after the optimizer was wrapped, and shares a table "
+            "with others. Freeze it before, and wrap the optimizer anew"
+        )
 
 
 def _require_alike(feeder: Feeder, what: str, mine: OptimizerSummary) -> None:
