@@ -86,17 +86,22 @@ def dealt(n: int, rank: int, size: int) -> int:
     return n // size + (rank < n % size)
 
 
-def share_of(left: Indices, order: Indices, rank: int, size: int, remainder: Remainder) -> Indices:
-    """Return a rank's share of the samples that are left.
+def to_deal(left: Indices, order: Indices, size: int, remainder: Remainder) -> Indices:
+    """Return the samples that are left, as they are dealt out one by one, from rank 0 on.
 
     "pad" repeats samples from the beginning of `order`, which has the whole epoch.
     """
     missing = -len(left) % size
     if remainder == "drop":
-        left = left[: len(left) // size * size]
-    elif remainder == "pad" and missing and len(left):
-        left = np.concatenate([left, np.resize(order, missing)])
-    return left[rank::size]
+        return left[: len(left) // size * size]
+    if remainder == "pad" and missing and len(left):
+        return np.concatenate([left, np.resize(order, missing)])
+    return left
+
+
+def share_of(left: Indices, order: Indices, rank: int, size: int, remainder: Remainder) -> Indices:
+    """Return a rank's share of the samples that are left; see to_deal()."""
+    return to_deal(left, order, size, remainder)[rank::size]
 
 
 def share_length(n_left: int, rank: int, size: int, remainder: Remainder) -> int:

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch.utils.data
 
+from ringcomm.data.epoch_order import share_length, to_deal
 from ringcomm.engine.api.init_rank_size import rank, size
 
 Stretches = tuple[tuple[int, int], ...]  # of places: each from the first to before the second
@@ -57,9 +59,8 @@ class Deal:
         rest = [index for index in range(self.n) if index not in position.done]
         if self.shuffle:
             random.Random(self.seed + position.epoch).shuffle(rest)
-        n_missing = -len(rest) % position.size
-        copies = -(-n_missing // max(1, len(rest)))
-        padded = rest + (rest * copies)[:n_missing]
+        order = np.array(rest, np.int64)
+        padded = to_deal(order, order, position.size, "pad").tolist()
         return [padded[r :: position.size] for r in range(position.size)]
 
     def recorded(self, position: Position, ranks: Iterable[int]) -> frozenset[int]:
@@ -222,7 +223,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._share = None
         self.__dict__.pop("_place_of", None)
         n_left = len(self.dataset) - len(position.done)
-        self.num_samples = -(-n_left // self.num_replicas)
+        self.num_samples = share_length(n_left, self.rank, self.num_replicas, "pad")
         self.total_size = self.num_samples * self.num_replicas
 
     def _record(self, start: int, stop: int) -> None:
