@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.control.commands_missed_in_a_loss import take_missed_commands
 from ringcomm.transport.membership.view import View
 
 _listeners: list[Callable[[], Callable[[], None] | None]] = []
@@ -31,6 +32,12 @@ def on_new_view(listener: Callable[[], None]) -> None:
     """
     is_method = inspect.ismethod(listener)
     _listeners.append(weakref.WeakMethod(listener) if is_method else lambda: listener)
+
+
+def begin_in_new_view() -> None:
+    """Take the commands that this rank missed meanwhile, and call the listeners. Collective."""
+    take_missed_commands(in_new_view=True)
+    tell_listeners()
 
 
 def tell_listeners() -> None:

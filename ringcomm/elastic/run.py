@@ -12,7 +12,7 @@ from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from ringcomm.elastic.current_view_and_listeners import tell_listeners
+from ringcomm.elastic.current_view_and_listeners import begin_in_new_view
 from ringcomm.elastic.refuse_newcomers import refuse_newcomers
 from ringcomm.elastic.state import HostsUpdatedInterrupt, State
 from ringcomm.engine.api import collectives
@@ -175,7 +175,7 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
         except HostsUpdatedInterrupt as interrupt:
             begin = functools.partial(_begin_again, state, interrupt.skip_sync)
         except Exception as error:
-            end = _end_of_view(error) if is_elastic else None
+            end = end_of_view(error) if is_elastic else None
             if end is None:
                 _stop_if_given_up(error, state)
                 raise
@@ -196,8 +196,7 @@ def _begin(state: State, is_elastic: bool) -> None:
 def _resume(state: State, *, is_newcomer: bool) -> None:
     refuse_newcomers(state, is_newcomer=is_newcomer)
     has_enough = await_enough_ranks()
-    take_missed_commands(in_new_view=True)
-    tell_listeners()
+    begin_in_new_view()
     state.resume()
     state.on_reset()
     if not has_enough:
@@ -290,8 +289,8 @@ def request_scale(n: int) -> None:
     request_size(n)
 
 
-def _end_of_view(error: Exception) -> RingcommError | None:
-    """Return why the view of this rank ends, None if an error does not end it.
+def end_of_view(error: Exception) -> RingcommError | None:
+    """Return why the view of this rank ends; None: it does not, and the error is the program's.
 
     The ranks that hang are killed.
     """

@@ -24,14 +24,12 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.elastic.current_view_and_listeners import tell_listeners, view
-from ringcomm.elastic.run import is_running, warn_unless_elastic
+from ringcomm.elastic.current_view_and_listeners import begin_in_new_view, view
+from ringcomm.elastic.run import end_of_view, is_running, warn_unless_elastic
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.begin_next_view import await_streams, heal
 from ringcomm.engine.api.init_rank_size import rank, size
-from ringcomm.engine.api.world import current
-from ringcomm.engine.control.commands_missed_in_a_loss import take_missed_commands
-from ringcomm.errors import PeerFailedError, ServerLostError
+from ringcomm.errors import PeerFailedError
 from ringcomm.torch.backward.interleave_collectives import CollectiveTask
 from ringcomm.torch.backward.parameter_hooks import Named
 from ringcomm.torch.horovod.process_sets import global_process_set
@@ -181,9 +179,7 @@ class TolerantReducer(GradientReducer):
 
     def _note(self, error: PeerFailedError) -> None:
         """Keep a failure until step(), or raise it if the ranks cannot go on after it."""
-        world = current()
-        heals = world is not None and world.heals
-        if not heals or is_running() or isinstance(error, ServerLostError):
+        if is_running() or end_of_view(error) is None:
             raise error
         self.error = self.error or error
         self._is_communicating = self._is_spoiled = False
@@ -250,11 +246,11 @@ def _rewrap(
 def _go_on_after(error: PeerFailedError) -> None:
     """Form the next view; all optimizers agree on their weights there. Collective."""
     while True:
-        if error.view != view().number or not heal(error):
+        end = end_of_view(error)
+        if end is None or not heal(end):
             raise error
         try:
-            take_missed_commands(in_new_view=True)
-            tell_listeners()
+            begin_in_new_view()
             for each in tuple(_optimizers):
                 optimizer = each()
                 if optimizer is None:

@@ -15,13 +15,12 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from ringcomm.arrays.torch import TORCH
-from ringcomm.elastic.current_view_and_listeners import tell_listeners
+from ringcomm.elastic.current_view_and_listeners import begin_in_new_view
 from ringcomm.engine.api.begin_next_view import heal, require_all_live
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.init_rank_size import size as job_size
 from ringcomm.engine.api.world import World, current
 from ringcomm.engine.api.world import current as current_world
-from ringcomm.engine.control.commands_missed_in_a_loss import take_missed_commands
 from ringcomm.engine.core.agreement import gather_bytes
 from ringcomm.engine.core.call import Call, explain_mismatch
 from ringcomm.engine.core.engine import Engine
@@ -96,8 +95,7 @@ def go_on_with(handles: Collection[str], timeout_s: float) -> None:
         if not others:
             break
         heal(_wait_for_loss(world, others, deadline))
-        take_missed_commands(in_new_view=True)
-        tell_listeners()
+        begin_in_new_view()
     if not isinstance(handles, set | frozenset) and wanted != list(members):
         raise ValueError(
             f"reconfigure: the handles give the order {wanted}, but ranks keep theirs, which is "
