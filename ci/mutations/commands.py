@@ -60,7 +60,7 @@ CLIENT = [
     Mutation(
         "load-makes-a-rank-slow",
         "client",
-        "launch/watch/slow_part.py",
+        "launch/watch/what_is_slow.py",
         "return marks[part + 1] - marks[part] - no_core[part]",
         "return marks[part + 1] - marks[part]",
         "on a busy machine ranks are called slow that only have no core",
@@ -69,7 +69,7 @@ CLIENT = [
     Mutation(
         "load-makes-a-server-slow",
         "client",
-        "launch/watch/slow_part.py",
+        "launch/watch/what_is_slow.py",
         "slow = [s for s in ranks if work_ns[s] > max(_SERVER_NS, _SERVER_SHARE * step_ns)]",
         "slow = list(ranks)",
         "on a busy machine servers are called slow that only have no core",

@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +47,7 @@ class Source:
         self._lock = threading.Lock()  # each viewer asks from a thread of its own
         self._searched = float("-inf")
         self._before: dict[tuple[str, int], RankSample] = {}
-        self._verdicts: defaultdict[str, Verdicts] = defaultdict(Verdicts)  # by job
+        self._verdicts = Verdicts()
 
     def state(self) -> dict[str, Any]:
         """Return the ranks, their latest events and the end of the run, to be sent as JSON."""
@@ -124,14 +123,8 @@ class Source:
 
     def _late(self, samples: list[RankSample]) -> str:
         """Return who is slow in the jobs, in words; "" for nobody."""
-        live: defaultdict[str, list[RankSample]] = defaultdict(list)
-        for each in samples:
-            if not each.is_over:
-                live[each.job].append(each)
-        for job, ranks in live.items():
-            self._verdicts[job].add(ranks, self._folders.traffic(job))
-        texts = (self._verdicts[job].texts(ranks) for job, ranks in live.items())
-        return "; ".join(itertools.chain.from_iterable(texts))
+        slow = self._verdicts.look(samples, self._folders.traffic)
+        return "; ".join(itertools.chain.from_iterable(slow.values()))
 
     def _row(self, now: RankSample) -> dict[str, Any]:
         before = self._before.get((now.job, now.rank))

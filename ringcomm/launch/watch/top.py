@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
@@ -109,7 +108,8 @@ class Jobs:
         self._name = "" if self._folder else what
         self._ranks = Ranks()
         self._folders = RunFolders(self._folder)
-        self._verdicts: defaultdict[str, Verdicts] = defaultdict(Verdicts)
+        self._verdicts = Verdicts()
+        self._slow: dict[str, list[str]] = {}
         self._searched = float("-inf")
 
     @property
@@ -126,13 +126,11 @@ class Jobs:
             samples = of_run(samples, self._folder)
         live = {s.job for s in samples if not s.is_over and s.job.startswith(self._name)}
         chosen = [each for each in samples if each.job in live]
-        for job in live:
-            self._verdicts[job].add(_live(chosen, job), self._folders.traffic(job))
+        self._slow = self._verdicts.look(chosen, self._folders.traffic)
         return chosen
 
     def verdicts(self, members: Sequence[RankSample]) -> list[str]:
-        job = members[0].job
-        return self._verdicts[job].texts(_live(members, job))
+        return self._slow.get(members[0].job, [])
 
 
 def _watch(jobs: Jobs, interval_s: float) -> int:
@@ -195,10 +193,6 @@ def _looks(jobs: Jobs, interval_s: float) -> Iterator[tuple[list[RankSample], _S
         yield samples, before
         before = _by_rank(samples)
         time.sleep(interval_s)
-
-
-def _live(samples: Sequence[RankSample], job: str) -> list[RankSample]:
-    return [each for each in samples if each.job == job and not each.is_over]
 
 
 def _by_rank(samples: Sequence[RankSample]) -> _Samples:
