@@ -351,6 +351,15 @@ def test_scatter_of_unequal_tensors_names_the_one(rank, size):
         dist.scatter(torch.ones(2), parts, 0)
 
 
+def test_a_gather_of_a_tensor_that_the_root_does_not_expect_is_an_error_on_all(rank, size):
+    x = torch.zeros(3 if rank == 1 else 2)
+    outs = [torch.ones(2) for _ in range(size)] if rank == 0 else None
+    text = r"rank 1 sends 3 elements, and gather_list\[1\] of the root, rank 0, has 2"
+    with pytest.raises(rc.MismatchError, match=text):
+        dist.gather(x, outs, 0)
+    assert rank or all((out == 1).all() for out in outs)
+
+
 def test_sparse_beside_dense_is_an_error_that_says_so(rank):
     x = torch.eye(2).to_sparse() if rank == 0 else torch.eye(2)
     with pytest.raises(rc.MismatchError, match="One has a sparse tensor, the other a dense one"):

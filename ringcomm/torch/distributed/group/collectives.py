@@ -53,18 +53,24 @@ def followed_by(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
     On a GPU, that part is enqueued on the stream that is current when a caller waits.
     """
 
-    async def run(t: Channel) -> Followed | None:
-        result = await plan.carry_out(t)
+    def then(result: Any) -> Followed | None:
         if isinstance(result, Deferred):
             return Followed(result, after)
         after(result)
         return None
 
+    async def run(t: Channel) -> Followed | None:
+        return then(await plan.run(t))
+
+    async def rest(t: Channel) -> Followed | None:
+        assert plan.rest is not None
+        return then(await plan.rest(t))
+
     def finish(t: Channel | None = None) -> None:
         assert plan.finish is not None
         after(plan.finish(t))
 
-    return dataclasses.replace(plan, run=run, finish=plan.finish and finish)
+    return dataclasses.replace(plan, run=run, finish=plan.finish and finish, rest=rest)
 
 
 def require_one_each(what: str, xs: Tensors, size: int) -> None:
@@ -184,7 +190,7 @@ def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
 
     call = dataclasses.replace(plan.call, kind="gather_into")  # it begins in another way
     return followed_by(
-        dataclasses.replace(plan, call=call, run=run),
+        dataclasses.replace(plan, call=call, run=run, step=None, finish=None),
         lambda whole: None if whole is None else write_parts(outs, whole.view(x.dtype)),
     )
 
