@@ -12,6 +12,7 @@ from harness import (
     IS_MPICH,
     PROMPTLY_S,
     above_mpi,
+    at_length,
     finish_job,
     is_running,
     job_environment,
@@ -84,11 +85,11 @@ def test_an_error_in_init_is_reported_as_such_when_the_others_already_watch(tmp_
 def test_an_error_in_init_is_printed_once_though_no_rank_knows_another(tmp_path):
     body = """
     open(f"{os.getpid()}.here", "w").close()
-    while len([name for name in os.listdir() if name.endswith(".here")]) < 3:
+    while len([name for name in os.listdir() if name.endswith(".here")]) < 2:
         time.sleep(0.001)
     rc.init()
     """
-    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT": "1"})
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT": "1"})
     assert job.code != 0
     assert job.output.count("Traceback") == 1, job.output
     assert job.output.count("ConfigError: RINGCOMM_TIMEOUT is not a setting") == 1
@@ -123,28 +124,8 @@ def test_system_exit_without_sys_exit_is_seen(tmp_path):
     assert "x rank 1" in report_of(job.output)
 
 
-@above_mpi
-def test_ranks_may_end_at_different_times_and_a_caught_sys_exit_is_no_failure(tmp_path):
-    body = """
-    rc.init()
-    rc.allreduce(X)
-    if rc.rank() == 1:
-        try:
-            sys.exit(3)
-        except SystemExit:
-            pass
-    rc.barrier()
-    if rc.rank() == 0:
-        time.sleep(3)  # e.g. a last evaluation; longer than the grace of a failed job
-        print("evaluated", flush=True)
-    """
-    limits = {"RINGCOMM_TIMEOUT_S": "2", "RINGCOMM_GRACE_S": "0.5"}
-    job = run_script(2, script(body), cwd=tmp_path, env=limits)
-    assert (job.code, job.output) == (0, "evaluated\n")
-
-
-@pytest.mark.parametrize(("rank", "delay_s"), [(2, 1)] if IS_MPICH else [(0, 0), (2, 1)])
-def test_a_late_failure_is_the_job_s_although_the_others_were_done(rank, delay_s, tmp_path):
+@pytest.mark.parametrize(("rank", "delay_s"), [(1, 1)] if IS_MPICH else [(0, 0), (1, 1)])
+def test_a_late_failure_is_the_job_s_although_the_other_was_done(rank, delay_s, tmp_path):
     body = f"""
     class Knot:
         def __del__(self):
@@ -154,10 +135,10 @@ def test_a_late_failure_is_the_job_s_although_the_others_were_done(rank, delay_s
     if rc.rank() == {rank}:
         knot = Knot()
         knot.itself = knot
-        time.sleep({delay_s})  # the others are at their end meanwhile
+        time.sleep({delay_s})  # the other is at its end meanwhile
         raise ValueError("boom")
     """
-    job = run_script(3, script(body), cwd=tmp_path)
+    job = run_script(2, script(body), cwd=tmp_path)
     assert job.code != 0, job.output
     assert f"x rank {rank}" in report_of(job.output)
     assert "collected" not in job.output  # with torch that takes a second of CPU per rank
@@ -299,7 +280,11 @@ def test_a_stopped_rank_is_a_timeout_that_names_it_and_it_does_not_outlive_the_j
     assert "raised CommTimeoutError" in report_of(job.output)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+# The launcher ends its ranks in one way, whichever it gets.
+ASKING = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", at_length(ASKING, ASKING[IS_MPICH:][:1]))
 def test_ctrl_c_ends_a_job_promptly(number, tmp_path):
     body = """
     rc.init()
@@ -340,59 +325,6 @@ def wait_for(condition):
 
 
 @above_mpi
-def test_children_are_no_ranks_and_disturb_nobody_however_they_end(tmp_path):
-    body = """
-    import multiprocessing
-
-    def try_everything(queue):
-        texts = []
-        for call in (rc.init, rc.barrier, rc.rank, lambda: rc.allreduce(X)):
-            try:
-                call()
-                texts.append("no error")
-            except rc.NotInitializedError as error:
-                texts.append(str(error))
-            except Exception as error:
-                texts.append(repr(error))
-        queue.put(texts)
-        sys.exit(5)
-
-    if __name__ == "__main__":
-        rc.init()
-        for method in ("fork", "spawn")[: 2 - rc.rank()]:  # a new Python takes a moment
-            context = multiprocessing.get_context(method)
-            queue = context.Queue()
-            child = context.Process(target=try_everything, args=(queue,))
-            child.start()
-            texts = queue.get(timeout=120)
-            child.join(30)
-            assert child.exitcode == 5, child.exitcode
-            assert "is a child of" in texts[0], (method, texts)
-            assert "is a child of" in texts[1] or "call ringcomm.init()" in texts[1], texts
-            assert "no error" not in texts[3], (method, texts)
-        rc.allreduce(X)
-        if rc.rank() == 0:
-            done = subprocess.run(
-                [sys.executable, "-c", "import ringcomm; print('ok'); ringcomm.init()"],
-                capture_output=True, text=True, timeout=60,
-            )
-            assert done.stdout == "ok\\n" and "is a child of the rank" in done.stderr, done
-        for deed in (lambda: 1 / 0, lambda: sys.exit(4), lambda: os._exit(0)):
-            pid = os.fork()
-            if pid == 0:
-                deed()
-            os.waitpid(pid, 0)
-            rc.allreduce(X)
-        assert rc.allreduce(X)[0] == rc.size()
-        print("fine", flush=True)
-    """
-    job = run_script(2, script(body), cwd=tmp_path)
-    assert job.code == 0, job.output
-    assert job.output.count("fine") == 2
-    assert "x rank" not in job.output
-
-
-@above_mpi
 def test_what_a_lost_rank_has_started_does_not_keep_the_job(tmp_path):
     body = """
     rc.init()
@@ -429,35 +361,6 @@ def test_neither_mpi_imported_first_nor_an_excepthook_of_ones_own_hides_an_error
     assert "came too late" not in job.output  # nothing did, on one host
 
 
-def test_mpi_imported_first_ends_in_order(tmp_path):
-    body = """
-    from mpi4py import MPI
-    rc.init()
-    assert rc.allreduce(X)[0] == MPI.COMM_WORLD.size
-    """
-    job = run_script(2, script(body), cwd=tmp_path)
-    assert job.code == 0, job.output
-
-
-@above_mpi
-def test_a_rank_may_start_a_job_of_its_own(tmp_path):
-    body = """
-    rc.init()
-    if rc.rank() == 0 and "inner" not in sys.argv:
-        mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
-        more = [] if rc_is_mpich else ["--oversubscribe"]
-        inner = [mpirun, *more, "-np", "2", sys.executable, __file__, "inner"]
-        done = subprocess.run(inner, capture_output=True, text=True, timeout=120)
-        assert done.stdout.count("inner sum 2.0") == 2, done
-    if "inner" in sys.argv:
-        print("inner sum", rc.allreduce(X)[0], flush=True)
-    rc.barrier()
-    """
-    text = script(body).replace("rc_is_mpich", str(IS_MPICH))
-    job = run_script(2, text, cwd=tmp_path)
-    assert job.code == 0, job.output
-
-
 def test_a_rank_that_never_calls_init_is_noticed_in_time(tmp_path):
     body = """
     from mpi4py import MPI
@@ -469,23 +372,6 @@ def test_a_rank_that_never_calls_init_is_noticed_in_time(tmp_path):
     assert job.code != 0
     assert job.seconds < PROMPTLY_S
     assert "not all ranks came within 1 s" in job.output
-
-
-def test_shutdown_before_the_end_is_in_order_and_leaks_no_descriptor(tmp_path):
-    body = """
-    rc.init(); rc.shutdown()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(10):
-        rc.init(); rc.barrier(); rc.shutdown()
-    assert len(os.listdir("/proc/self/fd")) <= before, (before, os.listdir("/proc/self/fd"))
-    rc.init()
-    rc.allreduce(X)
-    rc.shutdown()
-    rc.shutdown()
-    """
-    job = run_script(2, script(body), cwd=tmp_path)
-    assert job.code == 0, job.output
-    assert job.output == ""
 
 
 @above_mpi
@@ -554,14 +440,6 @@ def test_ranks_of_torchrun_are_refused_and_their_children_told_what_they_are(tmp
 
 
 @above_mpi
-def test_two_jobs_side_by_side_do_not_meet(tmp_path):
-    body = "rc.init(); assert rc.allreduce(X)[0] == rc.size(); time.sleep(0.3); rc.barrier()"
-    (tmp_path / "script.py").write_text(script(body))
-    jobs = [start_job(n, tmp_path / "script.py", cwd=tmp_path) for n in (2, 3)]
-    assert [finish_job(job).code for job in jobs] == [0, 0]
-
-
-@above_mpi
 def test_a_killed_rank_leaves_a_timeline_that_can_be_read(tmp_path):
     body = """
     rc.init()
@@ -579,17 +457,150 @@ def test_a_killed_rank_leaves_a_timeline_that_can_be_read(tmp_path):
         assert {"negotiation", "shared memory"} <= {event.get("name") for event in events}
 
 
-@above_mpi
-def test_a_job_that_is_stopped_for_longer_than_its_deadline_goes_on(tmp_path):
-    body = """
+# --- jobs in which nothing fails, in many steps each --------------------------------------------
+GOOD = """
+import multiprocessing
+
+def mpi_first():
+    from mpi4py import MPI
     rc.init()
+    assert rc.allreduce(X)[0] == MPI.COMM_WORLD.size
+
+def try_everything(queue):
+    texts = []
+    for call in (rc.init, rc.barrier, rc.rank, lambda: rc.allreduce(X)):
+        try:
+            call()
+            texts.append("no error")
+        except rc.NotInitializedError as error:
+            texts.append(str(error))
+        except Exception as error:
+            texts.append(repr(error))
+    queue.put(texts)
+    sys.exit(5)
+
+def children():
+    rc.init()
+    for method in ("fork", "spawn")[: 2 - rc.rank()]:  # a new Python takes a moment
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=try_everything, args=(queue,))
+        child.start()
+        texts = queue.get(timeout=120)
+        child.join(30)
+        assert child.exitcode == 5, child.exitcode
+        assert "is a child of" in texts[0], (method, texts)
+        assert "is a child of" in texts[1] or "call ringcomm.init()" in texts[1], texts
+        assert "no error" not in texts[3], (method, texts)
+    rc.allreduce(X)
+    if rc.rank() == 0:
+        done = subprocess.run(
+            [sys.executable, "-c", "import ringcomm; print('ok'); ringcomm.init()"],
+            capture_output=True, text=True, timeout=60,
+        )
+        assert done.stdout == "ok\\n" and "is a child of the rank" in done.stderr, done
+    for deed in (lambda: 1 / 0, lambda: sys.exit(4), lambda: os._exit(0)):
+        pid = os.fork()
+        if pid == 0:
+            deed()
+        os.waitpid(pid, 0)
+        rc.allreduce(X)
+    assert rc.allreduce(X)[0] == rc.size()
+
+def job_of_its_own():
+    if rc.rank() == 0:
+        mpirun = [os.path.join(os.path.dirname(sys.executable), "mpirun"), "--oversubscribe"]
+        inner = "import numpy as np, ringcomm as rc; rc.init(); print(rc.allreduce(np.ones(3)))"
+        inner = [*mpirun, "-np", "2", sys.executable, "-P", "-c", inner]
+        done = subprocess.run(inner, capture_output=True, text=True, timeout=120)
+        assert done.stdout.count("[2. 2. 2.]") == 2, done
+    rc.barrier()
+
+def lives():
+    rc.shutdown()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        rc.init(); rc.barrier(); rc.shutdown()
+    assert len(os.listdir("/proc/self/fd")) <= before, (before, os.listdir("/proc/self/fd"))
+    rc.init()
+    rc.allreduce(X)
+    rc.shutdown()
+    rc.shutdown()
+
+def stopped():
     pids = " ".join(map(str, rc.allgather_object(os.getpid())))
     if rc.rank() == 0:
         stop = f"sleep 0.3; kill -STOP {pids}; sleep 6; kill -CONT {pids}"
         subprocess.Popen(["sh", "-c", stop], start_new_session=True)
         time.sleep(1.0)  # the others wait for it when all are stopped
-    print("sum", rc.allreduce(X)[0], flush=True)
-    """
-    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "4"})
-    assert job.code == 0, job.output
-    assert job.output.count("sum 2.0") == 2
+    assert rc.allreduce(X)[0] == rc.size() == 3
+
+def ends_apart():
+    if rc.rank() == 1:
+        try:
+            sys.exit(3)
+        except SystemExit:
+            pass
+    rc.barrier()
+    if rc.rank() == 0:
+        time.sleep(5)  # e.g. a last evaluation; longer than all limits of the job
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        globals()[name]()
+        os.write(1, f"{name} is fine\\n".encode())
+"""
+
+
+@pytest.fixture(scope="module")
+def good_jobs(tmp_path_factory):
+    """The ends of two jobs that run side by side."""
+    steps = [(2, ["mpi_first", "lives"], {})]
+    if not IS_MPICH:  # which above MPI shows nothing else
+        limits = {"RINGCOMM_TIMEOUT_S": "4", "RINGCOMM_GRACE_S": "0.5"}
+        steps = [
+            (2, ["children", "job_of_its_own", "lives"], {}),
+            (3, ["mpi_first", "stopped", "ends_apart"], limits),
+        ]
+    path = tmp_path_factory.mktemp("good") / "script.py"
+    path.write_text(PRELUDE + GOOD)
+    jobs = [start_job(n, path, *names, cwd=path.parent, env=env) for n, names, env in steps]
+    return [finish_job(job) for job in jobs]
+
+
+@above_mpi
+def test_two_jobs_side_by_side_do_not_meet_and_no_failure_is_told(good_jobs):
+    for job in good_jobs:
+        assert (job.code, "x rank" in job.output) == (0, False), job
+
+
+def test_mpi_imported_first_ends_in_order(good_jobs):
+    job = good_jobs[-1]
+    assert (job.code, "mpi_first is fine" in job.output) == (0, True), job
+
+
+def test_shutdown_before_the_end_is_in_order_and_leaks_no_descriptor(good_jobs):
+    job = good_jobs[0]
+    assert (job.code, job.output.count("lives is fine")) == (0, 2), job
+
+
+@above_mpi
+def test_children_are_no_ranks_and_disturb_nobody_however_they_end(good_jobs):
+    assert good_jobs[0].output.count("children is fine") == 2, good_jobs[0]
+
+
+@above_mpi
+def test_a_rank_may_start_a_job_of_its_own(good_jobs):
+    assert good_jobs[0].output.count("job_of_its_own is fine") == 2, good_jobs[0]
+
+
+@above_mpi
+def test_a_job_that_is_stopped_for_longer_than_its_deadline_goes_on(good_jobs):
+    assert good_jobs[1].output.count("stopped is fine") == 3, good_jobs[1]
+
+
+@above_mpi
+def test_ranks_may_end_at_different_times_and_a_caught_sys_exit_is_no_failure(good_jobs):
+    job = good_jobs[1]
+    assert (job.code, job.output.count("ends_apart is fine")) == (0, 3), job
+    assert all(line.endswith(" is fine") for line in job.output.splitlines()), job
