@@ -31,7 +31,7 @@ def open_table():
 
 rc.init()
 rank_of_job = rc.rank()
-ps.init(2, evaluators=1, worker_spares=2)
+ps.init(1, evaluators=1, worker_spares=2)
 table, began = open_table(), ps.step_number()
 until = time.monotonic() + 60
 while ps.step_number() < N:
@@ -58,7 +58,7 @@ RUN = {
 
 
 def test_who_stood_by_trains_and_evaluates_in_the_place_of_those_that_were_killed(tmp_path):
-    job = run_script(7, TRAINING, cwd=tmp_path, **RUN)
+    job = run_script(6, TRAINING, cwd=tmp_path, **RUN)
     assert job.code == 0, job.output
     lines = [line.split() for line in job.output.splitlines() if " began at " in line]
     found = {int(line[-7]): (int(line[-4].strip(",")), float(line[-1])) for line in lines}

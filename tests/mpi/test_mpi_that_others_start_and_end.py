@@ -20,7 +20,7 @@ def end_in_c():
 
 def meet_and_end():
     from mpi4py import MPI
-    assert MPI.COMM_WORLD.allreduce(1) == 2
+    assert MPI.COMM_SELF.allreduce(1) == 1
     MPI.Finalize()
 
 def use():
@@ -72,16 +72,33 @@ except rc.ConfigError as error:
 }
 
 
+BESIDE = """
+import os
+first = "0" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK"))
+exec({case!r} if first else {other!r})
+"""
+ALONE = "starts after the end"  # all ranks, for no other one comes through init()
+PAIRED = [name for name in CASES if name != ALONE]
+# Each way beside the next one: what one rank does on its way out must not hinder another one's.
+PAIRS = [*zip(PAIRED, PAIRED[1:] + PAIRED[:1], strict=True)]
 # What a library lets a program do after, before and at its end is shown with each.
-OF_EACH_MPI = ["ends MPI in C", "ends MPI at exit, after ringcomm's handler"]
+OF_EACH_MPI = [("ends MPI in C", "ends MPI at exit, after ringcomm's handler")]
 
 
-@pytest.mark.parametrize("case", at_length(CASES, OF_EACH_MPI) if IS_MPICH else CASES)
-def test_a_program_that(case, tmp_path):
-    job = run_script(2, BEGIN + CASES[case], cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("case", "other"),
+    at_length([*zip(CASES, CASES, strict=True), *PAIRS], OF_EACH_MPI if IS_MPICH else PAIRS[::2]),
+)
+def test_a_program_that(case, other, tmp_path):
+    job = run_script(2, BEGIN + BESIDE.format(case=CASES[case], other=CASES[other]), cwd=tmp_path)
     assert job.code == 0, job.output
-    if case == "leaves a late start to ringcomm":
+    if "leaves a late start to ringcomm" in (case, other):
         assert "too late" not in job.output
+
+
+def test_a_process_that_starts_after_the_end_is_refused(tmp_path):
+    job = run_script(1, BEGIN + CASES[ALONE], cwd=tmp_path)
+    assert job.code == 0, job.output
 
 
 def test_a_hook_that_ends_mpi_hides_no_failure(tmp_path):

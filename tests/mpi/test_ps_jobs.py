@@ -26,12 +26,13 @@ print(f"worker {rc.rank()} of {rc.size()} has {values[0]}, {kv}", flush=True)
 """
 
 
-# What ps.init() gets; without `servers` it is what the environment says, or 1.
-PROGRAMS = [
+# What ps.init() gets; without `servers` it is what the environment says, or 1, as in the blocks
+# of the page below.
+PROGRAMS_IN_GATE = [
     (4, "{}", 2, {"RINGCOMM_PS_SERVERS": "2"}),
-    (2, "{}", 1, {}),
     (3, "dict(servers=2, colocated=True)", 3, {}),
 ]
+PROGRAMS = [*PROGRAMS_IN_GATE, (2, "{}", 1, {})]
 # After TRAIN, in its job.
 CALLS = """
 t = ps.table("ten", 10, init=range(10))
@@ -77,7 +78,7 @@ print(f"worker {rc.rank()} of {rc.size()} has {len(rows)} arrays", flush=True)
 
 
 @above_mpi
-@pytest.mark.parametrize(("n", "options", "workers", "env"), PROGRAMS)
+@pytest.mark.parametrize(("n", "options", "workers", "env"), at_length(PROGRAMS, PROGRAMS_IN_GATE))
 def test_one_program_trains_and_pulls_rows_of_many_tables_at_once(
     n, options, workers, env, tmp_path
 ):

@@ -133,7 +133,7 @@ from ringcomm import ps
 @ps.evaluator(every=10)
 def evaluate(step):
     pass
-ps.init(2, evaluators=int(sys.argv[2]), recover="saves")
+ps.init(1, evaluators=int(sys.argv[2]), recover="saves")
 w = ps.table("w", 500, "float64", updater=ps.optim.Add(), mode=sys.argv[1], block_nbytes=800)
 found = ps.restore("saves") if ps.is_chief() else None
 found = rc.broadcast_object(found)
@@ -162,7 +162,7 @@ def test_with_servers_the_chief_saves_all_pushes_and_the_next_job_goes_on(
     mode, n_evaluators, tmp_path
 ):
     (tmp_path / "train.py").write_text(SERVED)
-    size, words = 4 + n_evaluators, (tmp_path / "train.py", mode, str(n_evaluators))
+    size, words = 3 + n_evaluators, (tmp_path / "train.py", mode, str(n_evaluators))
     job = start_job(size, *words, cwd=tmp_path)
     await_caught(tmp_path, size)
     send(tmp_path, signal.SIGTERM, [size - 1])  # a server
