@@ -42,6 +42,14 @@ def own_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def surroundings_of_jobs(monkeypatch):
+    """Let jobs that a test starts in another way than by harness.py have the path of its jobs."""
+    path = harness.job_environment().get("PYTHONPATH")
+    if path is not None:
+        monkeypatch.setenv("PYTHONPATH", path)
+
+
+@pytest.fixture
 def clock(monkeypatch):
     """Let rows age as a test says, and none be evicted that it has not asked for."""
     times = itertools.count(1)

@@ -20,6 +20,11 @@ def cluster():
 
 
 @pytest.fixture(autouse=True)
+def storms_start_fast(surroundings_of_jobs):
+    """Let ranks of ci/storms.py and ci/ps_storms.py, too, load of numpy what they use."""
+
+
+@pytest.fixture(autouse=True)
 def nothing_is_left_on_a_host(cluster):
     """Fail the test that leaves a process on a host, or a file in its /dev/shm."""
     yield

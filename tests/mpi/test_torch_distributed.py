@@ -169,9 +169,12 @@ os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "1"
     assert "EADDRINUSE" not in job.output
 
 
-# With one start of torch for both children; the other rank needs none.
+# With one start of torch for both children; the ranks need none.
 CHILDREN = """
 import os, torch, torch.distributed as dist, ringcomm.torch
+store = dist.TCPStore("127.0.0.1", 0, None, True)
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there
 child = os.fork()
 dist.init_process_group("gloo", init_method="env://", rank=int(not child), world_size=2)
 x = torch.ones(1)
@@ -186,11 +189,6 @@ import os, subprocess, sys
 import numpy as np, ringcomm as rc
 rc.init()
 if rc.rank() == 1:
-    import torch.distributed as dist
-    import ringcomm.torch
-    store = dist.TCPStore("127.0.0.1", 0, None, True)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there
     assert subprocess.run([sys.executable, "-c", CHILDREN]).returncode == 0
 rc.allreduce(np.ones(1))
 print("all right", flush=True)
