@@ -215,11 +215,13 @@ def of_two(tmp_path_factory):
     return Started(folder, "-np", 3, "-m", module, *ODD_ARGUMENTS).finish()
 
 
+@above_mpi
 def test_the_arguments_of_a_module_pass_as_they_are(of_two):
     for rank in range(3):
         assert json.loads((of_two.folder.parent / f"{rank}.json").read_text()) == ODD_ARGUMENTS
 
 
+@above_mpi
 def test_ranks_that_are_not_among_those_of_init_end_well(of_two):
     assert of_two.code == 0, of_two
     assert of_two.out.count("[2.]") == 2, of_two

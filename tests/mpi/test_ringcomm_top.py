@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from find_ranks_of_a_job import ranks_in
@@ -91,36 +91,6 @@ def hanging(tmp_path):
         yield tmp_path
 
 
-def test_a_job_that_hangs_is_shown_without_its_help_and_a_stopped_rank_as_such(hanging):
-    pids = {each["pid"] for each in facts_of(hanging).values()}
-    shown = [each for each in json.loads(top("--json").stdout) if each["pid"] in pids]
-    facts = {each["rank"]: each for each in shown}
-    assert facts[0]["operation"] == "allreduce[layer3.weight]"
-    assert facts[1]["operation"] is None
-    assert facts[2]["operation_s"] > 0
-    assert facts[0]["memory_nbytes"] > 1 << 20
-    assert [facts[rank]["scalars"] for rank in range(3)] == [
-        {"loss": 0.25 + rank, "lr": 0.1} for rank in range(3)
-    ]
-    assert facts[1]["events"] == ["epoch 2 begins"]
-    assert {facts[rank]["step"] for rank in range(3)} == {17}
-    job = facts[0]["job"]
-    text = top("--once", "--interval", "0.3", job).stdout
-    assert re.search(rf"job {job}: 3 of 3 ranks live on", text)
-    assert re.search(r"^1 +\d+ +computes +17 +0% +0\.0 ", text, re.MULTILINE), text
-    row = r"^0 +\d+ +waits +17 +allreduce\[layer3\.weight\] +\d+\.\d s +100% +0\.0 .*loss=0\.25 lr"
-    assert re.search(row, text, re.MULTILINE), text
-    assert "rank 2: epoch 2 begins" in text
-    if target := os.environ.get("SCREENSHOTS"):  # docs/images
-        shoot(job, target)
-    pid = facts[1]["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: "stopped for" in facts_of(hanging)[1]["state"], "it does not seem stopped")
-    assert facts_of(hanging)[1]["is_bad"]
-    os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: facts_of(hanging)[1]["state"] == "computes", "it does not go on")
-
-
 def shoot(job, target):
     from rich.console import Console
 
@@ -164,27 +134,66 @@ class Viewer:
                     return
 
 
+@dataclass
+class Seen:
+    """What is shown of a job that hangs: by number of its rank, as text, and at terminals."""
+
+    facts: dict
+    text: str
+    stopped: dict  # while rank 1 is
+    tables: dict = field(default_factory=dict)  # by terminal, with the exit code
+
+
 @pytest.fixture(scope="module")
-def live_tables(tmp_path_factory):
-    """What each terminal has shown of a job that hangs and then goes on, and top's exit code."""
+def seen(tmp_path_factory):
+    """What `ringcomm top` shows of a job that hangs, in which a rank is stopped, and of its end."""
     pytest.importorskip("rich", reason="the core is tested without rich, too")
-    folder = tmp_path_factory.mktemp("live")
+    folder = tmp_path_factory.mktemp("seen")
     with job_that_hangs(folder):
-        job = facts_of(folder)[0]["job"]
+        pids = {each["pid"] for each in facts_of(folder).values()}
+        shown = [each for each in json.loads(top("--json").stdout) if each["pid"] in pids]
+        facts = {each["rank"]: each for each in shown}
+        job, pid = facts[0]["job"], facts[1]["pid"]
+        text = top("--once", "--interval", "0.3", job).stdout
+        if target := os.environ.get("SCREENSHOTS"):  # docs/images
+            shoot(job, target)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: "stopped for" in facts_of(folder)[1]["state"], "it does not seem so")
+        found = Seen(facts, text, facts_of(folder)[1])
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: facts_of(folder)[1]["state"] == "computes", "it does not go on")
         viewers = {name: Viewer(job, terminal) for name, (terminal, _) in TERMINALS.items()}
         for name, (_, row) in TERMINALS.items():
             viewers[name].read_until(row)
-    shown = {}
     for name, viewer in viewers.items():
         viewer.read_until(None)
         os.close(viewer.ours)
-        shown[name] = viewer.text, viewer.process.wait(HANG_S)
-    return shown
+        found.tables[name] = viewer.text, viewer.process.wait(HANG_S)
+    return found
+
+
+def test_a_job_that_hangs_is_shown_without_its_help_and_a_stopped_rank_as_such(seen):
+    facts, text = seen.facts, seen.text
+    assert facts[0]["operation"] == "allreduce[layer3.weight]"
+    assert facts[1]["operation"] is None
+    assert facts[2]["operation_s"] > 0
+    assert facts[0]["memory_nbytes"] > 1 << 20
+    assert [facts[rank]["scalars"] for rank in range(3)] == [
+        {"loss": 0.25 + rank, "lr": 0.1} for rank in range(3)
+    ]
+    assert facts[1]["events"] == ["epoch 2 begins"]
+    assert {facts[rank]["step"] for rank in range(3)} == {17}
+    assert re.search(rf"job {facts[0]['job']}: 3 of 3 ranks live on", text)
+    assert re.search(r"^1 +\d+ +computes +17 +0% +0\.0 ", text, re.MULTILINE), text
+    row = r"^0 +\d+ +waits +17 +allreduce\[layer3\.weight\] +\d+\.\d s +100% +0\.0 .*loss=0\.25 lr"
+    assert re.search(row, text, re.MULTILINE), text
+    assert "rank 2: epoch 2 begins" in text
+    assert seen.stopped["is_bad"]
 
 
 @pytest.mark.parametrize("terminal", TERMINALS)
-def test_the_live_table_goes_on_until_the_job_is_over_at_a_terminal(terminal, live_tables):
-    text, code = live_tables[terminal]
+def test_the_live_table_goes_on_until_the_job_is_over_at_a_terminal(terminal, seen):
+    text, code = seen.tables[terminal]
     assert code == 0
     assert re.search(TERMINALS[terminal][1], text)
     assert "ringcomm top: all jobs are over" in text
