@@ -118,10 +118,8 @@ DEATHS = {
 
 
 # With MPICH, tests/fault has what else can happen to a rank.
-# For a job that is not elastic it is one end whether a worker is killed or raises.
-@pytest.mark.parametrize(
-    "which", list(DEATHS)[:1] if IS_MPICH else at_length([*DEATHS], [*DEATHS][::2])
-)
+# Workers that fail beside a server are in test_ringcomm_run.py, and what raises in tests/fault.
+@pytest.mark.parametrize("which", at_length([*DEATHS], [*DEATHS][:1]))
 def test_a_death_ends_the_job_and_is_named(which, tmp_path):
     before, after, told = DEATHS[which]
     job = run_script(3, DIES.format(before=before, after=after), cwd=tmp_path)

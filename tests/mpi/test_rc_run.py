@@ -168,7 +168,7 @@ def test_an_exception_that_cannot_be_sent_is_told_in_words():
 
 
 @above_mpi
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", at_length([0, 3], [0]))  # 3 fails the job, as below
 def test_a_rank_that_exits_has_returned_nothing(code):
 
     def work():
