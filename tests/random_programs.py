@@ -70,8 +70,8 @@ def make_program(seed, size, n_operations=25):
         segment = []
         for _ in range(rng.randint(1, 6)):
             new = _operation(rng, len(made), size, groups)
-            if made and rng.random() < 0.4:
-                new = _made_again(rng.choice(made), len(made))
+            if made and rng.random() < 0.5:
+                new = _made_again(rng.choice(made[-3:]), len(made))
             segment.append(new)
             made.append(new)
         segments.append(segment)
@@ -79,7 +79,7 @@ def make_program(seed, size, n_operations=25):
 
 
 def _made_again(before, number):
-    """Return a short call, from the second time on; the values, and rows of other ranks, differ."""
+    """Return a short call, from the third time on; the values, and rows of other ranks, differ."""
     return replace(before, number=number, name=None, is_async=False, is_deterministic=False)
 
 

@@ -14,7 +14,6 @@ import pytest
 from harness import HANG_S, IS_MPICH, above_mpi, at_length, is_running, job_environment, wait_until
 
 import ringcomm as rc
-from ringcomm.launch import run
 
 
 @pytest.fixture(autouse=True)
@@ -124,20 +123,15 @@ def test_what_a_rank_raises_comes_back_with_its_traceback():
     assert "in raise_it" in str(error)
 
 
-def test_who_raises_before_init_is_not_waited_for_there(monkeypatch):
-    # A rank that waits in MPICH burns two cores, and no other one is about to end here.
-    monkeypatch.setattr(run, "_PATIENCE_S", 0.5)
-    # The memory of MPI is not to be left. MPICH makes it only when all ranks have come: its library
-    # tells that the other one is about to wait.
-    sign = "/libmpi" if IS_MPICH else "/dev/shm/"
+def test_who_raises_before_init_is_not_waited_for_there():
 
     def work():
         launcher, deadline = f"/proc/{os.getppid()}/task", time.monotonic() + 2
 
-        def other_begins_with_mpi():
+        def other_has_memory_of_mpi():
             ranks = {pid for t in Path(launcher).iterdir() for pid in read(t / "children").split()}
             others = ranks - {str(os.getpid())}
-            return any(sign in read(Path(f"/proc/{pid}/maps")) for pid in others)
+            return any("/dev/shm/" in read(Path(f"/proc/{pid}/maps")) for pid in others)
 
         def read(path):
             try:
@@ -146,7 +140,8 @@ def test_who_raises_before_init_is_not_waited_for_there(monkeypatch):
                 return ""  # it has just ended
 
         if int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))) == 1:
-            while not other_begins_with_mpi() and time.monotonic() < deadline:
+            # That memory is not to be left. MPICH may make it only when all ranks have come.
+            while not other_has_memory_of_mpi() and time.monotonic() < deadline:
                 time.sleep(0.02)  # nobody tells
             raise KeyError("boom")
         rc.init()

@@ -66,10 +66,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _short(group: Any) -> BlockingCalls | None:
-    which = engine().groups.default if group is None else group
-    if not isinstance(which, Group):
+    if group is None:
+        group = engine().groups.default
+    elif not isinstance(group, Group):
         return None  # the plan refuses it
-    return which.short_calls or short_calls_of(which)
+    return group.short_calls or short_calls_of(group)
 
 
 def _shortened_reduction(form: F) -> F:

@@ -1,9 +1,9 @@
 """Short calls: blocking, unnamed collectives inside a node that take a few microseconds in C++.
 
 A plan, a task and a coroutine would cost more than the rendezvous in shared memory. So the first
-call of a kind, dtype, shape, operator and root is carried out by its plan, and remembered as a
-KnownCall; the next ones look that up. If ranks disagree, one is late, or another rank brings other
-rows than before, a known call becomes a task like any other.
+two calls of a kind, dtype, shape, operator and root are carried out by their plan. The second one
+is remembered as a KnownCall, and the next ones look that up. If ranks disagree, one is late, or
+another rank brings other rows than before, a known call becomes a task like any other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -40,9 +40,8 @@ from ringcomm.transport.node.shared_memory import NodeTeam
 from ringcomm.transport.node.steps import NodeExchange, NodeReduction
 
 _MAX_KNOWN: Final = 4096
-_NEW: Final = object()
+_MADE_ONCE: Final = "made once"
 NEEDS_PLAN: Final = object()
-_INTO_X: Final = ("x", "rows")
 
 # How each kind of call is planned: (group, x, operator, root) -> plan.
 _PLANS: Final[dict[str, Callable[[Group, Any, Any, Any], Plan[Any]]]] = {
@@ -73,15 +72,8 @@ _PLANS: Final[dict[str, Callable[[Group, Any, Any, Any], Plan[Any]]]] = {
 _CHOOSING: Final = ("allgather", "gather", "scatter", "alltoall")  # by what the others show
 
 
-class _Asked(NamedTuple):
-    """The arguments of ShortCalls.run(), and their key."""
-
-    kind: str
-    x: Any
-    op: Any
-    root: int
-    timeout_s: float | None
-    key: Any
+# The arguments of ShortCalls.run(), and their key: kind, x, op, root, timeout_s, key.
+_Asked: TypeAlias = tuple[str, Any, Any, int, float | None, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,9 +82,9 @@ class _Known:
 
     Attributes:
         shows_x: other ranks read this rank's x.
-        writes: what gets the result: "x", "rows" of x, a "new" array, or "" if nothing does.
-        rows: those rows.
-        make: makes the new array.
+        writes_x: x, or rows of it, get the result.
+        rows: those rows; None: all.
+        make: makes a new array that gets the result; None: nothing new does.
         returns_x: the result is x.
     """
 
@@ -100,9 +92,9 @@ class _Known:
     call: Call
     nbytes: int
     shows_x: bool
-    writes: str
-    rows: slice
-    make: Callable[[], Any]
+    writes_x: bool
+    rows: slice | None
+    make: Callable[[], Any] | None
     returns_x: bool
 
 
@@ -115,7 +107,7 @@ class ShortCalls:
         self._ledger = group.ledger_for(engine)
         self._team = team
         self._index = group.index
-        self._known: dict[Any, _Known | None] = {}
+        self._known: dict[Any, _Known | str | None] = {}
 
     def run(
         self,
@@ -138,35 +130,38 @@ class ShortCalls:
         """
         try:
             key: Any = (kind, op, root) if x is None else (kind, x.dtype, x.shape, op, root)
-            known = self._known.get(key, _NEW)
+            known = self._known[key]
+        except KeyError:
+            if len(self._known) < _MAX_KNOWN:
+                self._known[key] = _MADE_ONCE
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
         except (AttributeError, TypeError):  # no array, or what cannot be a key
             return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
-        if known is _NEW:
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s, key=key)
         if not isinstance(known, _Known) or type(root) is not int:
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
-        writes, source, target, out = known.writes, None, None, None
-        if known.shows_x or writes in _INTO_X:
-            at = _buffer(x, is_writable=writes in _INTO_X)
-            if at is None:
+            to_learn = key if known is _MADE_ONCE else None
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s, key=to_learn)
+        source = target = out = None
+        writes_x = known.writes_x
+        if writes_x or known.shows_x:
+            source = _buffer(x, is_writable=writes_x)
+            if source is None:
                 return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
-            if known.shows_x:
-                source = at
-            if writes == "x":
-                target = at
-        if writes == "new":
+            if writes_x and known.rows is None:
+                target, out = source, x
+            if not known.shows_x:
+                source = None
+        if known.make is not None:
             out = known.make()
-        elif writes == "rows":
+            target = out if type(out) is np.ndarray else out.data_ptr()
+        elif known.rows is not None:
             out = x[known.rows]
-        if out is not None:
             target = out if type(out) is np.ndarray else out.data_ptr()
         elif known.returns_x:
             out = x
-        asked = _Asked(kind, x, op, root, timeout_s, key)
-        result = self._meet(known, asked, source, target, out)
+        result = self._meet(known, (kind, x, op, root, timeout_s, key), source, target, out)
         if result is NEEDS_PLAN:
             return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
-        if writes in _INTO_X and type(x) is not np.ndarray:
+        if writes_x and type(x) is not np.ndarray:
             adapter_for(x).written(x)
         return result
 
@@ -189,11 +184,11 @@ class ShortCalls:
                 self._team.end_turn(place)
             else:
                 group, plan, anew = self._rest(known, asked, out)
-                task = engine.adopt(place, step, plan, group, timeout_s=asked.timeout_s)
+                task = engine.adopt(place, step, plan, group, timeout_s=asked[4])
                 out = engine.completion.result_of(task)
                 if anew is not None and _has_chosen(anew):
-                    again = _known_of(self._team, anew, asked.x, out, is_in_place=False)
-                    self._known[asked.key] = again
+                    again = _known_of(self._team, anew, asked[1], out, is_in_place=False)
+                    self._known[asked[5]] = again
         except BaseException as error:
             if task is None or not task.is_over:  # other ranks wait for this operation
                 label = "an operation" if place is None else f"operation #{place}"
@@ -240,7 +235,7 @@ class ShortCalls:
 
         current = self._engine() or engine()
         result = current.execute(kind, None, make, self._group(), timeout_s=timeout_s)
-        if key is not None and plans and len(self._known) < _MAX_KNOWN:
+        if key is not None and plans:
             self._known[key] = _known_of(
                 self._team, plans[0], x, result, is_in_place=kind.endswith("_")
             )
@@ -285,16 +280,11 @@ def _known_of(
         elif step.shown.nbytes and not is_in_place:  # root of a broadcast copies its x
             parts = [(team.team.index, 0, step.shown.nbytes, 0)]
         in_cpp = KnownCopy(*common, (header, step.shown.nbytes), parts, expected, team.moment_s)
-    rows = slice(0)
-    if not is_in_place:
-        writes = "" if result is None else "new"
-    elif result is x:
-        writes = "x" if has_target else ""
-    else:
-        writes, rows = "rows", _rows_of(result, x)
+    rows = _rows_of(result, x) if is_in_place and result is not x else None
     return _Known(
-        in_cpp, plan.call, plan.nbytes, shows_x, writes, rows, _maker_of(result),
-        returns_x=is_in_place and result is x,
+        in_cpp, plan.call, plan.nbytes, shows_x, is_in_place and (has_target or rows is not None),
+        rows, None if is_in_place or result is None else _maker_of(result),
+        returns_x=is_in_place and rows is None,
     )  # fmt: skip
 
 
@@ -322,15 +312,9 @@ def _rows_of(part: Any, x: Any) -> slice:
 
 def _maker_of(result: Any) -> Callable[[], Any]:
     """Return a function that makes an array like the result, without its values."""
-    if result is None:
-        return _nothing
     if type(result) is np.ndarray:
         return partial(np.empty, result.shape, result.dtype)
     return partial(sys.modules["torch"].empty, tuple(result.shape), dtype=result.dtype)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _is_plain(x: Any) -> bool:
@@ -351,8 +335,9 @@ def _buffer(x: Any, *, is_writable: bool) -> Any:
     if type(x) is not np.ndarray:
         return _address(x)
     flags = x.flags
-    is_fit = flags.carray or (not is_writable and flags.c_contiguous and flags.aligned)
-    return x if is_fit else None
+    if flags.carray or (not is_writable and flags.c_contiguous and flags.aligned):
+        return x
+    return None
 
 
 async def _never_run(_: Channel) -> Any:
