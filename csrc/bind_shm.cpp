@@ -78,7 +78,9 @@ std::byte* address_of(nb::handle x, std::size_t nbytes, int flags) {
 std::shared_ptr<NodeStep> run_known(const KnownCall& self, std::size_t slot, nb::handle source,
                                     nb::handle target) {
   const std::byte* const from = address_of(source, self.source_nbytes(), PyBUF_SIMPLE);
-  std::byte* const to = address_of(target, self.target_nbytes(), PyBUF_WRITABLE);
+  std::byte* const to = target.is(source) && self.target_nbytes() == self.source_nbytes()
+                            ? const_cast<std::byte*>(from)
+                            : address_of(target, self.target_nbytes(), PyBUF_WRITABLE);
   nb::gil_scoped_release unlocked;
   return self.run(slot, from, to);
 }

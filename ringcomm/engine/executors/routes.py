@@ -4,7 +4,7 @@ Three choices follow one another: how an operation begins, how its ranks agree, 
 moves. For each route the table says when it is taken, and which function carries it out:
 
     short call             blocking, unnamed, in a node, made before with this dtype and shape
-                           engine.executors.short_calls::ShortCalls._meet
+                           engine.core.engine::Engine.take_place
     node step              the plan is one step in shared memory, and its turn has come
                            engine.core.engine::Engine._take_step
     conversation           send(), recv(), join(): no collective

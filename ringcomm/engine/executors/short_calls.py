@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
@@ -41,7 +41,6 @@ from ringcomm.transport.node.steps import NodeExchange, NodeReduction
 
 _MAX_KNOWN: Final = 4096
 _MADE_ONCE: Final = "made once"
-NEEDS_PLAN: Final = object()
 
 # How each kind of call is planned: (group, x, operator, root) -> plan.
 _PLANS: Final[dict[str, Callable[[Group, Any, Any, Any], Plan[Any]]]] = {
@@ -70,10 +69,6 @@ _PLANS: Final[dict[str, Callable[[Group, Any, Any, Any], Plan[Any]]]] = {
     "barrier": lambda g, *_: plan_barrier(g, None),
 }
 _CHOOSING: Final = ("allgather", "gather", "scatter", "alltoall")  # by what the others show
-
-
-# The arguments of ShortCalls.run(), and their key: kind, x, op, root, timeout_s, key.
-_Asked: TypeAlias = tuple[str, Any, Any, int, float | None, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +138,7 @@ class ShortCalls:
         source = target = out = None
         writes_x = known.writes_x
         if writes_x or known.shows_x:
-            source = _buffer(x, is_writable=writes_x)
+            source = x if type(x) is np.ndarray and x.flags.carray else _buffer(x, writes_x)
             if source is None:
                 return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
             if writes_x and known.rows is None:
@@ -158,42 +153,31 @@ class ShortCalls:
             target = out if type(out) is np.ndarray else out.data_ptr()
         elif known.returns_x:
             out = x
-        result = self._meet(known, (kind, x, op, root, timeout_s, key), source, target, out)
-        if result is NEEDS_PLAN:
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
-        if writes_x and type(x) is not np.ndarray:
-            adapter_for(x).written(x)
-        return result
-
-    def _meet(self, known: _Known, asked: _Asked, source: Any, target: Any, out: Any) -> Any:
-        """Carry out a known call, from `source` to `target`, and return its result.
-
-        That is `out`, or another array if other ranks bring other rows than before. If the
-        operation needs a task, or its turn has not come, do nothing and return NEEDS_PLAN.
-        """
         engine = self._engine()
         if engine is None:
-            return NEEDS_PLAN
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
         place = task = None
         try:
             place = engine.take_place(self._ledger, self._team)
-            if place is None:
-                return NEEDS_PLAN
-            step = known.in_cpp.run(place % N_UNNAMED, source, target)
-            if step is None:
-                self._team.end_turn(place)
-            else:
-                group, plan, anew = self._rest(known, asked, out)
-                task = engine.adopt(place, step, plan, group, timeout_s=asked[4])
-                out = engine.completion.result_of(task)
-                if anew is not None and _has_chosen(anew):
-                    again = _known_of(self._team, anew, asked[1], out, is_in_place=False)
-                    self._known[asked[5]] = again
+            if place is not None:
+                step = known.in_cpp.run(place % N_UNNAMED, source, target)
+                if step is None:
+                    self._team.end_turn(place)
+                else:
+                    group, plan, anew = self._rest(known, (kind, x, op, root), out)
+                    task = engine.adopt(place, step, plan, group, timeout_s=timeout_s)
+                    out = engine.completion.result_of(task)
+                    if anew is not None and _has_chosen(anew):
+                        self._known[key] = _known_of(self._team, anew, x, out, is_in_place=False)
         except BaseException as error:
             if task is None or not task.is_over:  # other ranks wait for this operation
                 label = "an operation" if place is None else f"operation #{place}"
                 engine.completion.break_engine(error, label)
             raise
+        if place is None:  # it needs a task, or its turn has not come
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+        if writes_x and type(x) is not np.ndarray:
+            adapter_for(x).written(x)
         return out
 
     def is_root(self, root: Any) -> bool:
@@ -201,7 +185,7 @@ class ShortCalls:
         return type(root) is not int or root == self._index
 
     def _rest(
-        self, known: _Known, asked: _Asked, out: Any
+        self, known: _Known, asked: tuple[str, Any, Any, int], out: Any
     ) -> tuple[Group, Plan[Any], Plan[Any] | None]:
         """Return the plan of what is left of a step, and a plan of the whole if others may differ.
 
@@ -209,7 +193,7 @@ class ShortCalls:
         """
         group = self._group()
         assert group is not None
-        kind, x, op, root, _, _ = asked
+        kind, x, op, root = asked
         anew = _PLANS[kind](group, x, op, root) if kind in _CHOOSING else None
 
         def finish(t: Channel | None, _kept: Any = x) -> Any:
@@ -321,7 +305,7 @@ def _is_plain(x: Any) -> bool:
     """Return True if a short call can pass x to C++: it is None, or an array in host memory."""
     if x is None:
         return True
-    if _buffer(x, is_writable=False) is None:
+    if _buffer(x, False) is None:
         return False
     try:
         memoryview(x if type(x) is np.ndarray else b"")  # type: ignore[arg-type]  # raises for bfloat16, which is no buffer
@@ -330,7 +314,7 @@ def _is_plain(x: Any) -> bool:
     return True
 
 
-def _buffer(x: Any, *, is_writable: bool) -> Any:
+def _buffer(x: Any, is_writable: bool) -> Any:
     """Return x, or its address if it is a tensor, for C++; None if it needs a copy."""
     if type(x) is not np.ndarray:
         return _address(x)
