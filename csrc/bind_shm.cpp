@@ -1,6 +1,7 @@
 // Bindings of the node engine: check, release the GIL, call.
 // Every array is .noconvert(): an implicit copy would be reduced and lost. Whoever starts a step
 // keeps its arrays alive until it is over.
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -8,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -20,6 +22,7 @@
 #include "loop/loop.hpp"
 #include "shm/copy_step.hpp"
 #include "shm/known_call.hpp"
+#include "shm/messages.hpp"
 
 namespace ringcomm {
 namespace {
@@ -141,6 +144,95 @@ std::shared_ptr<CopyStep> start_copy(
   return std::make_shared<CopyStep>(Meeting(team, slot, fingerprint), std::move(copy));
 }
 
+// What is alike in many messages, and who carries them.
+struct Correspondence {
+  std::shared_ptr<NodeMessages> messages;
+  SharedEnvelope envelope;
+};
+
+Correspondence correspondence(std::shared_ptr<NodeMessages> messages, std::optional<std::uint32_t> rank,
+                std::uint64_t group, nb::bytes outline, std::size_t nbytes) {
+  if (rank && !messages->reaches(*rank)) throw std::invalid_argument("that rank is not on this node");
+  return {std::move(messages),
+          std::make_shared<const Envelope>(
+              Envelope{rank.value_or(kAnyRank), group,
+                             std::string(outline.c_str(), outline.size()), nbytes})};
+}
+
+// The address of an array as it is, as address_of() has it; nothing if C++ cannot take it so.
+std::optional<std::byte*> plain_address_of(nb::handle x, std::size_t nbytes, int flags) {
+  if (PyLong_Check(x.ptr())) return reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(x));
+  Py_buffer view;
+  if (PyObject_GetBuffer(x.ptr(), &view, flags) != 0) {
+    PyErr_Clear();
+    return {};
+  }
+  void* const data = view.buf;
+  const auto found = static_cast<std::size_t>(view.len);
+  PyBuffer_Release(&view);
+  if (found != nbytes) return {};
+  return static_cast<std::byte*>(data);
+}
+
+std::int64_t tag_of(nb::handle tag) {
+  return static_cast<std::int64_t>(PyLong_AsUnsignedLongLongMask(tag.ptr()));
+}
+
+nb::object sent(const std::shared_ptr<NodeMessage>& rest) {
+  return rest == nullptr ? nb::bool_(true) : nb::cast(rest);
+}
+
+nb::object received(const std::shared_ptr<NodeMessage>& rest, std::uint32_t source) {
+  return rest == nullptr ? nb::int_(source) : nb::cast(rest);
+}
+
+// True once it is sent, or what is left of it. None if it has not begun: x must be prepared.
+nb::object send_message(const Correspondence& self, nb::handle x, nb::handle tag, double seconds) {
+  const auto data = plain_address_of(x, self.envelope->nbytes, PyBUF_SIMPLE);
+  if (!data || !PyLong_CheckExact(tag.ptr())) return nb::none();
+  const std::int64_t number = tag_of(tag);
+  std::shared_ptr<NodeMessage> rest;
+  {
+    nb::gil_scoped_release unlocked;
+    rest = self.messages->send(self.envelope, number, *data, nanoseconds(seconds));
+  }
+  return sent(rest);
+}
+
+// The rank that sent it, or what is left of it. None if it has not begun: `out` must be prepared.
+nb::object receive_message(const Correspondence& self, nb::handle out, nb::handle tag, double seconds) {
+  const auto to = plain_address_of(out, self.envelope->nbytes, PyBUF_WRITABLE);
+  if (!to || !PyLong_CheckExact(tag.ptr())) return nb::none();
+  const std::int64_t number = tag_of(tag);
+  std::uint32_t source = kAnyRank;
+  std::shared_ptr<NodeMessage> rest;
+  {
+    nb::gil_scoped_release unlocked;
+    rest = self.messages->receive(self.envelope, number, *to, nanoseconds(seconds), source);
+  }
+  return received(rest, source);
+}
+
+// Both results. None if neither has begun: an array must be prepared, or they overlap.
+nb::object exchange_messages(const Correspondence& to, nb::handle x, nb::handle sendtag,
+                             const Correspondence& from, nb::handle out, nb::handle recvtag,
+                             double seconds) {
+  const auto data = plain_address_of(x, to.envelope->nbytes, PyBUF_SIMPLE);
+  const auto target = plain_address_of(out, from.envelope->nbytes, PyBUF_WRITABLE);
+  if (!data || !target || !PyLong_CheckExact(sendtag.ptr()) || !PyLong_CheckExact(recvtag.ptr()))
+    return nb::none();
+  if (*data < *target + from.envelope->nbytes && *target < *data + to.envelope->nbytes) return nb::none();
+  const std::int64_t tags[] = {tag_of(sendtag), tag_of(recvtag)};
+  std::uint32_t source = kAnyRank;
+  std::pair<std::shared_ptr<NodeMessage>, std::shared_ptr<NodeMessage>> rest;
+  {
+    nb::gil_scoped_release unlocked;
+    rest = to.messages->exchange(to.envelope, tags[0], *data, from.envelope, tags[1], *target,
+                                 nanoseconds(seconds), source);
+  }
+  return nb::make_tuple(sent(rest.first), received(rest.second, source));
+}
+
 bool drive_step(const std::shared_ptr<NodeStep>& step, double seconds) {
   nb::gil_scoped_release unlocked;
   return drive(*step, *step->team().me().bell, step->team().patience(),
@@ -246,6 +338,41 @@ void bind_shm(nb::module_& m) {
            "pulls"_a);
   m.def("start_copy", &start_copy, "team"_a, "slot"_a, "fingerprint"_a, "shown"_a.noconvert(),
         "pulls"_a.none(), "header"_a = nb::bytes("", 0), "places"_a.none() = nb::none());
+
+  nb::class_<Refusal>(m, "Refusal")
+      .def_ro("sender", &Refusal::sender)
+      .def_ro("receiver", &Refusal::receiver)
+      .def_ro("tag", &Refusal::tag)
+      .def_ro("sent", &Refusal::sent)
+      .def_ro("wanted", &Refusal::wanted)
+      .def_ro("is_of_earlier", &Refusal::is_of_earlier);
+  nb::class_<NodeMessages>(m, "NodeMessages")
+      .def("__init__",
+           [](NodeMessages* self, std::uint32_t rank,
+              std::map<std::uint32_t, std::shared_ptr<NodeMemory>> memories, bool is_crowded,
+              bool may_read) {
+             new (self) NodeMessages(rank, std::move(memories), is_crowded ? kCrowded : kRoomy, may_read);
+           },
+           "rank"_a, "memories"_a, "is_crowded"_a, "may_read"_a)
+      .def_prop_ro("reads_memory", &NodeMessages::reads_memory)
+      .def("earlier_refusal", &NodeMessages::earlier_refusal, "rank"_a)
+      .def("retire", &NodeMessages::retire);
+  nb::class_<NodeMessage, Program>(m, "NodeMessage")
+      .def_prop_ro("source", &NodeMessage::source)
+      .def_prop_ro("refusal", [](const NodeMessage& self) { return self.refusal(); })
+      .def("withdraw", &NodeMessage::withdraw, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Correspondence>(m, "Correspondence")
+      .def("__init__",
+           [](Correspondence* self, std::shared_ptr<NodeMessages> messages,
+              std::optional<std::uint32_t> rank, std::uint64_t group, nb::bytes outline,
+              std::size_t nbytes) {
+             new (self) Correspondence(correspondence(std::move(messages), rank, group, outline, nbytes));
+           },
+           "messages"_a, "rank"_a.none(), "group"_a, "outline"_a, "nbytes"_a)
+      .def("send", &send_message, "x"_a.none(), "tag"_a.none(), "seconds"_a)
+      .def("receive", &receive_message, "out"_a.none(), "tag"_a.none(), "seconds"_a);
+  m.def("exchange_messages", &exchange_messages, "to"_a, "x"_a.none(), "sendtag"_a.none(),
+        "source"_a, "out"_a.none(), "recvtag"_a.none(), "seconds"_a);
 
   nb::class_<Loop>(m, "Loop")
       .def("__init__",

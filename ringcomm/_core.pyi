@@ -115,6 +115,47 @@ def start_reduce(
     is_widened: bool = ...,
 ) -> NodeStep: ...
 
+class Refusal:
+    sender: int
+    receiver: int
+    tag: int
+    sent: str
+    wanted: str
+    is_of_earlier: bool
+
+class NodeMessages:
+    def __init__(
+        self, rank: int, memories: dict[int, NodeMemory], is_crowded: bool, may_read: bool
+    ) -> None: ...
+    @property
+    def reads_memory(self) -> bool: ...
+    def earlier_refusal(self, rank: int) -> Refusal | None: ...
+    def retire(self) -> None: ...
+
+class NodeMessage(Program):
+    @property
+    def source(self) -> int: ...
+    @property
+    def refusal(self) -> Refusal | None: ...
+    def withdraw(self) -> bool: ...
+
+class Correspondence:
+    def __init__(
+        self, messages: NodeMessages, rank: int | None, group: int, outline: bytes, nbytes: int
+    ) -> None: ...
+    def send(self, x: Any, tag: int, seconds: float) -> NodeMessage | Literal[True] | None: ...
+    def receive(self, out: Any, tag: int, seconds: float) -> NodeMessage | int | None: ...
+
+def exchange_messages(
+    to: Correspondence,
+    x: Any,
+    sendtag: int,
+    source: Correspondence,
+    out: Any,
+    recvtag: int,
+    seconds: float,
+) -> tuple[NodeMessage | Literal[True], NodeMessage | int] | None: ...
+
 class Places:
     def __init__(self) -> None: ...
     def take(self) -> int: ...

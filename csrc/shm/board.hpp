@@ -22,7 +22,7 @@
 
 namespace ringcomm {
 
-constexpr std::uint64_t kBoardMagic = 0x72696e67636f6d34;  // "ringcom4"
+constexpr std::uint64_t kBoardMagic = 0x72696e67636f6d35;  // "ringcom5"
 constexpr std::size_t kUnnamedSlots = 16;
 constexpr std::size_t kNamedSlots = 4096;
 constexpr std::size_t kSlots = kUnnamedSlots + kNamedSlots;
@@ -81,12 +81,22 @@ struct Window {
   std::byte payload[kSlots][2][kInline];
 };
 
+// Where a rank finds the pipe through which this one sends to it; see messages.hpp.
+struct Outbox {
+  std::uint32_t receiver;
+  std::atomic<std::uint32_t> is_given_up;  // a message was, while the receiver may have read its data
+  std::uint64_t offset;                    // of the pipe in the arena
+};
+constexpr std::size_t kOutboxes = 2048;
+
 struct BoardHead {
   std::uint64_t magic;
   std::uint64_t nonce;  // tells this board from that of a recycled pid
   alignas(64) Bell bell;
   // 1: its rank died, and another one answers for what is in its arena. Any rank of the node sets it.
   alignas(64) std::atomic<std::uint32_t> is_withdrawn;
+  alignas(64) std::atomic<std::uint32_t> n_outboxes;  // that others may look at
+  Outbox outboxes[kOutboxes];
 };
 
 // What is mapped by itself begins with a page. Those of Arm and POWER are of 64 KiB where the system

@@ -103,6 +103,7 @@ class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
   int board_fd() const { return board_fd_; }
   int arena_fd() const { return arena_fd_; }  // -1: of another process's
   Bell& bell() const { return head_->bell; }
+  BoardHead& head() const { return *head_; }
   std::byte* arena() const { return arena_.data(); }
   Allocator& allocator() { return allocator_; }
 

@@ -82,6 +82,12 @@ class Pipe {
     }
   }
 
+  // For the reader: bytes that it has not let go of.
+  std::size_t n_unread() const {
+    return static_cast<std::size_t>(head_->written.load(std::memory_order_relaxed) -
+                                    head_->read.load(std::memory_order_relaxed));
+  }
+
   // Lets go of what peek() has returned.
   void pop() const {
     const std::uint64_t begin = head_->read.load(std::memory_order_relaxed);

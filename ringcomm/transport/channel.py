@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from ringcomm._core import (
+    NodeMessage,
     NodeStep,
     Places,
     Schedule,
@@ -38,7 +39,12 @@ from ringcomm.transport.node.steps import (
     drive,
 )
 from ringcomm.transport.performer import Performer, Reduction
-from ringcomm.transport.programs_as_requests import NextMove, Running, StepRequest
+from ringcomm.transport.programs_as_requests import (
+    MessageRequest,
+    NextMove,
+    Running,
+    StepRequest,
+)
 from ringcomm.transport.tags import DATA
 
 
@@ -70,6 +76,17 @@ class Until:
         self.test = test
 
     def cancel(self) -> None: ...
+
+
+@dataclass(eq=False)
+class EitherOf(WireRequest):
+    """Request that is complete once a message is over, or else a letter has come."""
+
+    message: MessageRequest
+    letter: Letter
+
+    def test(self) -> bool:
+        return self.message.test() or self.letter.test()
 
 
 class Disagreement(Exception):
@@ -221,6 +238,30 @@ class Channel(Performer):
             raise Disagreement
         self.has_met = True
 
+    async def pass_on(
+        self, message: NodeMessage, *buffers: Any, unless: Letter | None = None
+    ) -> bool:
+        """Return True once a message in shared memory is over; keep its buffers alive.
+
+        unless: return False if this letter comes before; then the message, a receive, is withdrawn.
+        """
+        request = MessageRequest(message, self.transport.loop, buffers)
+        if not message.is_over:
+            self._posted.add(request)
+            self.transport.loop.add(message)
+            await Wait((request if unless is None else EitherOf(request, unless),))
+            if not message.is_over and message.withdraw():
+                self._posted.discard(request)
+                return False
+            if not message.is_over:  # it began meanwhile
+                await Wait((request,))
+            self._posted.discard(request)
+            if unless is not None and unless.header is not None:
+                unless.put_back()
+        if message.fault:
+            raise WireFault(message.fault)
+        return True
+
     def _text_of_fault(self, step: NodeStep) -> str:
         if step.quitter is None:
             return step.fault
@@ -275,11 +316,14 @@ class Channel(Performer):
     def tell(self, dest: int, kind: ControlKind, text: str = "", **fields: Any) -> None:
         self._watch.tell(self.members[dest], kind, text, **fields)
 
+    def expect(self, kind: ControlKind, key: int, source: int, round_: int = 0) -> Letter:
+        """Return a request for what hear() returns."""
+        rank = ANY_SOURCE if source == ANY_SOURCE else self.members[source]
+        return self._watch.letter(kind, key, rank, round_)
+
     async def hear(self, kind: ControlKind, key: int, source: int, round_: int = 0) -> Letter:
         """Return the next control message of this kind about `key` from a rank of the group."""
-        letter = self._watch.letter(
-            kind, key, ANY_SOURCE if source == ANY_SOURCE else self.members[source], round_
-        )
+        letter = self.expect(kind, key, source, round_)
         if not letter.test():
             await Wait((letter,))
         return letter

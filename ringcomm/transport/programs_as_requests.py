@@ -1,11 +1,11 @@
-"""Requests that C++ completes without Python: recorded algorithms, and steps in shared memory."""
+"""Requests that C++ completes without Python: recorded algorithms, and what is in shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ringcomm._core import CopyStep, Loop, NodeStep, Run, WireFault
+from ringcomm._core import CopyStep, Loop, NodeMessage, NodeStep, Run, WireFault
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import WireRequest
 
@@ -66,3 +66,19 @@ class StepRequest(WireRequest):
     def missing(self) -> tuple[int, ...]:
         """The ranks of the job that have not entered the step."""
         return tuple(r for i, r in enumerate(self.members) if not self.step.has_arrived(i))
+
+
+@dataclass(eq=False)
+class MessageRequest(WireRequest):
+    """Request that waits for a message between ranks of the node."""
+
+    message: NodeMessage
+    loop: Loop  # advances `message`
+    buffers: tuple[Any, ...]  # kept alive by this request
+    is_in_cpp = True
+
+    def test(self) -> bool:
+        return self.message.is_over
+
+    def cancel(self) -> None:
+        self.loop.abandon(self.message)  # afterwards no other rank touches the buffers

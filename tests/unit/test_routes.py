@@ -112,4 +112,4 @@ def test_the_table_lists_all_routes():
         if re.search(r"(?<!class )\b(Completed)?Task\(", path.read_text())
     }
     # layer_hooks.py watches over what the launch of a GPU has left on its stream.
-    assert makers == {"engine", "tasks_outside_collectives", "layer_hooks"}
+    assert makers == {"engine", "tasks_outside_collectives", "layer_hooks", "point_to_point"}

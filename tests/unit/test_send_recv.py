@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import listen, outcomes, run_ranks
+from loopback import LoopbackHub
 from sample_values import whole_numbers
 
 import ringcomm as rc
@@ -16,6 +17,10 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.point_to_point import recv_async, send_async
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.meet_and_leave import leave
+from ringcomm.transport.node.shared_memory import SharedNode
+
+pytestmark = pytest.mark.usefixtures("wire")
+LONG = 1 << 17  # doubles: more than goes through a pipe at once
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.complex128, np.bool_, "u8"])
@@ -87,7 +92,7 @@ def test_a_tag_takes_its_own_message_alone():
 def test_sends_that_wait_for_each_other_end_by_the_deadline():
     def body(rank):
         with pytest.raises(rc.CommTimeoutError, match=r"send\(dest=\d, tag=0\)"):
-            rc.send(np.ones(1), 1 - rank)
+            rc.send(np.ones(LONG), 1 - rank)
         return True
 
     assert run_ranks(2, body, settings=Settings(timeout_s=0.2)) == [True, True]
@@ -142,23 +147,122 @@ def test_sendrecv_shifts_a_ring_and_reaches_itself(size):
 
 
 @pytest.mark.parametrize(
-    "out", [np.zeros(4), np.zeros((3, 1)), np.zeros(3, np.float32)], ids=["count", "shape", "dtype"]
+    "out",
+    [np.zeros(LONG + 1), np.zeros((LONG, 1)), np.zeros(LONG, np.float32)],
+    ids=["count", "shape", "dtype"],
 )
 def test_a_mismatch_is_the_same_error_on_both_sides_and_nothing_is_written(out):
     def body(rank):
         with pytest.raises(rc.MismatchError) as caught:
-            rc.send(np.ones(3), 1) if rank == 0 else rc.recv(out, 0)
+            rc.send(np.ones(LONG), 1, tag=3) if rank == 0 else rc.recv(out, 0, tag=3)
         assert not out.any()
-        fits = np.zeros(2)
-        if rank == 0:
-            rc.send(np.ones(2), 1)
-        else:
-            rc.recv(fits, 0)
+        require_usable(rank)
         return str(caught.value)
 
     texts = run_ranks(2, body)
     assert texts[0] == texts[1]
-    assert "rank 0 sent float64 (3,), rank 1 receives" in texts[0]
+    assert f"rank 0 sent float64 ({LONG},), rank 1 receives" in texts[0]
+
+
+def require_usable(rank):
+    fits = np.zeros(2)
+    if rank == 0:
+        rc.send(np.ones(2), 1)
+    else:
+        rc.recv(fits, 0)
+        assert fits.all()
+
+
+@pytest.mark.parametrize("how", ["send", "recv", "sendrecv"])
+def test_the_sender_of_a_short_message_hears_of_a_mismatch_in_its_next_call(how):
+    heard = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            with pytest.raises(rc.MismatchError, match=r"rank 0 sent float64 \(3,\), rank 1 rec"):
+                rc.recv(np.zeros(4), 0, tag=9)
+            heard.set()
+        else:
+            try:
+                rc.send(np.ones(3), 1, tag=9)
+                assert heard.wait(60)
+                x = np.ones(1)
+                calls = {"send": lambda: rc.send(x, 1), "recv": lambda: rc.recv(x, 1)}
+                calls["sendrecv"] = lambda: rc.sendrecv(x, 1, np.ones(1), 1)
+                calls[how]()
+            except rc.MismatchError as error:
+                text = str(error)
+            assert "rank 0 sent float64 (3,), rank 1 receives float64 (4,)" in text
+            assert "tag=9" in text
+        require_usable(rank)
+
+    run_ranks(2, body)
+
+
+def test_a_message_arrives_although_its_sender_has_left():
+    gone = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            sent = send_async(np.full(5, 7.0), 0)
+            gone.set()
+            sent.wait()
+            return leave(engine(), "done")
+        out = np.zeros(5)
+        assert gone.wait(60)
+        rc.recv(out, 1)
+        leave(engine(), "done")
+        return out.tolist()
+
+    assert run_ranks(2, body)[0] == [7] * 5
+
+
+@pytest.fixture(params=["read", "pieces"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(SharedNode, "reads_memory", request.param == "read")
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_long_and_short_messages_come_in_the_order_of_their_tag(is_registered):
+    counts = [1, LONG, 5, 3 * LONG, LONG + 1, 2]
+
+    def body(rank):
+        if rank == 0:
+            handles = []
+            for tag in (0, 1):
+                for i, n in enumerate(counts):
+                    x = rc.empty(n, np.float64) if is_registered else np.empty(n)
+                    x[:] = 10 * tag + i
+                    handles.append(send_async(x, 1, tag=tag))
+            for handle in handles:
+                handle.wait()
+            return
+        for tag in (1, 0):
+            for i, n in enumerate(counts):
+                out = np.zeros(n)
+                assert rc.recv(out, 0, tag=tag) == 0
+                assert (out == 10 * tag + i).all()
+
+    run_ranks(2, body)
+
+
+def test_any_source_takes_from_this_node_and_from_others():
+    n = 40
+
+    def body(rank):
+        out, seen = np.zeros(1, int), []
+        if rank == 0:
+            for _ in range(3 * n):
+                source = rc.recv(out)
+                seen.append((source, out.item()))
+            for source in (1, 2, 3):
+                assert [value for s, value in seen if s == source] == list(range(n))
+            return
+        for i in range(n):
+            rc.send(np.array([i]), 0)
+
+    run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)))
 
 
 def test_ranks_are_those_of_the_group():
@@ -250,7 +354,7 @@ def test_to_oneself_only_sendrecv_can_end(kind):
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("call", [lambda: rc.send(np.ones(9), 1), lambda: rc.recv(np.ones(9), 1)])
+@pytest.mark.parametrize("call", [lambda: rc.send(np.ones(LONG), 1), lambda: rc.recv(np.ones(9), 1)])
 def test_a_peer_that_died_or_left_is_an_error(call):
     def died(rank):
         if rank == 1:
@@ -300,7 +404,7 @@ def test_any_source_is_served_while_somebody_is_left():
     assert run_ranks(3, body) == [2.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("call", [lambda: rc.send(np.ones(9), 1), lambda: rc.recv(np.ones(9), 1)])
+@pytest.mark.parametrize("call", [lambda: rc.send(np.ones(LONG), 1), lambda: rc.recv(np.ones(9), 1)])
 def test_a_peer_that_does_not_come_is_a_timeout_that_says_where_it_is(call):
     over = threading.Event()
 

@@ -1,8 +1,7 @@
 """send(), recv() and sendrecv(): messages from one rank to another.
 
-The sender offers its message on the control channel, the receiver answers, then the data moves. So
-a mismatch is the same error on both sides, ANY_SOURCE needs no wildcard on the wire, and a send()
-returns after its message has been received.
+Between ranks that share memory, C++ passes them on: csrc/shm/messages.hpp. Between others, the sender
+offers its message on the control channel, the receiver answers, then the data moves.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from ringcomm._core import Correspondence, NodeMessage, Refusal
 from ringcomm.arrays import (
     AnyAdapter,
     Array,
-    Flat,
+    Bytes,
     adapter_for,
     any_adapter_for,
     arrived,
@@ -24,27 +24,34 @@ from ringcomm.arrays import (
 from ringcomm.arrays.base import overlap
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.call import shape_text
+from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.ledger import base_of
 from ringcomm.engine.core.plan import Deferred
 from ringcomm.engine.executors.gpu_loader import HostStaging, device_executor
+from ringcomm.engine.executors.node_mail import (
+    NodeMail,
+    mail_of,
+    tag_in_64_bits,
+)
 from ringcomm.engine.operations.base import int_of, rank_of
-from ringcomm.engine.peers.tasks_outside_collectives import Talk
-from ringcomm.engine.progress.task import Task, TaskCoroutine
+from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine
 from ringcomm.errors import MismatchError
 from ringcomm.transport.base import ANY_SOURCE
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.control_header import ControlKind
+from ringcomm.transport.control_messages import Letter
 from ringcomm.transport.tags import P2P
 
 _MAILBOXES = 1 << 33  # replaces the id of a group in base_of(), for mailboxes
 
-_Conversation = tuple[str, tuple[int, ...], Talk]  # arguments of Conversations.begin()
-
 
 def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> None:
-    """Send x to another rank; return when that rank has received it.
+    """Send x to another rank; return once x may be changed.
+
+    A message of at most 64 KiB to a rank of the same node may be on its way then (less on nodes with
+    more than 32 ranks). Any other has been received.
 
     Args:
         x: numpy array, torch tensor or cupy array; a strided one is copied, and one on a GPU goes
@@ -55,14 +62,25 @@ def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> No
 
     Raises:
         MismatchError: the receiver's array has another shape or dtype. The receiver raises it,
-            too, and the engine stays usable.
+            too, and the engine stays usable. If this call has returned before, the next one of
+            this rank that sends to that rank, or receives from it, raises the error instead.
         ValueError, TypeError: a bad argument.
         PeerFailedError: a rank of the group died, or the receiver left.
         CommTimeoutError: nobody received x within RINGCOMM_TIMEOUT_S; the engine is unusable.
     """
-    conversation = _sender(x, dest, tag, group)
+    mail = mail_of(group)
+    rest = None
+    if mail is not None and dest != mail.rank:
+        try:
+            rest = mail.send(x, dest, tag, mail.moment_s)
+            if rest is True:
+                return
+        except BaseException as error:
+            _break_after(error)
+            raise
+    outgoing = _Outgoing(x, dest, tag, group, rest)
     _refuse_self("dest", dest, group)
-    engine().conversations.hold(*conversation)
+    _carry_out(outgoing)
 
 
 def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | None = None) -> int:
@@ -79,9 +97,19 @@ def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | N
     Raises:
         MismatchError, ValueError, TypeError, PeerFailedError, CommTimeoutError: see send().
     """
-    conversation = _receiver(out, source, tag, group)
+    mail = mail_of(group)
+    rest = None
+    if mail is not None and source != mail.rank:
+        try:
+            rest = mail.receive(out, source, tag, mail.moment_s)
+            if type(rest) is int:
+                return rest
+        except BaseException as error:
+            _break_after(error)
+            raise
+    incoming = _Incoming(out, source, tag, group, rest)
     _refuse_self("source", source, group)
-    sender: int = engine().conversations.hold(*conversation)
+    sender: int = _carry_out(incoming)
     return sender
 
 
@@ -102,36 +130,22 @@ def sendrecv(
     Raises:
         ValueError: x and out overlap, or another bad argument.
     """
-    _require_apart(x, out)
-    receive = _receiver(out, source, recvtag, group)
-    send = _sender(x, dest, sendtag, group)  # both sides are checked before one begins
-    current = engine()
-    begun: list[Task] = []
-    try:
-        begun.append(current.conversations.begin(*receive))
-        begun.append(current.conversations.begin(*send))
+    mail = mail_of(group)
+    sent = rest = None
+    if mail is not None:
         try:
-            source = current.completion.result_of(begun[0])
-        finally:
-            current.completion.result_of(begun[1])
-    except BaseException as error:
-        for task in begun:
-            current.completion.break_unless_over(task, error)
-        raise
-    return source
-
-
-def _require_apart(x: Array, out: Array) -> None:
-    if device_adapter_for(x) is not None or device_adapter_for(out) is not None:
-        return
-    sent, received = adapter_for(x), adapter_for(out)
-    if not (sent.is_contiguous(x) and received.is_contiguous(out)):
-        return  # one of the two is copied
-    if overlap(sent.flat(x), received.flat(out)):
-        raise ValueError(
-            "sendrecv: x and out overlap, so the received data would overwrite data that is still "
-            "being sent. Pass x.copy(), or an `out` that does not overlap with x"
-        )
+            sent, rest = mail.exchange(x, dest, sendtag, out, source, recvtag)
+            if sent is True and type(rest) is int:
+                return rest
+        except BaseException as error:
+            _break_after(error)
+            raise
+    if sent is None:
+        _require_apart(x, out)
+    incoming = _Incoming(out, source, recvtag, group, rest)  # both are checked before one begins
+    outgoing = _Outgoing(x, dest, sendtag, group, sent)
+    sender: int = _carry_out(incoming, outgoing)
+    return sender
 
 
 def send_async(
@@ -147,7 +161,7 @@ def send_async(
 
     by_count: compare numbers of elements instead of shapes; the same on both sides.
     """
-    return _start(_sender(x, dest, tag, group, by_count=by_count), timeout_s)
+    return _start(_Outgoing(x, dest, tag, group, by_count=by_count), timeout_s)
 
 
 def recv_async(
@@ -160,32 +174,109 @@ def recv_async(
     by_count: bool = False,
 ) -> Handle[int]:
     """Start recv(); the handle's result is the rank that has sent. See send_async()."""
-    return _start(_receiver(out, source, tag, group, by_count=by_count), timeout_s)
+    return _start(_Incoming(out, source, tag, group, by_count=by_count), timeout_s)
 
 
-def _start(conversation: _Conversation, timeout_s: float | None) -> Handle[Any]:
+def _require_apart(x: Array, out: Array) -> None:
+    if device_adapter_for(x) is not None or device_adapter_for(out) is not None:
+        return
+    sent, received = adapter_for(x), adapter_for(out)
+    if not (sent.is_contiguous(x) and received.is_contiguous(out)):
+        return  # one of the two is copied
+    if overlap(sent.flat(x), received.flat(out)):
+        raise ValueError(
+            "sendrecv: x and out overlap, so the received data would overwrite data that is still "
+            "being sent. Pass x.copy(), or an `out` that does not overlap with x"
+        )
+
+
+def _refuse_self(what: str, rank: int, group: Group | None) -> None:
+    if operator.index(rank) == engine().groups.or_default(group).rank:
+        raise ValueError(f"{what} is this rank itself, so it would wait for ever: use sendrecv()")
+
+
+def _break_after(error: BaseException) -> None:
+    """Break the engine: what C++ had begun was interrupted, so the other rank may wait for it."""
+    engine().completion.break_engine(error, "a message")
+
+
+def _carry_out(*sides: _Outgoing | _Incoming) -> Any:
+    """Carry out the two sides of a call, or its only one; return the result of the first."""
     current = engine()
-    begin = current.conversations.begin
-    return Handle(current.completion, begin(*conversation, is_awaited=False, timeout_s=timeout_s))
+    begun: list[Task] = []
+    try:
+        for side in sides:
+            side.require_heard()
+        results = [_begun(current, side, begun) for side in sides]
+        try:
+            result = current.completion.result_of(results[0])
+        finally:
+            for other in results[1:]:
+                current.completion.result_of(other)
+    except BaseException as error:
+        for task in begun:
+            current.completion.break_unless_over(task, error)
+        raise
+    return result
+
+
+def _start(side: _Outgoing | _Incoming, timeout_s: float | None) -> Handle[Any]:
+    current = engine()
+    side.require_heard()
+    task = _begun(current, side, [], is_awaited=False, timeout_s=timeout_s)
+    return Handle(current.completion, task)
+
+
+def _begun(
+    current: Engine,
+    side: _Outgoing | _Incoming,
+    begun: list[Task],
+    *,
+    is_awaited: bool = True,
+    timeout_s: float | None = None,
+) -> Task | CompletedTask:
+    """Begin one side of a message unless it has begun; add its task, if it needs one, to `begun`."""
+    with current.pending.lock:
+        current.state.require_usable()
+        current.pending.require_room(current.job_rank)
+    try:
+        side.begin()
+        if side.is_over:
+            return CompletedTask(side.result, 0, lambda: side.label)
+        task = current.conversations.begin(
+            side.label, side.members, side.talk, is_awaited=is_awaited, timeout_s=timeout_s
+        )
+    except BaseException as error:
+        if isinstance(side.rest, NodeMessage):
+            current.completion.break_engine(error, side.label)
+        raise
+    begun.append(task)
+    return task
 
 
 @dataclass(frozen=True)
 class _Side:
     group: Group  # in which ranks are numbered
-    mailbox: int  # 64 bits that identify the group and the tag
+    tag: int
     adapter: AnyAdapter  # of the array that is sent or received
     staging: HostStaging | None  # moves the array through host memory if it is on a GPU
     by_count: bool  # compare numbers of elements, not shapes
+    mail: NodeMail | None  # of the group
 
     @classmethod
     def of(cls, x: Array, tag: int, group: Group | None, *, by_count: bool) -> _Side:
         current = engine()
         group = current.groups.or_default(group)
-        ledger = group.ledger_for(current)
-        mailbox = base_of(_MAILBOXES, f"{ledger.group_id}:{int_of('tag', tag)}")
+        group.ledger_for(current)
+        tag = int_of("tag", tag)
         on_gpu = device_adapter_for(x)
         staging = None if on_gpu is None else device_executor().stage(group, on_gpu, x)
-        return cls(group, mailbox, on_gpu or adapter_for(x), staging, by_count)
+        return cls(group, tag, on_gpu or adapter_for(x), staging, by_count, mail_of(group))
+
+    @property
+    def mailbox(self) -> int:
+        """64 bits that identify the group and the tag on the control channel."""
+        return base_of(_MAILBOXES, f"{self.group.ledger.group_id}:{self.tag}")
 
     def outline(self, x: Array) -> str:
         shape = self.adapter.shape(x)
@@ -196,6 +287,16 @@ class _Side:
     def label(self, call: str) -> str:
         """Return the call; append the group unless it has all ranks of the job."""
         return call if self.group.ledger.context == 0 else f"{call} of {self.group!r}"
+
+    def is_in_node(self, peer: int) -> bool:
+        return self.mail is not None and self.mail.reaches(peer)
+
+    def pair(self, peer: int) -> tuple[int, ...]:
+        return tuple({self.group.ranks[self.group.index], self.group.ranks[peer]})
+
+    def correspondence(self, peer: int, outline: str, nbytes: int) -> Correspondence:
+        assert self.mail is not None
+        return self.mail.correspondence(peer, outline, nbytes)
 
     def channel(self, task: Task, serial: int) -> Channel:
         watch = self.group.engine.watch
@@ -210,114 +311,269 @@ class _Side:
         task.channels.append(channel)
         return channel
 
+    def require_heard(self, peer: int) -> None:
+        """Raise MismatchError if an earlier message to a rank of the group was refused."""
+        if peer != ANY_SOURCE and self.mail is not None and self.mail.reaches(peer):
+            self.require_fit(self.mail.earlier_refusal(peer))
 
-def _sender(
-    x: Array, dest: int, tag: int, group: Group | None, *, by_count: bool = False
-) -> _Conversation:
-    x = arrived(x)
-    adapter = any_adapter_for(x)
-    adapter.dtype(x)  # refuses an array without memory before it is copied
-    whole = x if adapter.is_contiguous(x) else adapter.copy(x)
-    side = _Side.of(whole, tag, group, by_count=by_count)  # stages the copy
-    dest = rank_of("dest", dest, side.group)
-    outline = side.outline(whole)
-
-    def talk(task: Task, serial: int) -> TaskCoroutine:
-        task.ends_alone = side.staging is None
-        return _send(side, side.channel(task, serial), whole, outline, dest=dest, serial=serial)
-
-    return side.label(f"send(dest={dest}, tag={tag})"), _pair(side.group, dest), talk
-
-
-def _receiver(
-    out: Array, source: int, tag: int, group: Group | None, *, by_count: bool = False
-) -> _Conversation:
-    out = arrived(out)
-    side = _Side.of(out, tag, group, by_count=by_count)
-    try:
-        side.adapter.require_writable(out)
-    except ValueError as error:
-        raise ValueError(
-            f"recv: {error}. Nothing was received: the sender of this message waits until another "
-            "recv() receives it. Pass an array that has memory of its own"
-        ) from error
-    source = int_of("source", source, "a rank, an int")
-    if source != ANY_SOURCE:
-        source = rank_of("source", source, side.group)
-    name = "rc.ANY_SOURCE" if source == ANY_SOURCE else str(source)
-    members = side.group.ranks if source == ANY_SOURCE else _pair(side.group, source)
-    label = side.label(f"recv(source={name}, tag={tag})")
-
-    def talk(task: Task, _: int) -> TaskCoroutine:
-        task.ends_alone = side.staging is None
-        return _recv(side, task, out, source)
-
-    return label, members, talk
-
-
-async def _send(side: _Side, t: Channel, x: Array, outline: str, *, dest: int, serial: int) -> None:
-    t.tell(dest, ControlKind.OFFER, outline, key=side.mailbox, value=serial)
-    t.awaited = (t.members[dest],)
-    answer = await t.hear(ControlKind.ANSWER, serial, dest)
-    t.awaited = ()
-    assert answer.header is not None
-    if not answer.header.flag:
-        raise MismatchError(answer.text)
-    if side.staging is None:
-        await t.wait(t.isend(adapter_for(x).flat(x).bytes, dest))
-        return
-    mirror, lease = await side.staging.fetch(x)
-    await t.wait(t.isend(mirror.flat.bytes, dest))
-    del lease
-
-
-async def _recv(side: _Side, task: Task, out: Array, source: int) -> int | Deferred:
-    t = side.channel(task, 0)
-    if source == ANY_SOURCE:
-        t.awaited = t.members.others
-    elif source != t.rank:
-        t.awaited = (t.members[source],)
-    offer = await t.hear(ControlKind.OFFER, side.mailbox, source)
-    t.awaited = ()
-    assert offer.header is not None
-    serial = offer.header.value
-    sender = t.members.places[offer.source]
-    wanted = side.outline(out)
-    if offer.text != wanted:
-        text = (
-            f"{task.label}: rank {offer.source} sent {offer.text}, rank {t.members[t.rank]} "
-            f"receives {wanted}. Receive into an array of the shape and dtype that is sent."
+    def require_fit(self, refusal: Refusal | None) -> None:
+        """Raise MismatchError if a message in shared memory did not fit its receive."""
+        if refusal is None:
+            return
+        label = f"message of rank {refusal.sender} to rank {refusal.receiver} with tag={refusal.tag}"
+        label = f"an earlier {label}" if refusal.is_of_earlier else self.label(label)
+        raise MismatchError(
+            _text_of_mismatch(
+                label, (refusal.sender, refusal.sent), (refusal.receiver, refusal.wanted)
+            )
         )
-        t.tell(sender, ControlKind.ANSWER, text, key=serial, flag=False)
-        raise MismatchError(text)
-    work = out
-    if not side.adapter.is_contiguous(out):
-        work = (side.staging or side.adapter).empty(out, side.adapter.shape(out))
-    data = side.channel(task, serial)
-    t.tell(sender, ControlKind.ANSWER, key=serial, flag=True)
 
-    def finish() -> int:
-        if work is out:
-            side.adapter.written(out)
-        else:
-            side.adapter.assign(out, work)
-        return sender
 
-    async def fill(flat: Flat) -> None:
-        await data.wait(data.irecv(flat.bytes, sender))
-
-    if side.staging is None:
-        await fill(adapter_for(work).flat(work))
-        return finish()
-    return await side.staging.bring(
-        t, out=work, fill=lambda mirror: fill(mirror.flat), finish=finish
+def _text_of_mismatch(label: str, sent: tuple[int, str], wanted: tuple[int, str]) -> str:
+    return (
+        f"{label}: rank {sent[0]} sent {sent[1]}, rank {wanted[0]} receives {wanted[1]}. "
+        "Receive into an array of the shape and dtype that is sent."
     )
 
 
-def _pair(group: Group, peer: int) -> tuple[int, ...]:
-    return tuple({group.ranks[group.index], group.ranks[peer]})
+class _Outgoing:
+    """A message to send, with checked arguments.
+
+    Attributes:
+        rest: what shared memory has left to do; True: nothing; None: it has not begun there.
+    """
+
+    result = None
+
+    def __init__(
+        self,
+        x: Array,
+        dest: int,
+        tag: int,
+        group: Group | None,
+        rest: NodeMessage | Literal[True] | None = None,
+        *,
+        by_count: bool = False,
+    ) -> None:
+        x = arrived(x)
+        adapter = any_adapter_for(x)
+        adapter.dtype(x)  # refuses an array without memory before it is copied
+        self._x = x if adapter.is_contiguous(x) else adapter.copy(x)
+        self._side = _Side.of(self._x, tag, group, by_count=by_count)  # stages the copy
+        self._dest = rank_of("dest", dest, self._side.group)
+        self._outline = self._side.outline(self._x)
+        self.rest = rest
+
+    @property
+    def label(self) -> str:
+        return self._side.label(f"send(dest={self._dest}, tag={self._side.tag})")
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._side.pair(self._dest)
+
+    @property
+    def is_over(self) -> bool:
+        return self.rest is True
+
+    def require_heard(self) -> None:
+        if self.rest is None:
+            self._side.require_heard(self._dest)
+
+    def begin(self) -> None:
+        """Begin it in shared memory if it goes there, and is in host memory.
+
+        Once a rank is lost, its task begins it: a message to that rank is refused.
+        """
+        side = self._side
+        if self.rest is not None or side.staging is not None:
+            return
+        if side.is_in_node(self._dest) and not side.group.engine.watch.peers.has_lost:
+            known = self._send_in_node(adapter_for(self._x).flat(self._x).bytes)
+            if side.mail is not None and not side.by_count:
+                side.mail.learn(self._x, self._dest, known, is_receive=False)
+
+    def talk(self, task: Task, serial: int) -> TaskCoroutine:
+        task.ends_alone = self._side.staging is None
+        return self._go_on(self._side.channel(task, serial), serial)
+
+    def _send_in_node(self, data: Bytes) -> Correspondence:
+        known = self._side.correspondence(self._dest, self._outline, data.nbytes)
+        self.rest = known.send(data, tag_in_64_bits(self._side.tag), 0.0)
+        return known
+
+    async def _go_on(self, t: Channel, serial: int) -> None:
+        if not self._side.is_in_node(self._dest):
+            await self._offer(t, serial)
+            return
+        t.awaited = (t.members[self._dest],)
+        lease: object = None
+        if self._side.staging is not None:
+            mirror, lease = await self._side.staging.fetch(self._x)
+            self._send_in_node(mirror.flat.bytes)
+        elif self.rest is None:
+            self._send_in_node(adapter_for(self._x).flat(self._x).bytes)
+        if isinstance(self.rest, NodeMessage):
+            await t.pass_on(self.rest, self._x, lease)
+            self._side.require_fit(self.rest.refusal)
+        t.awaited = ()
+
+    async def _offer(self, t: Channel, serial: int) -> None:
+        t.tell(self._dest, ControlKind.OFFER, self._outline, key=self._side.mailbox, value=serial)
+        t.awaited = (t.members[self._dest],)
+        answer = await t.hear(ControlKind.ANSWER, serial, self._dest)
+        t.awaited = ()
+        assert answer.header is not None
+        if not answer.header.flag:
+            raise MismatchError(answer.text)
+        if self._side.staging is None:
+            data = adapter_for(self._x).flat(self._x).bytes
+            await t.wait(t.isend(data, self._dest))
+            return
+        mirror, lease = await self._side.staging.fetch(self._x)
+        await t.wait(t.isend(mirror.flat.bytes, self._dest))
+        del lease
 
 
-def _refuse_self(what: str, rank: int, group: Group | None) -> None:
-    if operator.index(rank) == engine().groups.or_default(group).rank:
-        raise ValueError(f"{what} is this rank itself, so it would wait for ever: use sendrecv()")
+class _Incoming:
+    """A message to receive, with checked arguments.
+
+    Attributes:
+        rest: what shared memory has left to do, or the rank of the group that has sent; None: it
+            has not begun there.
+    """
+
+    def __init__(
+        self,
+        out: Array,
+        source: int,
+        tag: int,
+        group: Group | None,
+        rest: NodeMessage | int | None = None,
+        *,
+        by_count: bool = False,
+    ) -> None:
+        self._out = out = arrived(out)
+        self._side = side = _Side.of(out, tag, group, by_count=by_count)
+        try:
+            side.adapter.require_writable(out)
+        except ValueError as error:
+            raise ValueError(
+                f"recv: {error}. Nothing was received: the sender of this message waits until "
+                "another recv() receives it. Pass an array that has memory of its own"
+            ) from error
+        source = int_of("source", source, "a rank, an int")
+        if source != ANY_SOURCE:
+            source = rank_of("source", source, side.group)
+        self._source = source
+        self._wanted = side.outline(out)
+        self._work = out
+        if not side.adapter.is_contiguous(out):
+            self._work = (side.staging or side.adapter).empty(out, side.adapter.shape(out))
+        self.rest = rest
+
+    @property
+    def label(self) -> str:
+        name = "rc.ANY_SOURCE" if self._source == ANY_SOURCE else str(self._source)
+        return self._side.label(f"recv(source={name}, tag={self._side.tag})")
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        if self._source == ANY_SOURCE:
+            return self._side.group.ranks
+        return self._side.pair(self._source)
+
+    @property
+    def is_over(self) -> bool:
+        return isinstance(self.rest, int)
+
+    @property
+    def result(self) -> int:
+        assert isinstance(self.rest, int)
+        return self.rest
+
+    def require_heard(self) -> None:
+        if self.rest is None:
+            self._side.require_heard(self._source)
+
+    def begin(self) -> None:
+        """Begin it in shared memory if it comes from there alone, and goes to host memory."""
+        if self.rest is not None or self._side.staging is not None:
+            return
+        if self._side.is_in_node(self._source):
+            known = self._receive_in_node(adapter_for(self._work).flat(self._work).bytes)
+            if self._side.mail is not None and not self._side.by_count:
+                self._side.mail.learn(self._out, self._source, known, is_receive=True)
+            if isinstance(self.rest, int):
+                self._finish()
+
+    def talk(self, task: Task, _: int) -> TaskCoroutine:
+        task.ends_alone = self._side.staging is None
+        return self._go_on(task)
+
+    def _receive_in_node(self, out: Bytes) -> Correspondence:
+        known = self._side.correspondence(self._source, self._wanted, out.nbytes)
+        rest = known.receive(out, tag_in_64_bits(self._side.tag), 0.0)
+        places = self._side.group.ranks.places
+        assert rest is not None
+        self.rest = rest if isinstance(rest, NodeMessage) else places[rest]
+        return known
+
+    async def _go_on(self, task: Task) -> int | Deferred:
+        t = self._side.channel(task, 0)
+        if self._source == ANY_SOURCE:
+            t.awaited = t.members.others
+        elif self._source != t.rank:
+            t.awaited = (t.members[self._source],)
+        if self._side.staging is None:
+            await self._fill(t, task, adapter_for(self._work).flat(self._work).bytes)
+            return self._finish()
+        return await self._side.staging.bring(
+            t,
+            out=self._work,
+            fill=lambda mirror: self._fill(t, task, mirror.flat.bytes),
+            finish=self._finish,
+        )
+
+    def _finish(self) -> int:
+        if self._work is self._out:
+            self._side.adapter.written(self._out)
+        else:
+            self._side.adapter.assign(self._out, self._work)
+        return self.result
+
+    async def _fill(self, t: Channel, task: Task, out: Bytes) -> None:
+        """Receive the message into `out`; then `rest` is the rank that has sent it."""
+        offer = None
+        side, mail = self._side, self._side.mail
+        is_in_node = side.is_in_node(self._source)
+        if not is_in_node:
+            offer = t.expect(ControlKind.OFFER, side.mailbox, self._source)
+        if self.rest is None and mail is not None and (is_in_node or self._source == ANY_SOURCE):
+            self._receive_in_node(out)
+        if isinstance(self.rest, NodeMessage):
+            if await t.pass_on(self.rest, out, unless=offer):
+                side.require_fit(self.rest.refusal)
+                self.rest = t.members.places[self.rest.source]
+        if isinstance(self.rest, int):
+            t.awaited = ()
+            return
+        assert offer is not None
+        await t.wait(offer)
+        t.awaited = ()
+        await self._accept(t, task, offer, out)
+
+    async def _accept(self, t: Channel, task: Task, offer: Letter, out: Bytes) -> None:
+        assert offer.header is not None
+        serial = offer.header.value
+        sender = t.members.places[offer.source]
+        if offer.text != self._wanted:
+            text = _text_of_mismatch(
+                task.label, (offer.source, offer.text), (t.members[t.rank], self._wanted)
+            )
+            t.tell(sender, ControlKind.ANSWER, text, key=serial, flag=False)
+            raise MismatchError(text)
+        data = self._side.channel(task, serial)
+        t.tell(sender, ControlKind.ANSWER, key=serial, flag=True)
+        await data.wait(data.irecv(out, sender))
+        self.rest = sender

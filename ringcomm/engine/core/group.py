@@ -61,6 +61,7 @@ class Group:
     neighbours: NodeTeam | None = None  # of the members on this rank's node
     ledger: Ledger  # numbers its operations, in a member's process; see ledger_for()
     short_calls: BlockingCalls | None = None  # made by its first blocking call
+    mail: Any = None  # a NodeMail, made by its first message; False: no rank shares memory with it
 
     def __init__(self, ranks: Iterable[int]) -> None:
         current = engine()

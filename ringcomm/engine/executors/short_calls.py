@@ -242,7 +242,7 @@ def _known_of(
 ) -> _Known | None:
     """Return the call that has been carried out by a plan; None if only a plan can do it."""
     step = plan.step
-    if step is None or not (_is_plain(x) and _is_plain(result)):
+    if step is None or not (is_plain(x) and is_plain(result)):
         return None
     if isinstance(step, NodeExchange) and step.pulls_from is not None and not step.has_chosen:
         return None  # messages have carried it out
@@ -301,7 +301,7 @@ def _maker_of(result: Any) -> Callable[[], Any]:
     return partial(sys.modules["torch"].empty, tuple(result.shape), dtype=result.dtype)
 
 
-def _is_plain(x: Any) -> bool:
+def is_plain(x: Any) -> bool:
     """Return True if a short call can pass x to C++: it is None, or an array in host memory."""
     if x is None:
         return True
@@ -317,7 +317,7 @@ def _is_plain(x: Any) -> bool:
 def _buffer(x: Any, is_writable: bool) -> Any:
     """Return x, or its address if it is a tensor, for C++; None if it needs a copy."""
     if type(x) is not np.ndarray:
-        return _address(x)
+        return address_of(x)
     flags = x.flags
     if flags.carray or (not is_writable and flags.c_contiguous and flags.aligned):
         return x
@@ -328,7 +328,7 @@ async def _never_run(_: Channel) -> Any:
     raise AssertionError("a step has begun already")
 
 
-def _address(x: Any) -> int | None:
+def address_of(x: Any) -> int | None:
     """Return the address of a tensor that needs no copy, else None."""
     torch = sys.modules.get("torch")
     if (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ringcomm._core import NodeMemory, Team, make_team, take, view
+from ringcomm._core import NodeMemory, NodeMessages, Team, make_team, take, view
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.node import N_UNNAMED
 
@@ -19,9 +19,13 @@ class SharedNode:
 
     Attributes:
         is_crowded: the node has more ranks than there are cores for this process.
+        reads_memory: long messages are read in the private memory of their sender, where the system
+            allows it.
         moment_s: seconds for which a thread that waits for a step does nothing else. Python code
             that runs meanwhile delays the step, mostly where ranks share cores.
     """
+
+    reads_memory = True
 
     def __init__(self, memory: NodeMemory, rank: int, n_ranks: int) -> None:
         n_cores = len(os.sched_getaffinity(0))
@@ -30,6 +34,20 @@ class SharedNode:
         self._memories = {rank: memory}
         self._rank = rank
         self._teams: dict[tuple[int, tuple[int, ...]], NodeTeam | None] = {}
+        self._messages: NodeMessages | None = None
+
+    @property
+    def messages(self) -> NodeMessages:
+        """The messages between this rank and others of its node, and with itself."""
+        if self._messages is None:
+            self._messages = NodeMessages(
+                self._rank, self._memories, self.is_crowded, may_read=self.reads_memory
+            )
+        return self._messages
+
+    def shares_with(self, rank: int) -> bool:
+        """Return True if a rank, which may be this one, and this one map each other's memory."""
+        return rank in self._memories
 
     @property
     def memory(self) -> NodeMemory:
@@ -70,6 +88,8 @@ class SharedNode:
         """Prepare the contexts of all groups for the next view, once no rank uses them any more."""
         for context in {0, *(context for context, _ in self._teams)}:
             self.clear(context)
+        if self._messages is not None:
+            self._messages.retire()
 
     def abandon(self) -> None:
         """Give up all operations of this rank in shared memory.

@@ -1,0 +1,186 @@
+// Messages between the ranks of a node. A message and its receive find each other by the two ranks and
+// a mailbox; those of one sender and mailbox arrive in their order.
+//
+// Who sends owns a pipe to each rank that it has sent to: in its arena, and its board says where. A
+// short message goes through the pipe as a whole, and its sender goes on at once. Of a long one an
+// offer goes, and the receiver reads the data where they are: in the sender's arena, or in its private
+// memory if the system allows that; else it asks for them in pieces, through the pipe.
+//
+// A message that does not fit its receive is refused. Its sender hears of it if it waits for the message
+// still, else in its next call with that rank.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "../loop/program.hpp"
+#include "memory.hpp"
+#include "pipe.hpp"
+
+namespace ringcomm {
+
+struct Mailbox {
+  std::uint64_t group;
+  std::int64_t tag;
+
+  bool operator<(const Mailbox& other) const {
+    return group < other.group || (group == other.group && tag < other.tag);
+  }
+};
+
+constexpr std::uint32_t kAnyRank = ~std::uint32_t{0};
+
+// A message that did not fit its receive: what the two sides had.
+struct Refusal {
+  std::uint32_t sender = kAnyRank, receiver = kAnyRank;
+  std::int64_t tag = 0;
+  std::string sent, wanted;
+  bool is_of_earlier = false;  // of a send that is over, not of the call that hears of it
+};
+
+// What is alike in many messages between the same two ranks.
+struct Envelope {
+  std::uint32_t rank;   // the other one; of a receive: kAnyRank, or who is to send
+  std::uint64_t group;
+  std::string outline;  // of the array: compared before any data moves
+  std::size_t nbytes;
+};
+
+using SharedEnvelope = std::shared_ptr<const Envelope>;
+
+class NodeMessages;
+
+// One send or receive.
+class NodeMessage final : public Program {
+ public:
+  NodeMessage(std::shared_ptr<NodeMessages> messages, SharedEnvelope envelope, std::int64_t tag, const std::byte* from,
+              std::byte* to);
+  ~NodeMessage() override;  // as abandon(), if it is not over
+  Step advance() override;
+  bool needs_polling() const override { return waits_for_room_.load(); }
+  // No rank touches its buffer after this returns. A send that was offered, and is given up, makes
+  // its receive fail.
+  void abandon() override;
+  // Ends a receive that has found no message yet, and returns true. Else it will be over soon.
+  bool withdraw();
+
+  // To be read once it is over.
+  std::uint32_t source() const { return source_; }  // of a receive
+  const std::optional<Refusal>& refusal() const { return refusal_; }
+
+ private:
+  friend class NodeMessages;
+
+  const std::shared_ptr<NodeMessages> messages_;
+  const SharedEnvelope envelope_;
+  const std::int64_t tag_;
+  const std::byte* const from_;  // null: it is a receive
+  std::byte* const to_;
+  std::atomic<bool> waits_for_room_{false};
+  // The rest is guarded by the mutex of NodeMessages.
+  bool is_open_ = false;  // it is counted among those that are not over
+  std::uint64_t serial_ = 0;     // of the message, among those of its sender
+  std::uint32_t source_ = kAnyRank;
+  std::uint64_t place_ = 0;      // of the data at the sender
+  bool is_in_arena_ = false;     // place_ is an offset in the sender's arena, else an address
+  std::size_t n_moved_ = 0;      // bytes
+  std::optional<Refusal> refusal_;
+};
+
+// One rank's messages with the others of its node, and with itself.
+class NodeMessages : public std::enable_shared_from_this<NodeMessages> {
+ public:
+  // memories: by rank. may_read: other processes' private memory, where the system allows it.
+  NodeMessages(std::uint32_t rank, std::map<std::uint32_t, std::shared_ptr<NodeMemory>> memories,
+           Patience patience, bool may_read);
+  NodeMessages(const NodeMessages&) = delete;
+  NodeMessages& operator=(const NodeMessages&) = delete;
+  ~NodeMessages();
+
+  bool reaches(std::uint32_t rank) const { return mates_.count(rank) != 0; }
+
+  // Begins a send, and stays with it for limit_ns. Null: it is over, and was not refused.
+  // Throws std::bad_alloc if there is no memory for the pipe.
+  std::shared_ptr<NodeMessage> send(const SharedEnvelope& to, std::int64_t tag, const std::byte* data,
+                                    std::int64_t limit_ns);
+  // The same for a receive; `source` becomes the rank that sent it.
+  std::shared_ptr<NodeMessage> receive(const SharedEnvelope& from, std::int64_t tag, std::byte* out,
+                                       std::int64_t limit_ns, std::uint32_t& source);
+  // Both at once; but if an earlier message to one of the two ranks was refused, the receive tells that,
+  // and nothing has begun.
+  std::pair<std::shared_ptr<NodeMessage>, std::shared_ptr<NodeMessage>> exchange(
+      const SharedEnvelope& to, std::int64_t sendtag, const std::byte* data, const SharedEnvelope& from,
+      std::int64_t recvtag, std::byte* out, std::int64_t limit_ns, std::uint32_t& source);
+
+  // A message to that rank, whose send was over before it was refused; each is told once.
+  std::optional<Refusal> earlier_refusal(std::uint32_t rank);
+
+  // No rank of the node uses its messages any more: the pipes are given back.
+  void retire();
+
+  bool reads_memory() const { return reads_memory_; }
+
+ private:
+  friend class NodeMessage;
+  struct Head;     // of what is in a pipe
+  struct Arrived;  // a message that no receive has asked for yet
+  struct Mate;     // another rank, or this one
+
+  Mate& mate_of(std::uint32_t rank) const;
+  void require_open() const;
+  std::shared_ptr<NodeMessage> begin_send(const SharedEnvelope& to, std::int64_t tag, const std::byte* data);
+  std::shared_ptr<NodeMessage> begin_receive(const SharedEnvelope& from, std::int64_t tag, std::byte* out);
+  std::shared_ptr<NodeMessage> rest_of(std::shared_ptr<NodeMessage> message, std::int64_t limit_ns) const;
+  bool hear_of_earlier(Mate& mate, NodeMessage& message);
+  void tell_own_threads();
+  Program::Step pass(NodeMessage& by);
+  std::size_t longest_whole() const;
+  bool look_at(Mate& mate);
+  bool hear(Mate& mate);
+  void find_pipe(Mate& mate) const;
+  void make_pipe(Mate& mate);
+  bool put(Mate& mate, const Envelope& to, std::int64_t tag, const std::byte* data,
+           std::uint64_t serial);
+  static bool put_chunks(Mate& mate, const Chunk* chunks, std::size_t n);
+  void tell(Mate& mate, Head head, const Refusal* refusal, NodeMessage* ends);
+  bool flush(Mate& mate);
+  bool stream(Mate& mate);
+  void take(Mate& mate, const std::byte* data, std::size_t nbytes);
+  void hear_refusal(Mate& mate, const Head& head, const char* outlines);
+  NodeMessage* receive_for(const Mate& mate, const Mailbox& mailbox);
+  void deliver(Mate& mate, NodeMessage& receive, const Head& head, std::string_view outline,
+               const std::byte* data);
+  bool copy_piece(Mate& mate, NodeMessage& receive);
+  void ask_for_pieces(Mate& mate, NodeMessage& receive);
+  void take_piece(Mate& mate, const Head& head, const std::byte* data);
+  void finish(NodeMessage& message, std::string fault = {});
+  void close(NodeMessage& message);
+  void forget(NodeMessage& message);
+  void fail_receives_from(Mate& mate);
+
+  const std::uint32_t rank_;
+  const std::shared_ptr<NodeMemory> memory_;
+  const Patience patience_;
+  std::size_t pipe_nbytes_;
+  std::atomic<bool> reads_memory_;
+  std::mutex mutex_;  // of what follows
+  std::map<std::uint32_t, std::unique_ptr<Mate>> mates_;
+  std::map<Mailbox, std::list<NodeMessage*>> receives_;  // without a message
+  std::map<Mailbox, std::deque<Arrived>> arrived_;       // without a receive
+  std::size_t n_from_any_ = 0;  // of receives_, those that anybody may serve
+  std::uint64_t n_sent_ = 0;
+  bool is_retired_ = false;
+  bool has_ended_ = false;  // a message, since tell_own_threads()
+};
+
+}  // namespace ringcomm

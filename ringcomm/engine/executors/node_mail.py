@@ -1,0 +1,148 @@
+"""Messages between ranks of a node: one that is over within a moment takes one call of C++.
+
+The first message with an array of some dtype and shape is prepared like any other. What its two
+sides must agree on is remembered as a Correspondence, and the next ones look that up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from ringcomm._core import Correspondence, NodeMessage, Refusal, exchange_messages
+from ringcomm.arrays import adapter_for
+from ringcomm.engine.core.current_engine import engine
+from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.executors.short_calls import address_of, is_plain
+from ringcomm.transport.base import ANY_SOURCE
+from ringcomm.transport.node.shared_memory import SharedNode
+
+_MAX_KNOWN: Final = 4096
+_TAGS: Final = 1 << 64
+
+
+class NodeMail:
+    """The messages of a group between this rank and others that share its node's memory.
+
+    Methods that send return True once the array may be changed; those that receive, the rank that
+    has sent. Or they return the NodeMessage that is left to wait for; or None: nothing has begun,
+    as the message must be prepared first.
+
+    Attributes:
+        reaches_all: all ranks of the group share it.
+        rank: this rank, within the group.
+        moment_s: how long the methods stay with a message.
+    """
+
+    def __init__(self, engine: Engine, group: Group, node: SharedNode) -> None:
+        self._state, self._peers = engine.state, engine.watch.peers
+        self._node = node
+        self._ranks, self._places = group.ranks, group.ranks.places
+        self.rank = group.index
+        self._id = group.ledger_for(engine).group_id % _TAGS
+        self._sends: dict[Any, Correspondence] = {}
+        self._receives: dict[Any, Correspondence] = {}
+        self.reaches_all = all(node.shares_with(rank) for rank in group.ranks)
+        self.moment_s = node.moment_s
+
+    def reaches(self, rank: int) -> bool:
+        """Return True if a rank of the group, or rc.ANY_SOURCE, is in shared memory alone."""
+        if rank == ANY_SOURCE:
+            return self.reaches_all
+        return self._node.shares_with(self._ranks[rank])
+
+    def send(
+        self, x: Any, dest: Any, tag: Any, seconds: float
+    ) -> NodeMessage | Literal[True] | None:
+        try:
+            known = self._sends[dest, x.dtype, x.shape]
+        except (AttributeError, KeyError, TypeError):  # no array, or what cannot be a key
+            return None
+        if self._must_prepare or type(dest) is not int:
+            return None
+        return known.send(x if type(x) is np.ndarray else address_of(x), tag, seconds)
+
+    def receive(self, out: Any, source: Any, tag: Any, seconds: float) -> NodeMessage | int | None:
+        try:
+            known = self._receives[source, out.dtype, out.shape]
+        except (AttributeError, KeyError, TypeError):
+            return None
+        if not self._state.is_usable or type(source) is not int:
+            return None
+        if type(out) is np.ndarray:
+            rest = known.receive(out, tag, seconds)
+            return self._places[rest] if type(rest) is int else rest
+        return self._received(out, known.receive(address_of(out), tag, seconds))
+
+    def exchange(
+        self, x: Any, dest: Any, sendtag: Any, out: Any, source: Any, recvtag: Any
+    ) -> tuple[NodeMessage | Literal[True] | None, NodeMessage | int | None]:
+        """Send x and receive out. Both are begun, or neither."""
+        try:
+            to = self._sends[dest, x.dtype, x.shape]
+            known = self._receives[source, out.dtype, out.shape]
+        except (AttributeError, KeyError, TypeError):
+            return None, None
+        if self._must_prepare or type(dest) is not int or type(source) is not int:
+            return None, None
+        both = exchange_messages(
+            to,
+            x if type(x) is np.ndarray else address_of(x),
+            sendtag,
+            known,
+            out if type(out) is np.ndarray else address_of(out),
+            recvtag,
+            self.moment_s,
+        )
+        return (None, None) if both is None else (both[0], self._received(out, both[1]))
+
+    @property
+    def _must_prepare(self) -> bool:
+        """True if the engine is unusable, or a message may be to a rank that is lost."""
+        return not self._state.is_usable or self._peers.has_lost
+
+    def _received(self, out: Any, rest: NodeMessage | int | None) -> NodeMessage | int | None:
+        if type(rest) is not int:
+            return rest
+        if type(out) is not np.ndarray:
+            adapter_for(out).written(out)
+        return self._places[rest]
+
+    def earlier_refusal(self, peer: int) -> Refusal | None:
+        """Return what an earlier message to a rank of the group was refused for, once for each."""
+        return self._node.messages.earlier_refusal(self._ranks[peer])
+
+    def correspondence(self, peer: int, outline: str, nbytes: int) -> Correspondence:
+        """Return what is to be agreed on with a rank of the group, or with rc.ANY_SOURCE."""
+        rank = None if peer == ANY_SOURCE else self._ranks[peer]
+        return Correspondence(self._node.messages, rank, self._id, outline.encode(), nbytes)
+
+    def learn(self, x: Any, peer: Any, correspondence: Correspondence, *, is_receive: bool) -> None:
+        """Remember a correspondence for arrays like x, if C++ can take them as they are."""
+        known = self._receives if is_receive else self._sends
+        if len(known) < _MAX_KNOWN and x is not None and is_plain(x):
+            known[peer, x.dtype, x.shape] = correspondence
+
+
+def mail_of(group: Group | None) -> NodeMail | None:
+    """Return the mail of a group (None: all ranks); None if its ranks share no memory with this."""
+    current = engine()
+    group = current.groups.or_default(group)
+    if group.mail is None:
+        group.mail = _make_mail(current, group)
+    mail: NodeMail | None = group.mail or None
+    return mail
+
+
+def _make_mail(current: Engine, group: Group) -> NodeMail | bool:
+    node = current.transport.node
+    if node is None or group.rank is None or group.ledger_for(current) is None:
+        return False
+    return NodeMail(current, group, node)
+
+
+def tag_in_64_bits(tag: int) -> int:
+    """Return a tag as C++ holds it."""
+    return (tag + _TAGS // 2) % _TAGS - _TAGS // 2
