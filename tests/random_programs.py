@@ -30,6 +30,8 @@ OPS = {
     rc.BXOR: np.bitwise_xor.reduce,
 }
 BITWISE = (rc.BAND, rc.BOR, rc.BXOR)
+OF_NUMBERS = ["allreduce", "reduce", "broadcast", "allgather", "gather"]
+OF_PYTHON = [np.bool_, np.int64, np.float64, np.complex128]  # dtypes of its numbers
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Operation:
     name: str | None
     is_async: bool
     is_deterministic: bool
+    is_number: bool  # of Python or numpy, not an array
 
     def argument(self, rank, shape=None):
         """Return what `rank` passes; arrays of one program differ by operation and rank."""
@@ -56,6 +59,8 @@ class Operation:
 
     def rows(self, rank):
         """Return the shape that `rank` passes to operations that allow another number of rows."""
+        if self.is_number:
+            return (1,)
         return ((self.number + rank) % 4, *self.shape[1:])
 
 
@@ -96,11 +101,12 @@ def _operation(rng, number, size, groups):
     if is_repeated:  # one call under one name: agreed on once, then cached
         kind, dtype, shape = "allreduce", np.float32, (33,)
     op = rng.choice(_ops_of(dtype)) if kind in REDUCTIONS else None
+    is_number = kind in OF_NUMBERS and not is_repeated and rng.random() < 0.2
     return Operation(
         number,
         kind,
         dtype,
-        shape,
+        () if is_number else shape,
         rc.SUM if is_repeated else op,
         rng.randrange(len(members)),
         group,
@@ -108,6 +114,7 @@ def _operation(rng, number, size, groups):
         name,
         is_async=rng.random() < 0.7,
         is_deterministic=rng.random() < 0.3 and not is_repeated,
+        is_number=is_number,
     )
 
 
@@ -166,17 +173,20 @@ def _run_segment(operations, groups, rank, rng, library):
             later.append(op)
             continue
         names.add((op.group, op.name))
-        x = _each(library.of, _passed(op, rank))
+        x = _passed(op, rank) if op.is_number else _each(library.of, _passed(op, rank))
         handles.append((op, x, _call(op, x, groups, "async")))
     rng.shuffle(handles)
     for op, x, handle in handles:
         check(op, rank, x, handle.wait(), library)
     for op in sorted(later, key=lambda op: op.number):
-        x = _each(library.of, _passed(op, rank))
+        x = _passed(op, rank) if op.is_number else _each(library.of, _passed(op, rank))
         check(op, rank, x, _call(op, x, groups, "sync"), library)
 
 
 def _passed(op, rank):
+    if op.is_number:
+        x = op.argument(rank)
+        return x.item() if op.dtype in OF_PYTHON and op.number % 2 else x[()]
     if op.kind in ("allgather", "gather"):
         return op.argument(rank, op.rows(rank))
     if op.kind == "alltoall":
@@ -227,7 +237,7 @@ def _each(change, x):
 
 def check(op, rank, passed, returned, library=None):
     """Compare with numpy, bit by bit."""
-    library = library or Library()
+    library = Library() if op.is_number else library or Library()
     x, result = _each(library.read, passed), _each(library.read, returned)
     if not op.kind.endswith("_"):
         assert _alike(x, _passed(op, rank)), op  # what is passed in is left alone
@@ -240,6 +250,9 @@ def check(op, rank, passed, returned, library=None):
     if want is None:
         assert result is None, op
         return
+    if op.is_number and want.ndim == 0:
+        assert type(result) is type(x), op
+        result = np.asarray(result)
     _same(op, result, want)
     if op.kind.endswith("_"):
         assert returned is passed, op

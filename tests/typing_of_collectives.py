@@ -1,6 +1,6 @@
 """What type checkers know of the forms of a collective; ci/test has mypy read it."""
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,12 @@ def use(x: Vector, xs: list[Vector]) -> None:
     assert_type(rc.reduce(x, root=1), Vector | None)
     assert_type(rc.reduce_(x), Vector)
     assert_type(rc.gather_async(x), rc.Handle[Vector | None])
+    assert_type(rc.allreduce(0.5), float)
+    assert_type(rc.broadcast(np.int16(1)), np.int16)
+    assert_type(rc.reduce(3), int | None)
+    assert_type(rc.allgather(x), Vector)
+    assert_type(rc.allgather(0.5), NDArray[Any])
+    assert_type(rc.gather_async(np.float32(1)), rc.Handle[NDArray[Any] | None])
     assert_type(rc.grouped_allreduce(xs), list[Vector])
     rc.broadcast_(x, nmae="n")  # type: ignore[call-arg]
-    rc.allgather_async(x, group=3)  # type: ignore[arg-type]
+    rc.allgather_async(x, group=3)  # type: ignore[call-overload]

@@ -35,6 +35,30 @@ ORDER = [
         ("unit/test_options_reach_the_plan.py",),
     ),
     Mutation(
+        "number-taken-for-an-array",
+        "order",
+        "engine/executors/short_calls.py",
+        "x.shape or type(x)",
+        "x.shape",
+        "after such arrays, a number that is broadcast is an array on all ranks but the root",
+        ("unit/test_scalars.py",),
+    ),
+    Mutation(
+        "long-int-fails-alone",
+        "order",
+        "engine/executors/short_calls.py",
+        """\
+        except Exception:  # noqa: BLE001 - the plan raises it, so that the other ranks learn of it
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+        result = self.run""",
+        """\
+        except KeyError:
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+        result = self.run""",
+        "where one rank passes an int beyond int64, the others wait for it, for ever",
+        ("unit/test_scalars.py",),
+    ),
+    Mutation(
         "place-counts-names",
         "order",
         "engine/core/ledger.py",

@@ -226,6 +226,15 @@ def test_random_programs_with_groups_and_asynchronous_operations(seed):
     run_program(make_program(seed, rc.size()), rc.rank(), seed)
 
 
+def test_numbers_come_back_as_numbers():
+    rank, size = rc.rank(), rc.size()
+    for _ in range(4):
+        assert rc.allreduce(rank + 0.5) == size * size / 2
+        assert rc.broadcast(np.int16(rank), size - 1) == np.int16(size - 1)
+        assert rc.allgather(rank).tolist() == list(range(size))
+        assert rc.reduce(rank == 0, root=0) is (True if rank == 0 else None)
+
+
 def test_contexts_of_dropped_groups_are_used_again(monkeypatch):
     wire = init_rank_size.engine().transport
     monkeypatch.setattr(wire, "tags", dataclasses.replace(wire.tags, n_contexts=8))

@@ -31,6 +31,18 @@ def test_broadcast_parameters_copies_root_s_model(what, root):
                 assert torch.equal(value, expected[name]), name
 
 
+def test_a_tensor_of_no_dimension_stays_a_tensor():
+    def body(rank):
+        x = torch.tensor(rank + 0.5)
+        for _ in range(4):
+            for result in (rc.allreduce(x), rc.broadcast(x, 1), rc.allreduce_(x.clone())):
+                assert torch.is_tensor(result)
+                assert result.shape == ()
+        return rc.allreduce(x).item(), rc.allreduce(x.item())
+
+    assert run_ranks(2, body) == [(2.0, 2.0)] * 2
+
+
 def test_broadcast_parameters_of_different_models_is_a_mismatch():
     def body(rank):
         with pytest.raises(rc.MismatchError, match=r"broadcast_\[weight\]"):

@@ -1,6 +1,6 @@
 """The forms of a collective, made from one declaration: blocking, in place, asynchronous.
 
-A declaration is a function that has the user's arguments and returns a Request. blocking(),
+A declaration is a function that has the user's arguments and returns a PlannedCall. blocking(),
 in_place() and started() make forms of it, which have the same arguments; ParamSpec lets type
 checkers see them. The help of arguments that many collectives have is here, too.
 """
@@ -133,7 +133,7 @@ def _presented(
     """Set name, docstring and signature of a form; return the form."""
     form.__name__ = form.__qualname__ = name
     form.__module__, form.__doc__ = declaration.__module__, doc
-    returned = declaration.__annotations__["return"].removeprefix("Request[")[:-1]
+    returned = declaration.__annotations__["return"].removeprefix("PlannedCall[")[:-1]
     form.__annotations__ = {**declaration.__annotations__, "return": result.format(returned)}
     signature = inspect.signature(declaration)
     vars(form)["__signature__"] = signature.replace(return_annotation=result.format(returned))

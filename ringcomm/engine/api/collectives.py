@@ -5,6 +5,11 @@ float16, bfloat16, float32, float64, int8 to int64, uint8 to uint64, bool, compl
 The result is an array of the same library. Only functions whose name ends in `_` change their
 arguments. Strided arrays are copied.
 
+Numbers: allreduce, reduce, broadcast, gather and allgather also take a bool, int, float or complex
+of Python, or a number of numpy. It counts as an array of no dimension, of bool, int64, float64 or
+complex128, or of numpy's dtype; for gather and allgather, as one row. The result of the first three
+is a number of the same kind. An int that int64 does not have is a ValueError.
+
 GPUs: a call returns once its work is on a stream. The work runs after the earlier work of the
 caller's stream, and before its later work.
 
@@ -30,7 +35,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from ringcomm.collectives.operators import SUM, Op, ReductionOptions
 from ringcomm.engine.api.blocking_async_in_place import (
@@ -60,6 +65,12 @@ from ringcomm.engine.operations.objects import plan_allgather_object, plan_broad
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.engine.operations.scatter import plan_scatter
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Number: TypeAlias = bool | int | float | complex | np.generic
 
 A = TypeVar("A", bound=Any)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -204,12 +215,12 @@ def allreduce(
     """Return the reduction of x over all ranks. All ranks get the same bits.
 
     Args:
-        x: array of any shape, also empty and 0-d; same shape and dtype on every rank.
+        x: array of any shape, also empty and 0-d, or a number; same shape and dtype on every rank.
         deterministic: reduce each element in rank order, ((x0 + x1) + x2) + ..., which gives the
             same bits in every run, for any size of buffer.
 
     Returns:
-        A new array of x's shape and dtype.
+        A new array of x's shape and dtype; for a number, a number.
 
     Cost: 2 (size - 1) / size of x's bytes sent per rank, after one agreement round.
     """
@@ -241,10 +252,10 @@ def reduce(
     """Return the reduction of x over all ranks; None on every rank but root.
 
     Args:
-        x: array of any shape, also empty and 0-d; same shape and dtype on every rank.
+        x: array of any shape, also empty and 0-d, or a number; same shape and dtype on every rank.
 
     Returns:
-        On root a new array of x's shape and dtype.
+        On root a new array of x's shape and dtype; for a number, a number.
 
     Cost: (size - 1) / size of x's bytes sent by each rank, then 1 / size of them to root.
     """
@@ -307,6 +318,12 @@ reduce_scatter_ = _shortened_reduction(
 )
 
 
+@overload
+def allgather(
+    x: Number, *, name: str | None = None, group: Group | None = None
+) -> NDArray[Any]: ...
+@overload
+def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> A: ...
 @_shortened
 @blocking
 def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> PlannedCall[A]:
@@ -314,7 +331,8 @@ def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> P
 
     Args:
         x: array with at least one dimension; same dtype on every rank, and same shape except for
-            the first dimension, which may differ and may be 0.
+            the first dimension, which may differ and may be 0. A number is one row of no further
+            dimensions.
 
     Returns:
         A new array, shape (sum of first dimensions, *x.shape[1:]), in rank order.
@@ -322,6 +340,14 @@ def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> P
     return PlannedCall("allgather", name, group, plan_allgather, (x,))
 
 
+@overload
+def gather(
+    x: Number, root: int = 0, *, name: str | None = None, group: Group | None = None
+) -> NDArray[Any] | None: ...
+@overload
+def gather(
+    x: A, root: int = 0, *, name: str | None = None, group: Group | None = None
+) -> A | None: ...
 @_shortened_at_root
 @blocking
 def gather(
@@ -380,11 +406,12 @@ def broadcast(
     """Return root's x on every rank.
 
     Args:
-        x: array of the same shape and dtype on every rank; its values matter on root only.
+        x: array of the same shape and dtype on every rank, or a number of one dtype; its values
+            matter on root only.
         root: the rank whose values all ranks get.
 
     Returns:
-        A new array of x's shape and dtype.
+        A new array of x's shape and dtype; for a number, a number.
     """
     return PlannedCall("broadcast", name, group, plan_broadcast, (x, root))
 

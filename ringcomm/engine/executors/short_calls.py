@@ -33,6 +33,7 @@ from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.engine.operations.broadcast import plan_broadcast
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
+from ringcomm.engine.operations.scalars import array_of, is_scalar, number_from
 from ringcomm.engine.operations.scatter import plan_scatter
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import N_UNNAMED
@@ -124,13 +125,20 @@ class ShortCalls:
         Raises the errors of the collective.
         """
         try:
-            key: Any = (kind, op, root) if x is None else (kind, x.dtype, x.shape, op, root)
+            # A number of numpy has the dtype and shape of an array of no dimension, but no memory.
+            key: Any = (
+                (kind, op, root) if x is None else (kind, x.dtype, x.shape or type(x), op, root)
+            )
             known = self._known[key]
         except KeyError:
+            if is_scalar(x):
+                return self._of_number(kind, x, op, root, timeout_s)
             if len(self._known) < _MAX_KNOWN:
                 self._known[key] = _MADE_ONCE
             return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
         except (AttributeError, TypeError):  # no array, or what cannot be a key
+            if is_scalar(x):
+                return self._of_number(kind, x, op, root, timeout_s)
             return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
         if not isinstance(known, _Known) or type(root) is not int:
             to_learn = key if known is _MADE_ONCE else None
@@ -179,6 +187,14 @@ class ShortCalls:
         if writes_x and type(x) is not np.ndarray:
             adapter_for(x).written(x)
         return out
+
+    def _of_number(self, kind: str, x: Any, op: Any, root: Any, timeout_s: float | None) -> Any:
+        try:
+            array = array_of(x, kind)
+        except Exception:  # noqa: BLE001 - the plan raises it, so that the other ranks learn of it
+            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+        result = self.run(kind, array, op, root, timeout_s)
+        return result if array.ndim else number_from(result, x)
 
     def is_root(self, root: Any) -> bool:
         """Return True if this rank is the root, or may be, as `root` is no int."""

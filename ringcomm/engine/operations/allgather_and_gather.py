@@ -16,14 +16,17 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, rows_call
+from ringcomm.engine.operations.scalars import takes_scalars
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
 
 
+@takes_scalars("allgather")
 def plan_allgather(group: Group, name: str | None, x: A) -> Plan[A]:
     return _gathering("allgather", group, name, x, None)
 
 
+@takes_scalars("gather")
 def plan_gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
     return _gathering("gather", group, name, x, rank_of("root", root, group))
 

@@ -14,10 +14,12 @@ from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, contiguous, written
 from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction, reduction_in_node
+from ringcomm.engine.operations.scalars import takes_scalars
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
 
+@takes_scalars("allreduce")
 def plan_allreduce(
     group: Group,
     name: str | None,

@@ -17,12 +17,14 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, written
+from ringcomm.engine.operations.scalars import takes_scalars
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeCopy
 
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
+@takes_scalars("broadcast")
 def plan_broadcast(
     group: Group, name: str | None, x: A, root: int, *, in_place: bool = False
 ) -> Plan[A]:

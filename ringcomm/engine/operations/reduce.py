@@ -16,10 +16,12 @@ from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, rank_of, written
 from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction, reduction_in_node
+from ringcomm.engine.operations.scalars import takes_scalars
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
 
+@takes_scalars("reduce")
 def plan_reduce(
     group: Group,
     name: str | None,
