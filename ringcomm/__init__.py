@@ -48,8 +48,8 @@ __all__ = [
     "local_size", "log", "log_to", "node_memory", "note_event", "on_checkpoint", "rank", "recv",
     "reduce", "reduce_", "reduce_async", "reduce_async_", "reduce_scatter", "reduce_scatter_",
     "reduce_scatter_async", "reduce_scatter_async_", "run", "scatter", "scatter_async", "send",
-    "sendrecv", "should_stop", "shutdown", "size", "start_timeline", "step", "stop_timeline",
-    "zeros",
+    "sendrecv", "should_stop", "shutdown", "size", "split", "start_timeline", "step",
+    "stop_timeline", "zeros",
 ]  # fmt: skip
 
 # The modules of the public names. Each is imported when one of its names is first used, because

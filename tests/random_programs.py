@@ -144,11 +144,17 @@ def run_program(program, rank, seed, library=None):
     """Run this rank's part; raises AssertionError with the operation whose result is wrong."""
     library = library or Library()
     ranks_of_groups, segments = program
-    groups = [rc.Group(ranks) if rank in ranks else None for ranks in ranks_of_groups]
+    groups = [_group(ranks, rank, (seed + i) % 2) for i, ranks in enumerate(ranks_of_groups)]
     rng = random.Random(f"{seed} {rank}")
     for segment in segments:
         mine = [op for op in segment if rank in op.members]
         _run_segment(_own_order(mine, rng), groups, rank, rng, library)
+
+
+def _group(ranks, rank, is_split):
+    if is_split:
+        return rc.split(*((3, ranks.index(rank)) if rank in ranks else (None, None)))
+    return rc.Group(ranks) if rank in ranks else None
 
 
 def _own_order(operations, rng):

@@ -35,6 +35,31 @@ ORDER = [
         ("unit/test_options_reach_the_plan.py",),
     ),
     Mutation(
+        "split-forgets-the-key",
+        "order",
+        "engine/operations/split.py",
+        'ranks[np.argsort(pairs[ranks, 1], kind="stable")]',
+        "ranks",
+        "a split numbers the ranks of each new group as the old one did",
+        ("unit/test_groups.py",),
+    ),
+    Mutation(
+        "wrong-color-fails-alone",
+        "order",
+        "engine/api/collectives.py",
+        """\
+    pairs = engine().execute("split", None, lambda g: plan_split(g, None, color, key), group)
+    whole = engine().groups.or_default(group)
+""",
+        """\
+    whole = engine().groups.or_default(group)
+    plan = plan_split(whole, None, color, key)
+    pairs = engine().execute("split", None, lambda _: plan, group)
+""",
+        "the ranks wait for ever for one that passes a wrong color to split()",
+        ("unit/test_groups.py",),
+    ),
+    Mutation(
         "number-taken-for-an-array",
         "order",
         "engine/executors/short_calls.py",

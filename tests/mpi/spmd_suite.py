@@ -235,6 +235,16 @@ def test_numbers_come_back_as_numbers():
         assert rc.reduce(rank == 0, root=0) is (True if rank == 0 else None)
 
 
+def test_a_split_gives_each_color_a_group_ordered_by_key():
+    rank, ranks = rc.rank(), list(range(rc.size()))
+    half = rc.split(rank % 2, -rank)
+    assert list(half.ranks) == ranks[rank % 2 :: 2][::-1]
+    assert rc.allgather(rank, group=half).tolist() == list(half.ranks)
+    first = rc.split(0 if half.rank == 0 else None, group=half)
+    assert (first is None) == (half.rank > 0)
+    assert first is None or first.ranks == half.ranks[:1]
+
+
 def test_contexts_of_dropped_groups_are_used_again(monkeypatch):
     wire = init_rank_size.engine().transport
     monkeypatch.setattr(wire, "tags", dataclasses.replace(wire.tags, n_contexts=8))

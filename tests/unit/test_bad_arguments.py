@@ -56,6 +56,7 @@ GOOD = {
     "sendrecv": lambda rank: {
         "x": np.ones(3), "dest": rank, "out": np.empty(3), "source": rank
     },
+    "split": lambda rank: {"color": 1, "key": -rank},
     "start_timeline": lambda _: {"prefix": "trace"},
     "stop_timeline": lambda _: {},
     "zeros": lambda _: {"shape": 3, "dtype": "float32"},

@@ -4,6 +4,7 @@ import gc
 import pickle
 import random
 import threading
+from contextlib import nullcontext as nothing
 from types import SimpleNamespace
 
 import numpy as np
@@ -467,3 +468,79 @@ def test_a_rank_that_cannot_go_on_is_no_riddle_to_its_other_groups():
 
     told = threading.Event()
     assert outcomes(3, body)[:2] == ["told", 2]
+
+
+def described(group):
+    """Return who is in a group, and what its ranks say."""
+    if group is None:
+        return None
+    return group.ranks, group.rank, rc.allgather(engine().job_rank, group=group).tolist()
+
+
+@pytest.mark.parametrize(
+    ("colors", "keys", "want"),
+    [
+        ([0, 1, 0, 1], [None] * 4, [(0, 2), (1, 3), (0, 2), (1, 3)]),
+        ([7, 7, 7, 7], [3, -1, 3, -(2**63)], [(3, 1, 0, 2)] * 4),
+        ([0, None, 2**63 - 1, 0], [1, 0, 0, 0], [(3, 0), None, (2,), (3, 0)]),
+        ([None] * 4, [0] * 4, [None] * 4),
+        ([np.int8(5), 5, np.array(5), 6], [0, np.uint64(2), 1, 0], [(0, 2, 1)] * 3 + [(3,)]),
+    ],
+)
+def test_a_split_gives_each_color_a_group_ordered_by_key_then_by_rank(colors, keys, want):
+    results = run_ranks(4, lambda r: described(rc.split(colors[r], keys[r])))
+    due = [ranks and (ranks, ranks.index(r), list(ranks)) for r, ranks in enumerate(want)]
+    assert results == due
+
+
+def test_a_split_of_a_group_is_made_by_its_members_alone():
+    def body(rank):
+        group = only(rank, [3, 1, 0])
+        if group is None:
+            return None
+        part = rc.split(0 if rank else 1, group=group)
+        return described(part), described(rc.split(0, -rank, group=part))
+
+    alone = ((0,), 0, [0])
+    assert run_ranks(4, body) == [
+        (alone, alone),
+        (((3, 1), 1, [3, 1]), ((3, 1), 1, [3, 1])),
+        None,
+        (((3, 1), 0, [3, 1]), ((3, 1), 0, [3, 1])),
+    ]
+
+
+BAD_COLORS = {"color is -1; it must be an int >= 0, or None": -1, "color must be an int": True}
+BAD_COLORS |= {"color must be": 0.0, "not '1'": "1", f"color is {2**63}": 2**63}
+
+
+def test_a_wrong_color_on_one_rank_is_an_error_on_all():
+    def body(rank):
+        for text, color in BAD_COLORS.items():
+            with pytest.raises(rc.MismatchError, match="rank 1 could not take part") as told:
+                rc.split(color if rank == 1 else 0)
+            assert text in str(told.value)
+            with pytest.raises((TypeError, ValueError), match=text):
+                rc.split(color)
+        for key in (0.5, 2**63):
+            with pytest.raises((TypeError, ValueError), match="split: key"):
+                rc.split(0, key)
+        with pytest.raises(ValueError, match="is not a member") if rank == 2 else nothing():
+            rc.split(0, group=rc.Group([0, 1]))
+        return rc.split(rank % 2).size
+
+    assert run_ranks(3, body) == [2, 1, 2]
+
+
+def test_a_split_beside_another_call_or_a_rank_in_join_is_a_mismatch():
+    def body(rank):
+        with pytest.raises(rc.MismatchError, match="rank 0 called split #1, rank 1 called allgath"):
+            rc.split(0) if rank == 0 else rc.allgather(np.zeros((1, 2), np.int64))
+        if rank == 0:
+            with pytest.raises(
+                rc.MismatchError, match=r"has called join\(\), so it has nothing to"
+            ):
+                rc.split(0)
+        return rc.join()
+
+    assert len(set(run_ranks(2, body))) == 1

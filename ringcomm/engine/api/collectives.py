@@ -65,6 +65,7 @@ from ringcomm.engine.operations.objects import plan_allgather_object, plan_broad
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.engine.operations.scatter import plan_scatter
+from ringcomm.engine.operations.split import members_of, plan_split
 
 if TYPE_CHECKING:
     import numpy as np
@@ -449,6 +450,31 @@ def join() -> int:
     current.extensions.require_join()
     note_current_gpu(current)  # arrays of the others may be on a GPU
     return current.join(plan_stand_in)
+
+
+def split(color: int | None, key: int | None = None, *, group: Group | None = None) -> Group | None:
+    """Return a new group of the ranks that pass this rank's color; None if that is None.
+
+    Collective over all ranks of `group`; then the ranks of each color make their group as rc.Group
+    does, so all of them create their groups in the same order.
+
+    Args:
+        color: an int >= 0, or None to be in no group.
+        key: an int; the new group numbers its ranks by key, and where keys are equal, as `group`
+            does. None: 0.
+        group: the ranks that are divided; None: all.
+
+    Raises:
+        MismatchError: a rank passed no such color or key, or has called join().
+        TypeError, ValueError: all ranks did, for a reason of this kind.
+        RingcommError: the ranks of this color can have no more groups; see rc.Group.
+    """
+    pairs = engine().execute("split", None, lambda g: plan_split(g, None, color, key), group)
+    whole = engine().groups.or_default(group)
+    mine = int(pairs[whole.index, 0])
+    if color is None:
+        return None
+    return Group.of_job(whole.ranks[member] for member in members_of(mine, pairs))
 
 
 @blocking
