@@ -18,7 +18,17 @@ FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
 OTHERS = [np.bool_, np.complex64, np.complex128]
 REDUCTIONS = ["allreduce", "allreduce_", "reduce", "reduce_scatter", "grouped_allreduce"]
-KINDS = [*REDUCTIONS, "broadcast", "broadcast_", "allgather", "gather", "scatter", "alltoall"]
+SCANS = ["scan", "exscan"]
+KINDS = [
+    *REDUCTIONS,
+    *SCANS,
+    "broadcast",
+    "broadcast_",
+    "allgather",
+    "gather",
+    "scatter",
+    "alltoall",
+]
 OPS = {
     rc.SUM: lambda a: a.sum(0),
     rc.MIN: lambda a: a.min(0),
@@ -30,7 +40,7 @@ OPS = {
     rc.BXOR: np.bitwise_xor.reduce,
 }
 BITWISE = (rc.BAND, rc.BOR, rc.BXOR)
-OF_NUMBERS = ["allreduce", "reduce", "broadcast", "allgather", "gather"]
+OF_NUMBERS = ["allreduce", "reduce", *SCANS, "broadcast", "allgather", "gather"]
 OF_PYTHON = [np.bool_, np.int64, np.float64, np.complex128]  # dtypes of its numbers
 
 
@@ -100,7 +110,9 @@ def _operation(rng, number, size, groups):
     is_repeated = name is not None and name.startswith("again")
     if is_repeated:  # one call under one name: agreed on once, then cached
         kind, dtype, shape = "allreduce", np.float32, (33,)
-    op = rng.choice(_ops_of(dtype)) if kind in REDUCTIONS else None
+    op = rng.choice(_ops_of(dtype)) if kind in (*REDUCTIONS, *SCANS) else None
+    if kind in SCANS and op is rc.AVERAGE:
+        op = rc.SUM
     is_number = kind in OF_NUMBERS and not is_repeated and rng.random() < 0.2
     return Operation(
         number,
@@ -226,6 +238,8 @@ def _call(op, x, groups, form):
         if op.kind == "reduce":
             return call(x, op.op, op.root, **options)
         return call(x, op.op, **options)
+    if op.kind in SCANS:
+        return call(x, op.op, **options)
     if op.kind == "alltoall":
         if _is_even(op):
             return call(x, **options)
@@ -281,6 +295,9 @@ def _expected(op, rank):
     index = op.members.index(rank)
     if op.kind in REDUCTIONS:
         return _reduced(op, rank, root, index)
+    if op.kind in SCANS:
+        n = index + (op.kind == "scan")
+        return _combined(op, None, op.members[:n]) if n else _first_of_exscan(op)
     if op.kind.startswith("broadcast"):
         return op.argument(root)
     if op.kind in ("allgather", "gather"):
@@ -309,8 +326,18 @@ def _reduced(op, rank, root, index):
     return total
 
 
-def _combined(op, shape):
-    stack = np.stack([op.argument(r, shape) for r in op.members])
+def _first_of_exscan(op):
+    if op.op in (rc.MIN, rc.MAX):
+        lowest, highest = (False, True) if op.dtype is np.bool_ else (-np.inf, np.inf)
+        if op.dtype in INTEGERS:
+            lowest, highest = np.iinfo(op.dtype).min, np.iinfo(op.dtype).max
+        return np.full(op.shape, highest if op.op is rc.MIN else lowest).astype(op.dtype)
+    one = -1 if op.op is rc.BAND else int(op.op is rc.PRODUCT)
+    return np.full(op.shape, one).astype(op.dtype)
+
+
+def _combined(op, shape, members=None):
+    stack = np.stack([op.argument(r, shape) for r in members or op.members])
     wide = stack
     if op.dtype is np.bool_:
         wide = stack if op.op in BITWISE else stack.astype(np.int64)

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from ringcomm.arrays import Flat, adapter_for
-from ringcomm.collectives.algorithms import direct, linear, ring, tree
+from ringcomm.collectives.algorithms import chain, direct, linear, ring, tree
 from ringcomm.collectives.message_patterns import chunks, consecutive
 from ringcomm.collectives.operators import AVERAGE, BXOR, MAX, PRODUCT, SUM
 from ringcomm.collectives.recording import perform
@@ -136,6 +136,15 @@ async def alltoall(t, count, dtype, op):
     return out
 
 
+def scan(*, is_exclusive):
+    async def body(t, count, dtype, op):
+        x, out = values(t.rank, count, dtype), np.zeros(count, dtype)
+        await chain.scan(flat(x), flat(out), t, op, is_exclusive=is_exclusive)
+        return out
+
+    return body
+
+
 ALGORITHMS = {
     "ring.allreduce_": (allreduce(ring), WIDE),
     "ring.reduce_scatter_": (reduce_scatter(ring, chunks), WIDE),
@@ -147,6 +156,8 @@ ALGORITHMS = {
     "linear.gather_": (gather, [(np.float64, SUM)]),
     "linear.scatter_": (scatter, [(np.float64, SUM)]),
     "linear.alltoall_": (alltoall, [(np.float32, SUM)]),
+    "chain.scan": (scan(is_exclusive=False), [(np.float32, SUM), (ml_dtypes.bfloat16, SUM)]),
+    "chain.scan exclusive": (scan(is_exclusive=True), [(np.float64, SUM), (np.float16, MAX)]),
 }
 CASES = [
     (name, np.dtype(dtype).name, op)

@@ -21,6 +21,8 @@ def use(x: Vector, xs: list[Vector]) -> None:
     assert_type(rc.allreduce(0.5), float)
     assert_type(rc.broadcast(np.int16(1)), np.int16)
     assert_type(rc.reduce(3), int | None)
+    assert_type(rc.scan(x, rc.MAX), Vector)
+    assert_type(rc.exscan_async(0.5, name="n"), rc.Handle[float])
     assert_type(rc.allgather(x), Vector)
     assert_type(rc.allgather(0.5), NDArray[Any])
     assert_type(rc.gather_async(np.float32(1)), rc.Handle[NDArray[Any] | None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import NamedTuple
 
@@ -48,6 +49,14 @@ class Op(Enum):
         """
         return dtype.is_16bit_float or (self is Op.AVERAGE and dtype.is_integer)
 
+    def identity(self, dtype: DType) -> int | float | bool:
+        """Return the value that changes no other; 0 for AVERAGE."""
+        if self in (Op.MIN, Op.MAX):
+            return _largest(dtype) if self is Op.MIN else _smallest(dtype)
+        if self is Op.BAND:  # all bits are 1
+            return _largest(dtype) if dtype.name[0] in "bu" else -1
+        return 1 if self is Op.PRODUCT else 0
+
     def require(self, dtype: DType) -> None:
         """Raise TypeError if this operator has no meaning for `dtype`."""
         if self is Op.AVERAGE and dtype.name == "bool":
@@ -56,6 +65,19 @@ class Op(Enum):
             raise TypeError(f"{self} of {dtype} has no meaning: complex numbers have no order")
         if self in (Op.BAND, Op.BOR, Op.BXOR) and (dtype.is_float or dtype.is_complex):
             raise TypeError(f"{self} of {dtype} has no meaning: it takes integers or bool")
+
+
+def _largest(dtype: DType) -> int | float | bool:
+    if dtype.name == "bool":
+        return True
+    is_signed = not dtype.name.startswith("u")
+    return math.inf if dtype.is_float else (1 << (8 * dtype.itemsize - is_signed)) - 1
+
+
+def _smallest(dtype: DType) -> int | float | bool:
+    if dtype.is_float:
+        return -math.inf
+    return 0 if dtype.name[0] in "bu" else -(1 << (8 * dtype.itemsize - 1))
 
 
 SUM, AVERAGE, MIN, MAX = Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX

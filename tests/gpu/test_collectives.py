@@ -121,6 +121,26 @@ def test_factors_give_the_bits_of_host_memory(transport, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_scans_go_through_host_memory_in_pieces(transport, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("ringcomm.gpu.executor.via_host_memory.PIECE_NBYTES", 4096)
+
+    def body(rank):
+        x = sim.array(whole_numbers(rank, 5000))
+        handle = rc.exscan_async(x, name="n")
+        return [each.get() for each in (rc.scan(x), handle.wait(), rc.exscan(x, rc.MIN), x)]
+
+    for rank, (inclusive, exclusive, lowest, x) in enumerate(
+        on_gpus(3, body, tmp_path, **choose(transport))
+    ):
+        assert np.array_equal(inclusive, total_of(rank + 1, 5000))
+        assert np.array_equal(exclusive, total_of(rank, 5000) if rank else np.zeros(5000))
+        assert np.isinf(lowest).all() == (rank == 0)
+        assert np.array_equal(x, whole_numbers(rank, 5000))
+    told = "an operation on a GPU goes through host memory: transports of GPUs do not compute scans"
+    assert caplog.text.count(told) == (transport != "staged")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_arrays_that_others_map_are_reduced_where_they_stand(transport, tmp_path, monkeypatch):
     monkeypatch.setattr("ringcomm.gpu.transports.slices.STAGING_NBYTES", 4096)
 

@@ -205,6 +205,9 @@ def test_random_program_against_numpy(seed):
         assert np.array_equal(rc.broadcast(mine, root), data[root])
         assert np.array_equal(rc.allgather(rc.reduce_scatter(mine)), total)
         assert np.array_equal(rc.allreduce(mine, rc.MAX, deterministic=True), data.max(0))
+        before = data[: rc.rank()].astype(np.float64).sum(0)
+        assert np.array_equal(rc.exscan(mine), before.astype(dtype))
+        assert np.array_equal(rc.scan(mine), (before + mine).astype(dtype))
         reduced, gathered = rc.reduce(mine, root=root), rc.gather(mine, root)
         if rc.rank() == root:
             assert np.array_equal(reduced, total)
@@ -224,6 +227,14 @@ def test_random_program_against_numpy(seed):
 @pytest.mark.parametrize("seed", range(at_length(15, 8)))
 def test_random_programs_with_groups_and_asynchronous_operations(seed):
     run_program(make_program(seed, rc.size()), rc.rank(), seed)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.int64])
+def test_a_scan_of_several_segments(dtype):
+    x = whole_numbers(rc.rank(), 300_007, dtype)  # also of several pieces in shared memory
+    assert np.array_equal(rc.scan(x), total(rc.rank() + 1, x.size, dtype))
+    before = rc.exscan_async(x, name="exscan").wait()
+    assert np.array_equal(before, total(rc.rank(), x.size, dtype) if rc.rank() else 0 * x)
 
 
 def test_numbers_come_back_as_numbers():

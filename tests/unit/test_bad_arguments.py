@@ -39,6 +39,7 @@ GOOD = {
     "broadcast_": rows,
     "broadcast_object": lambda rank: {"obj": rank},
     "empty": lambda _: {"shape": 3, "dtype": "float32"},
+    "exscan": reduction,
     "explain": lambda _: {"nbytes": 1000},
     "gather": rows,
     "grouped_allgather": several,
@@ -52,6 +53,7 @@ GOOD = {
     "reduce_": rows,
     "reduce_scatter": rows,
     "reduce_scatter_": rows,
+    "scan": reduction,
     "scatter": rows,
     "sendrecv": lambda rank: {
         "x": np.ones(3), "dest": rank, "out": np.empty(3), "source": rank

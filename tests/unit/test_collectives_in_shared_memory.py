@@ -109,6 +109,8 @@ def test_calls_made_again_are_exact_each_time_and_their_results_are_new(
                 "gather": (rc.gather(given, root), everything if rank == root else None),
                 "scatter": (rc.scatter(given if rank == root else None, root), parts[root]),
                 "broadcast": (rc.broadcast(given, root), values[root]),
+                "scan": (rc.scan(given), sum(values[: rank + 1])),
+                "exscan": (rc.exscan(given), sum(values[:rank], np.zeros(count))),
             }  # fmt: skip
             if count % size == 0:
                 made["alltoall"] = rc.alltoall(given), np.concatenate(parts)
@@ -183,6 +185,8 @@ KNOWN = {
     "gather": rc.gather,
     "alltoall": rc.alltoall,
     "broadcast": rc.broadcast,
+    "scan": rc.scan,
+    "exscan": rc.exscan,
     "barrier": lambda _: rc.barrier(),
 }
 

@@ -7,10 +7,14 @@ computed once, or by every rank in the same way, so all ranks get the same bits.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
+from ringcomm._core import combine_at_once
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.arrays.dtypes import DTYPES
+from ringcomm.collectives.message_patterns import chunks
 from ringcomm.collectives.operators import SUM, Op
 from ringcomm.collectives.recording import live
 from ringcomm.transport.channel import Channel
@@ -111,6 +115,36 @@ async def alltoall_counts(counts: list[int], t: Channel) -> list[int]:
     pulls = [(r, 8 * t.rank, theirs[r : r + 1].view(np.uint8)) for r in range(t.size)]
     await t.copy_in_node(np.array(counts, np.int64).view(np.uint8), pulls)
     return theirs.tolist()
+
+
+SCAN_PIECE_NBYTES: Final = 1 << 20  # a scan copies so much of each rank before it at a time
+
+
+@live
+async def scan(x: Flat, out: Flat, t: Channel, op: Op, *, is_exclusive: bool) -> None:
+    """Set `out` as chain.scan() does; pieces of x go one after another.
+
+    Cost: the last rank reads the x of all; it takes (size - 1) * SCAN_PIECE_NBYTES of memory.
+    """
+    pieces = chunks(x.count, max(1, -(-x.bytes.nbytes // SCAN_PIECE_NBYTES)))
+    scratch = [x.like(pieces[0].stop) for _ in range(t.rank)]
+    for piece in pieces:
+        mine = x[piece]
+        theirs = [each[: mine.count] for each in scratch]
+        await t.copy_in_node(mine.bytes, pulls_of_scan(theirs))
+        if t.rank or not is_exclusive:
+            combine_scanned(out[piece], theirs if is_exclusive else [*theirs, mine], op)
+
+
+def pulls_of_scan(theirs: list[Flat]) -> list[tuple[int, int, Bytes]]:
+    """Return what a rank pulls from those before it; the nearest first, for not all read one."""
+    return [(r, 0, each.bytes) for r, each in reversed(list(enumerate(theirs)))]
+
+
+def combine_scanned(out: Flat, sources: list[Flat], op: Op) -> None:
+    """Set `out` to the reduction of the sources in their order, rounded once."""
+    raw = [source.bytes for source in sources]
+    combine_at_once(out.bytes, raw, out.dtype.kernel, op.kernel, 1)
 
 
 def _kernel(x: Flat, t: Channel, op: Op) -> tuple[int, int, int]:

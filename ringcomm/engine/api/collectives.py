@@ -5,10 +5,10 @@ float16, bfloat16, float32, float64, int8 to int64, uint8 to uint64, bool, compl
 The result is an array of the same library. Only functions whose name ends in `_` change their
 arguments. Strided arrays are copied.
 
-Numbers: allreduce, reduce, broadcast, gather and allgather also take a bool, int, float or complex
-of Python, or a number of numpy. It counts as an array of no dimension, of bool, int64, float64 or
-complex128, or of numpy's dtype; for gather and allgather, as one row. The result of the first three
-is a number of the same kind. An int that int64 does not have is a ValueError.
+Numbers: allreduce, reduce, scan, exscan, broadcast, gather and allgather also take a bool, int,
+float or complex of Python, or a number of numpy. It counts as an array of no dimension, of bool,
+int64, float64 or complex128, or of numpy's dtype; for gather and allgather, as one row. The others
+return a number of the same kind. An int that int64 does not have is a ValueError.
 
 GPUs: a call returns once its work is on a stream. The work runs after the earlier work of the
 caller's stream, and before its later work.
@@ -64,6 +64,7 @@ from ringcomm.engine.operations.grouped import (
 from ringcomm.engine.operations.objects import plan_allgather_object, plan_broadcast_object
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
+from ringcomm.engine.operations.scan import plan_exscan, plan_scan
 from ringcomm.engine.operations.scatter import plan_scatter
 from ringcomm.engine.operations.split import members_of, plan_split
 
@@ -103,6 +104,20 @@ def _shortened_reduction(form: F) -> F:
             if calls is not None:
                 return calls.run(kind, x, op)
         return form(x, op, name=name, group=group, **options)
+
+    return call
+
+
+def _shortened_scan(form: F) -> F:
+    kind = form.__name__
+
+    @with_shortcut(form)
+    def call(x: Any, op: Op = SUM, *, name: str | None = None, group: Group | None = None) -> Any:
+        if name is None:
+            calls = _short(group)
+            if calls is not None:
+                return calls.run(kind, x, op)
+        return form(x, op, name=name, group=group)
 
     return call
 
@@ -283,6 +298,57 @@ def reduce_(
     """
     args = (x, ReductionOptions(op, deterministic), root)
     return PlannedCall("reduce_", name, group, partial(plan_reduce, in_place=True), args)
+
+
+@_shortened_scan
+@blocking
+def scan(
+    x: A, op: Op = SUM, *, name: str | None = None, group: Group | None = None
+) -> PlannedCall[A]:
+    """Return the reduction of x over the ranks up to this one, this one included.
+
+    The ranks are combined in their order, ((x0 + x1) + x2) + ..., so the bits are the same in every
+    run. On the last rank they are those of allreduce() of integers, bool, MIN and MAX, and those of
+    allreduce(deterministic=True) of all dtypes.
+
+    Args:
+        x: array of any shape, also empty and 0-d, or a number; same shape and dtype on every rank.
+        op: rc.SUM, MIN, MAX, PRODUCT, BAND, BOR or BXOR. Sums and products of 16-bit floats are
+            computed in float32, and each rank's result is rounded once.
+
+    Returns:
+        A new array of x's shape and dtype; for a number, a number.
+
+    Raises:
+        ValueError: op is rc.AVERAGE. Divide a sum by the number of ranks instead.
+
+    Cost: in a node the last rank reads the x of all; else each rank sends x's bytes to the next
+    one, and the last rank waits for size - 1 messages in a row. Arrays on GPUs go through host
+    memory.
+    """
+    options = ReductionOptions(op)
+    return PlannedCall("scan", name, group, plan_scan, (x, options), borrows=True)
+
+
+@_shortened_scan
+@blocking
+def exscan(
+    x: A, op: Op = SUM, *, name: str | None = None, group: Group | None = None
+) -> PlannedCall[A]:
+    """Return the reduction of x over the ranks before this one; see scan().
+
+    Args:
+        x: array of any shape, also empty and 0-d, or a number; same shape and dtype on every rank.
+        op: rc.SUM, MIN, MAX, PRODUCT, BAND, BOR or BXOR.
+
+    Returns:
+        A new array of x's shape and dtype; for a number, a number. The first rank has none before
+        it, and gets what changes no other value: 0 for SUM, BOR and BXOR, 1 for PRODUCT, all bits
+        for BAND, the dtype's largest value for MIN, its smallest for MAX. Of floats these are
+        infinity and -infinity, of bool True and False.
+    """
+    options = ReductionOptions(op)
+    return PlannedCall("exscan", name, group, plan_exscan, (x, options), borrows=True)
 
 
 @_shortened_reduction
@@ -568,6 +634,8 @@ allreduce_async = started(allreduce)
 allreduce_async_ = started(allreduce_)
 reduce_async = started(reduce)
 reduce_async_ = started(reduce_)
+scan_async = started(scan)
+exscan_async = started(exscan)
 reduce_scatter_async = started(reduce_scatter)
 reduce_scatter_async_ = started(reduce_scatter_)
 allgather_async = started(allgather)

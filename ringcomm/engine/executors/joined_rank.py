@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
-
 from ringcomm.arrays import DTYPES, adapter_of_kind
 from ringcomm.arrays.dtypes import DType
-from ringcomm.collectives.operators import Op, StandInOptions
+from ringcomm.collectives.operators import StandInOptions
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
@@ -30,6 +28,7 @@ from ringcomm.engine.operations.grouped import (
 from ringcomm.engine.operations.objects import plan_allgather_object, plan_broadcast_object
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
+from ringcomm.engine.operations.scan import plan_exscan, plan_scan
 from ringcomm.engine.operations.scatter import plan_scatter
 
 _Shape = tuple[int | None, ...]
@@ -69,7 +68,7 @@ def _reduction(plan: Callable[..., Plan[Any]]) -> _StandIn:
         xs: list[Any] = []
         for dtype, shape in _arrays_of(call):
             x = _empty(dtype, shape)
-            x[...] = _identity(dtype, options.op)
+            x[...] = options.op.identity(dtype)
             xs.append(_placed(group, call, x))
         arrays = xs if call.members is None else [xs]
         root = [] if call.root is None else [call.root]
@@ -120,19 +119,6 @@ def _placed(group: Group, call: Call, x: Any) -> Any:
     return x if call.place is None else device_executor().copied(group, x)
 
 
-def _identity(dtype: DType, op: Op) -> Any:
-    if op in (Op.MIN, Op.MAX):
-        if dtype.name == "bool":
-            return op is Op.MIN
-        if dtype.is_float:
-            return np.inf if op is Op.MIN else -np.inf
-        limits = np.iinfo(dtype.name)
-        return limits.max if op is Op.MIN else limits.min
-    if op is Op.BAND:  # all bits are 1
-        return np.invert(np.zeros((), dtype.name))
-    return 1 if op is Op.PRODUCT else 0
-
-
 _STAND_INS: Final[dict[str, _StandIn]] = {
     "adasum": _reduction(plan_adasum),
     "allgather": lambda g, call: plan_allgather(g, call.name, _no_rows(g, call)[0]),
@@ -146,12 +132,14 @@ _STAND_INS: Final[dict[str, _StandIn]] = {
     "broadcast_object": lambda g, call: plan_broadcast_object(
         g, call.name, None, _other_root(g, call)
     ),
+    "exscan": _reduction(plan_exscan),
     "gather": lambda g, call: plan_gather(g, call.name, _no_rows(g, call)[0], call.root or 0),
     "grouped_allgather": _grouped_gather,
     "grouped_allreduce": _reduction(plan_grouped_allreduce),
     "grouped_reduce_scatter": _reduction(plan_grouped_reduce_scatter),
     "reduce": _reduction(plan_reduce),
     "reduce_scatter": _reduction(plan_reduce_scatter),
+    "scan": _reduction(plan_scan),
     "scatter": lambda g, call: plan_scatter(
         g, call.name, None, _other_root(g, call), (call.dtype, call.shape)
     ),

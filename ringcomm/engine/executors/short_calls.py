@@ -19,7 +19,7 @@ import numpy as np
 
 from ringcomm._core import KnownCall, KnownCopy, KnownReduction
 from ringcomm.arrays import adapter_for
-from ringcomm.arrays.base import Bytes
+from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.current_engine import engine
@@ -34,6 +34,7 @@ from ringcomm.engine.operations.broadcast import plan_broadcast
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.engine.operations.scalars import array_of, is_scalar, number_from
+from ringcomm.engine.operations.scan import combine_scan, plan_exscan, plan_scan
 from ringcomm.engine.operations.scatter import plan_scatter
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import N_UNNAMED
@@ -61,6 +62,8 @@ _PLANS: Final[dict[str, Callable[[Group, Any, Any, Any], Plan[Any]]]] = {
     "reduce_scatter_": lambda g, x, op, _: plan_reduce_scatter(
         g, None, x, ReductionOptions(op), in_place=True
     ),
+    "scan": lambda g, x, op, _: plan_scan(g, None, x, ReductionOptions(op), is_borrowed=True),
+    "exscan": lambda g, x, op, _: plan_exscan(g, None, x, ReductionOptions(op), is_borrowed=True),
     "allgather": lambda g, x, *_: plan_allgather(g, None, x),
     "gather": lambda g, x, _, root: plan_gather(g, None, x, root),
     "scatter": lambda g, x, _, root: plan_scatter(g, None, x, root),
@@ -82,6 +85,7 @@ class _Known:
         rows: those rows; None: all.
         make: makes a new array that gets the result; None: nothing new does.
         returns_x: the result is x.
+        after: makes the result of a scan of x, and of what the step has copied; None: of others.
     """
 
     in_cpp: KnownCall
@@ -92,6 +96,7 @@ class _Known:
     rows: slice | None
     make: Callable[[], Any] | None
     returns_x: bool
+    after: Callable[[Any, Any], Any] | None = None
 
 
 class ShortCalls:
@@ -186,7 +191,7 @@ class ShortCalls:
             return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
         if writes_x and type(x) is not np.ndarray:
             adapter_for(x).written(x)
-        return out
+        return out if known.after is None else known.after(x, out)
 
     def _of_number(self, kind: str, x: Any, op: Any, root: Any, timeout_s: float | None) -> Any:
         try:
@@ -264,6 +269,8 @@ def _known_of(
         return None  # messages have carried it out
     common = team.team, plan.call.fingerprint ^ team.digest
     in_cpp: KnownCall
+    if plan.call.kind in ("scan", "exscan"):
+        return _known_scan(team, plan, x, result)
     if isinstance(step, NodeReduction):
         has_target, shows_x = step.target is not None, True
         in_cpp = KnownReduction(
@@ -286,6 +293,31 @@ def _known_of(
         rows, None if is_in_place or result is None else _maker_of(result),
         returns_x=is_in_place and rows is None,
     )  # fmt: skip
+
+
+def _known_scan(team: NodeTeam, plan: Plan[Any], x: Any, result: Any) -> _Known:
+    """Return a scan as a copy of what the ranks before this one show, which is then combined."""
+    assert plan.step is not None
+    assert plan.call.reduction is not None
+    op, is_exclusive, rank = plan.call.reduction.op, plan.call.kind == "exscan", team.team.index
+    nbytes, adapter, make = plan.nbytes, adapter_for(x), _maker_of(result)
+
+    def after(x: Any, copied: Any) -> Any:
+        out, theirs = make(), []
+        mine = adapter.flat(x)
+        if copied is not None:
+            theirs = [Flat(each, mine.dtype) for each in copied.reshape(rank, nbytes)]
+        combine_scan(adapter.flat(out), theirs, mine, op, is_exclusive=is_exclusive)
+        return out
+
+    parts = [(r, 0, nbytes, r * nbytes) for r in range(rank)] if nbytes else []
+    in_cpp = KnownCopy(
+        team.team, plan.call.fingerprint ^ team.digest, (b"", nbytes), parts, [], team.moment_s
+    )
+    scratch = partial(np.empty, rank * nbytes, np.uint8) if rank else None
+    return _Known(
+        in_cpp, plan.call, nbytes, nbytes > 0, False, None, scratch, returns_x=False, after=after
+    )
 
 
 def _parts_of(

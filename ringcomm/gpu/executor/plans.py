@@ -33,6 +33,7 @@ from ringcomm.engine.operations.broadcast import Broadcast
 from ringcomm.engine.operations.grouped import GroupedAllreduce
 from ringcomm.engine.operations.into_array import AllgatherInto, AlltoallInto, ReduceScatterInto
 from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction
+from ringcomm.engine.operations.scan import Scan
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
 from ringcomm.gpu.executor.points_on_streams import Issue
@@ -45,6 +46,7 @@ from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
 _NO_FACTORS = "factors of integers and complex numbers are applied by the CPU"
+_NO_SCAN = "transports of GPUs do not compute scans"
 _NO_ADASUM = "transports of GPUs do not compute Adasum"
 
 
@@ -282,6 +284,24 @@ def _scatter(o: Scatter) -> Plan[Any]:
         return result
 
     return Plan(o.call, o.adapter.span(source).nbytes, run)
+
+
+@plan.register
+def _scan(o: Scan) -> Plan[Any]:
+    x, adapter, group = o.x, o.adapter, o.group
+    source = contiguous(x, adapter)
+    out = adapter.empty(x, adapter.shape(x))
+    course = _Course(
+        group,
+        issue_of(group, adapter, x),
+        [source],
+        [out],
+        lambda: out,
+        o.on_mirrors,
+        host_only=_NO_SCAN,
+        is_elementwise=True,
+    )
+    return course.plan(o.call, adapter.span(source).nbytes)
 
 
 @plan.register
