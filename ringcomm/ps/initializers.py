@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -99,11 +98,15 @@ def truncated_normal(
     high = mean + 2 * std if high is None else high
     if std == 0:
         return constant(min(max(mean, low), high))
-    below_low, below_high = (NormalDist().cdf((x - mean) / std) for x in (low, high))
+    below_low, below_high = (_normal_cdf((x - mean) / std) for x in (low, high))
     if not below_low < below_high:
         raise ValueError(f"truncated_normal: nothing lies between {low} and {high}")
     parameters = (mean, std, low, high, below_low, below_high)
     return Initializer(3, tuple(map(float, parameters)), seed)
+
+
+def _normal_cdf(x: float) -> float:
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
 
 def _require_std(std: float) -> None:

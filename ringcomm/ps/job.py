@@ -12,7 +12,6 @@ from typing import Any, Final, NoReturn
 
 from ringcomm.config import argument_or, read_settings
 from ringcomm.data.work_queue import keep_queues
-from ringcomm.elastic.run import is_running
 from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
@@ -32,9 +31,6 @@ from ringcomm.ps.protocol.frames import STEPS_MAX, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery, Link
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.ps.roles import InitOptions, Layout, Role, assign, refuse_what_cannot_be
-from ringcomm.ps.server.homes.homes_of_this_process import Homes
-from ringcomm.ps.server.homes.pushes_without_python import make_pushes
-from ringcomm.ps.server.server import Server
 from ringcomm.ps.server.user_functions import Function, registered
 from ringcomm.ps.session import SESSION, Session, is_chief, memory_of, session
 
@@ -185,6 +181,8 @@ def _require_alike(begun: Layout, **asked: int | None) -> None:
 
 def _refuse_other_views(engine: Engine) -> None:
     """Raise ConfigError where ranks are to come, or others to go on in a new view."""
+    from ringcomm.elastic.run import is_running
+
     settings = engine.settings
     what = ""
     if settings.elastic and is_running():
@@ -271,20 +269,7 @@ def _start(
     dispatcher.link, dispatcher.client = link, client
     client.waits.tables = tables
     if me in layout.servers:
-        memory = partial(memory_of, engine)
-        number = layout.number_of(me)
-        if layout.replication == 1:
-            dispatcher.server = Server(number, replace(layout), link, memory, functions)
-            dispatcher.server.page = engine.page
-        else:
-            dispatcher.server = Homes(
-                number, layout, link,
-                lambda home, seen, wire, clock: Server(
-                    home, seen, wire, memory, functions, clock=clock
-                ),
-                partial(make_pushes, pipes.endpoint),
-            )  # fmt: skip
-            dispatcher.server.show_on(engine.page)
+        _make_server(engine, layout, dispatcher, pipes, functions)
     of_role = {
         "worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators,
         "spare": layout.waiting,
@@ -302,6 +287,34 @@ def _start(
     engine.extensions.add_service(dispatcher)
     engine.extensions.add_waits(lambda: client.waits.label)
     return current
+
+
+def _make_server(
+    engine: Engine,
+    layout: Layout,
+    dispatcher: FrameDispatcher,
+    pipes: Pipes,
+    functions: dict[str, Function],
+) -> None:
+    # These take 30 ms, which a worker saves.
+    from ringcomm.ps.server.homes.homes_of_this_process import Homes
+    from ringcomm.ps.server.homes.pushes_without_python import make_pushes
+    from ringcomm.ps.server.server import Server
+
+    memory, link = partial(memory_of, engine), dispatcher.link
+    number = layout.number_of(engine.job_rank)
+    if layout.replication == 1:
+        dispatcher.server = Server(number, replace(layout), link, memory, functions)
+        dispatcher.server.page = engine.page
+        return
+    dispatcher.server = dispatcher.homes = Homes(
+        number,
+        layout,
+        link,
+        lambda home, seen, wire, clock: Server(home, seen, wire, memory, functions, clock=clock),
+        partial(make_pushes, pipes.endpoint),
+    )
+    dispatcher.homes.show_on(engine.page)
 
 
 def _hear_of_values(current: Session, frame: Delivery) -> None:

@@ -39,7 +39,6 @@ from ringcomm.ps.protocol.frames import INLINE_MAX, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.protocol.lost_server import Loss
 from ringcomm.ps.roles import Layout
-from ringcomm.ps.server.homes.homes_of_this_process import Homes
 from ringcomm.ps.server.homes.who_runs_each_home import Takeovers
 
 _CACHE_LINE: Final = 64
@@ -276,28 +275,28 @@ class Session:
         """A server says which homes it runs, after the death of another."""
         said = json.loads(frame.meta)
         taken = self.takeovers.said(frame.source, frame.header.clock, said["runs"])
-        server = self.dispatcher.server
-        if isinstance(server, Homes):
-            server.on_homes(frame.source, frame.header.clock, said["copied"])
+        homes = self.dispatcher.homes
+        if homes is not None:
+            homes.on_homes(frame.source, frame.header.clock, said["copied"])
         for home in taken:
             self.client.take_over(home)
-            if isinstance(server, Homes):
-                server.on_taken(home)
+            if homes is not None:
+                homes.on_taken(home)
             if home == self.layout.leader:
                 keep_queues_at(self.engine, frame.source)
         self._lose_homes()
 
     def _lose_homes(self) -> None:
         """End all calls for tables with an error if no copy of a home is left."""
-        server = self.dispatcher.server
+        homes = self.dispatcher.homes
         for home in self.takeovers.lost():
             if home in self.layout.lost:
                 continue
             rank = self.layout.rank_of(home)
             self.layout.lost.add(home)
             self._lose_server(home, rank, self._how[rank])
-            if isinstance(server, Homes):
-                server.on_loss(home)
+            if homes is not None:
+                homes.on_loss(home)
 
     def _lose_server(self, number: int, rank: int, how: str) -> None:
         """End all calls for tables with an error: a part of their values is gone."""

@@ -53,6 +53,7 @@ class FrameDispatcher:
     Attributes:
         client: of this rank; None: it asks nothing.
         server: likewise; or the homes that run in this process.
+        homes: these; None: there are none, or no copies of them.
         reports: of evaluators; for the chief.
         takes: takes frames of a kind that is for neither; set before the first poll.
         link: the wire; likewise.
@@ -65,6 +66,7 @@ class FrameDispatcher:
     def __init__(self) -> None:
         self.client: Client | None = None
         self.server: Server | Homes | None = None
+        self.homes: Homes | None = None
         self.reports = Reports()
         self.takes: dict[int, Callable[[Delivery], None]] = {FrameKind.REPORT: self.reports.append}
 
