@@ -73,16 +73,11 @@ _HOMES = (
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
+    from ringcomm.late_names import find
 
-    if name in ("codec", "data", "elastic"):
-        return importlib.import_module(f"ringcomm.{name}")
-    for home in _HOMES if name in __all__ else ():
-        module = importlib.import_module(f"ringcomm.{home}")
-        if hasattr(module, name):
-            value = globals()[name] = getattr(module, name)
-            return value
-    raise AttributeError(f"module 'ringcomm' has no attribute {name!r}")
+    homes = () if name in ("codec", "data", "elastic") else _HOMES
+    value = globals()[name] = find(__name__, name, __all__, homes)
+    return value
 
 
 def __dir__() -> list[str]:
