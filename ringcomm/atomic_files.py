@@ -7,8 +7,10 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _PIECE: Final = 1 << 20
 
@@ -41,7 +43,7 @@ def replacing(
             file.flush()
             os.fsync(file.fileno())
         if check is not None:
-            check(Path(name))
+            check(path.with_name(os.path.basename(name)))
         os.chmod(name, mode & ~_umask())  # mkstemp() lets only the owner read
         os.replace(name, path)
     except BaseException:

@@ -196,31 +196,28 @@ def program_parameters(environ: Mapping[str, str] = os.environ) -> tuple[str, di
     return environ.get(PARAMETERS_FILE, ""), values
 
 
-def tuning_folder(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path | None:
+def tuning_folder(settings: Settings, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the folder of the tables of `ringcomm tune`; None if this user has no home."""
     if settings.tuning:
-        from pathlib import Path  # takes 8 ms, which `import ringcomm` saves
-
-        return Path(settings.tuning)
+        return settings.tuning
     cache = _user_cache(environ)
-    return cache and cache / "tuning"
+    return cache and os.path.join(cache, "tuning")
 
 
 def kernel_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder of compiled kernels for GPUs; None if this user has no home."""
+    from pathlib import Path  # takes 5 ms, which a rank without a GPU saves
+
     cache = _user_cache(environ)
-    return cache and cache / "kernels"
+    return None if cache is None else Path(cache, "kernels")
 
 
-def _user_cache(environ: Mapping[str, str]) -> Path | None:
-    from pathlib import Path
-
+def _user_cache(environ: Mapping[str, str]) -> str | None:
     xdg = environ.get("XDG_CACHE_HOME", "")
-    try:
-        cache = Path(xdg) if xdg.startswith("/") else Path.home() / ".cache"  # XDG: not a relative
-    except RuntimeError:  # HOME is not set, and the user's number has no entry
+    cache = xdg if xdg.startswith("/") else os.path.expanduser("~/.cache")  # XDG: not a relative
+    if cache.startswith("~"):  # HOME is not set, and the user's number has no entry
         return None
-    return cache / "ringcomm"
+    return os.path.join(cache, "ringcomm")
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ringcomm.launched.ancestors import ancestors
 from ringcomm.launched.children_are_no_ranks import RUN_FOLDER, create_run_file, run_file
@@ -59,7 +58,7 @@ def note_rank_process(environ: Mapping[str, str] = os.environ) -> None:
         return
     start = ProcessStat.of(os.getpid()).start
     with contextlib.suppress(OSError):  # the disk is full
-        new = Path(f"{path}.new")
+        new = f"{path}.new"
         with open(create_run_file(new), "wb") as file:
             file.write(bytes_of(f"{os.getpid()} {host_name()} {start}\n"))
-        new.replace(path)
+        os.replace(new, path)

@@ -7,18 +7,18 @@ and is not safe with the threads of torch, OpenMP and MPI.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import ringcomm._core
 from ringcomm.launched.children_are_no_ranks import run_file
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.open_errors import needed_for
 
-_PROGRAM = Path(ringcomm._core.__file__).with_name("ringcomm-guardian")
+_PROGRAM = os.path.join(os.path.dirname(ringcomm._core.__file__), "ringcomm-guardian")
 _START_S = 10.0
 _END_S = 5.0
 _FOREVER_S = 1e9  # means "never" to the program
@@ -62,7 +62,7 @@ class Guardian:
         with needed_for(f"start {_PROGRAM}"):
             self._process = subprocess.Popen(
                 [
-                    str(_PROGRAM),
+                    _PROGRAM,
                     str(int(min(grace_s, _FOREVER_S) * 1000)),
                     str(int(is_fault_tolerant)),
                     str(int(is_hydra)),

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from ringcomm._core import StatusPage
@@ -87,7 +86,7 @@ def main_stack(text: str, main_thread: int) -> list[StackFrame]:
 def users_frame(frames: list[StackFrame]) -> StackFrame | None:
     paths = sysconfig.get_paths()
     foreign = tuple({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    package = str(Path(__file__).parents[1])
+    package = os.path.dirname(os.path.dirname(__file__))
     own = [f for f in frames if not f.file.startswith((*foreign, package, "<"))]
     return next(iter([*own, *frames]), None)
 

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringcomm._core import (
@@ -127,7 +126,7 @@ def start_deadline(timeout_s: float) -> Iterator[None]:
         watchdog.cancel()
         with contextlib.suppress(OSError):
             if mark:
-                Path(mark).unlink()
+                os.unlink(mark)
 
 
 def require_ranks(mpi: Any, comm: object) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from pathlib import Path
+import os
 
 import numpy as np
 import pytest
@@ -112,7 +112,7 @@ def test_layouts_and_libraries_have_files_of_their_own():
         for library in ("Open MPI v5.0.11", "MPICH Version: 5.0.2")
     }
     assert len(paths) == 6
-    assert all(len(path.name) < 120 for path in paths)
+    assert all(len(os.path.basename(path)) < 120 for path in paths)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_what_is_measured_goes_as_operations_do(collective, monkeypatch):
 
 def test_who_has_no_home_or_may_not_write_there_is_told_the_variable(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it leaves it
     assert config.tuning_folder(Settings()) is None
     assert tuning_files.load(Settings(), WIRE) == ""
     with pytest.raises(ConfigError, match=r"no home: .* Set RINGCOMM_TUNING"):
@@ -193,7 +193,3 @@ def test_who_has_no_home_or_may_not_write_there_is_told_the_variable(tmp_path, m
     blocked.touch()
     with pytest.raises(ConfigError, match=f"cannot write to {blocked}/t: .* Set RINGCOMM_TUNING"):
         tuning_files.save(in_folder(blocked / "t"), TABLE)
-
-
-def no_home():
-    raise RuntimeError("Could not determine home directory.")

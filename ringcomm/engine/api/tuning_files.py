@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ringcomm._version import __version__
 from ringcomm.atomic_files import replacing
@@ -14,6 +14,9 @@ from ringcomm.collectives.ranks_by_host import describe
 from ringcomm.config import Settings, tuning_folder
 from ringcomm.errors import ConfigError
 from ringcomm.transport.base import Transport
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _log = logging.getLogger("ringcomm")
 
@@ -25,14 +28,15 @@ def load(settings: Settings, transport: Transport) -> str:
     if path is None:
         return ""
     try:
-        text = path.read_text("utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
         problem = _problem(TimeTable.loads(text), layout, transport.implementation)
     except FileNotFoundError:
         if settings.tuning:
             _log.warning(
                 "RINGCOMM_TUNING: %s holds no table for %s over %s yet; algorithms are chosen by "
                 "estimate. `mpirun -np %d ringcomm tune` writes one.",
-                path.parent,
+                os.path.dirname(path),
                 layout,
                 transport.implementation,
                 transport.size,
@@ -64,12 +68,14 @@ def save(settings: Settings, table: TimeTable) -> Path:
 
 def require_place(settings: Settings, layout: str, implementation: str) -> Path:
     """Return the path of a table. Raises ConfigError if a file cannot be written there."""
-    import tempfile  # takes 5 ms, which a rank saves
+    import tempfile  # these take 10 ms, which a rank saves
+    from pathlib import Path
 
-    path = table_path(settings, layout, implementation)
+    found = table_path(settings, layout, implementation)
     advice = "Set RINGCOMM_TUNING to a folder that this user can write"
-    if path is None:
+    if found is None:
         raise ConfigError(f"no home: HOME is not set, and user {os.getuid()} has none. {advice}")
+    path = Path(found)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -79,7 +85,7 @@ def require_place(settings: Settings, layout: str, implementation: str) -> Path:
     return path
 
 
-def table_path(settings: Settings, layout: str, implementation: str) -> Path | None:
+def table_path(settings: Settings, layout: str, implementation: str) -> str | None:
     """Return the path of the table for an MPI implementation and a layout of ranks over hosts.
 
     None if there is no folder for it, because the user has no home.
@@ -91,7 +97,7 @@ def table_path(settings: Settings, layout: str, implementation: str) -> Path | N
 
         name = f"{name[:80]}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
     folder = tuning_folder(settings)
-    return None if folder is None else folder / f"{name}.json"
+    return None if folder is None else os.path.join(folder, f"{name}.json")
 
 
 def _problem(table: TimeTable, layout: str, implementation: str) -> str:

@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import CodeType
 
+import ringcomm.transport
 from ringcomm.config import Settings
 from ringcomm.engine.progress.clock_without_stops import RunningTime, Standstill
 from ringcomm.engine.progress.driver_turn import Turn, Waiter
@@ -48,7 +48,7 @@ _PASS_SHARE = 20  # a nap lasts at least 20 times as long as the poll before it
 _STREAM_NAP_S = 0.5e-3
 # A poll that takes so much CPU time has moved much of it, and there is more to move.
 _STREAM_POLL_S = 0.15e-3
-_TRANSPORT = str(Path(__file__).parents[2] / "transport")
+_TRANSPORT = ringcomm.transport.__path__[0]
 _IDLE_LOOK_S = 0.2  # between an idle rank's polls, which find questions and deaths of others
 
 
