@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class DType:
+class DType(NamedTuple):
     name: str  # in numpy and torch
     itemsize: int
     kernel: int  # its number in csrc/kernels/dtype_and_op_codes.hpp

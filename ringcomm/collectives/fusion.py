@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """An array to be reduced, or a barrier."""
 
     nbytes: int

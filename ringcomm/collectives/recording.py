@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 from ringcomm._core import Schedule
 from ringcomm.arrays.base import Bytes, Flat
@@ -53,8 +53,7 @@ async def perform(
     return cast(R, recording.result_within(buffers))
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(NamedTuple):
     """The actions of one rank in an algorithm, for arguments of certain sizes."""
 
     schedule: Schedule
@@ -86,8 +85,7 @@ class Paper:
         return self.buffer, self.offset, self.nbytes
 
 
-@dataclass(frozen=True)
-class _Buffer:
+class _Buffer(NamedTuple):
     nbytes: int
     dtype: DType
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from math import ceil
 from typing import Final, Literal, NamedTuple
 
@@ -21,8 +20,7 @@ from ringcomm.collectives.operators import SUM, Op
 from ringcomm.collectives.ranks_by_host import describe, host_order, hosts
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """The properties of a collective call that the choice depends on."""
 
     collective: str  # "allreduce", "reduce_scatter" or "allgather"
@@ -34,8 +32,7 @@ class Case:
     op: Op = SUM
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """An algorithm, and the reason for it.
 
     `why` is "forced" (by the user), "measured" or "estimated" (as the fastest), "only" (no other

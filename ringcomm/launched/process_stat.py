@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringcomm.system_text import read_text
 
 
-@dataclass(frozen=True)
-class ProcessStat:
+class ProcessStat(NamedTuple):
     """A process of this host, which may have ended by now.
 
     Attributes:

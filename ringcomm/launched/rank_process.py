@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringcomm.launched.ancestors import ancestors
 from ringcomm.launched.children_are_no_ranks import RUN_FOLDER, create_run_file, run_file
@@ -14,8 +14,7 @@ from ringcomm.launched.process_stat import ProcessStat
 from ringcomm.system_text import bytes_of, host_name
 
 
-@dataclass(frozen=True)
-class RankProcess:
+class RankProcess(NamedTuple):
     """A process that nothing mistakes for another: not a new title, program or environment.
 
     Attributes:

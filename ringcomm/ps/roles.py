@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from ringcomm.errors import ConfigError
 from ringcomm.ps.placement.replacement_workers import Newcomer
@@ -14,8 +14,7 @@ Role = Literal["worker", "server", "evaluator", "spare"]
 ROLES: Final = ("worker", "server", "evaluator")  # those that a command may declare
 
 
-@dataclass(frozen=True)
-class InitOptions:
+class InitOptions(NamedTuple):
     """The arguments of one rank to ps.init().
 
     Attributes:

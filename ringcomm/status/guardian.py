@@ -11,7 +11,7 @@ import os
 import select
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import ringcomm._core
 from ringcomm.launched.children_are_no_ranks import run_file
@@ -24,8 +24,7 @@ _END_S = 5.0
 _FOREVER_S = 1e9  # means "never" to the program
 
 
-@dataclass(frozen=True)
-class Ward:
+class Ward(NamedTuple):
     pid: int
     page_fd: int  # descriptor of its status page, in the rank's process
     nonce: int  # secret number in the page

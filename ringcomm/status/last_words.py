@@ -16,9 +16,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ringcomm._core import StatusPage, record_this_rank_in
 from ringcomm.errors import PeerFailedError
@@ -32,8 +31,7 @@ _FRAMES = 3
 _REPORT_S = 1.0
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A rank's own account of its end."""
 
     reason: str

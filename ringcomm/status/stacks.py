@@ -15,8 +15,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ringcomm._core import StatusPage
 from ringcomm.system_text import read_text
@@ -31,8 +30,7 @@ _CALLS_MPI: Final = "/ringcomm/transport/mpi.py"
 _made: dict[int, int] = {}  # pid -> memfd
 
 
-@dataclass(frozen=True)
-class StackFrame:
+class StackFrame(NamedTuple):
     """A line that a thread executes."""
 
     file: str

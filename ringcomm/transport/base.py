@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ringcomm._core import Runner
 from ringcomm.arrays.base import Bytes
@@ -33,16 +32,14 @@ class WireRequest(Protocol):
         return  # not abstract
 
 
-@dataclass(frozen=True)
-class ArrivedMessage:
+class ArrivedMessage(NamedTuple):
     """A control message: a packed ringcomm.transport.control_header.Header, then text."""
 
     source: int
     message: bytes
 
 
-@dataclass(frozen=True)
-class PeerDied:
+class PeerDied(NamedTuple):
     rank: int
     reason: str  # how it ended, in words
     blames: int  # the rank that failed first: `rank`, or another whose failure ended `rank`

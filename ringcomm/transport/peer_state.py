@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ringcomm.transport.control_header import TEXT_MAX, cut
 from ringcomm.transport.ranks_as_text import parts, ranges_of, ranks_in
 
 
-@dataclass(frozen=True)
-class Obstacle:
+class Obstacle(NamedTuple):
     rank: int  # the rank to blame
     reason: str  # how it failed or left
 
 
-@dataclass(frozen=True)
-class GaveUp:
+class GaveUp(NamedTuple):
     """The error of a rank whose deadline passed. Ranks that still need that rank raise it, too."""
 
     missing: tuple[int, ...]

@@ -10,8 +10,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringcomm._core import (
     MPI_STATUS_MAX,
@@ -38,8 +37,7 @@ _FUNCTIONS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     mpi: Any  # the module mpi4py.MPI
     was_early: bool  # MPI was initialised before ringcomm could set it up
     settings: list[str]  # variables that were set, as NAME=VALUE; too late if was_early

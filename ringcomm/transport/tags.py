@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from ringcomm.errors import ConfigError
 
@@ -14,8 +13,7 @@ _CONTEXTS_MAX, _STREAM_BITS_MAX = 1 << 10, 16
 _LEAST_LARGEST = (1 << 15) - 1  # MPI 4.1, 9.1.2: TAG_UB is at least this
 
 
-@dataclass(frozen=True, slots=True)
-class TagLayout:
+class TagLayout(NamedTuple):
     """The layout of a tag: a context, a stream, and two bits of channel."""
 
     largest_tag: int  # the largest tag that all ranks can send

@@ -3,7 +3,6 @@
 LAYOUT, if set, names the host that each rank is to be on.
 """
 
-import dataclasses
 import os
 import random
 import re
@@ -258,7 +257,7 @@ def test_a_split_gives_each_color_a_group_ordered_by_key():
 
 def test_contexts_of_dropped_groups_are_used_again(monkeypatch):
     wire = init_rank_size.engine().transport
-    monkeypatch.setattr(wire, "tags", dataclasses.replace(wire.tags, n_contexts=8))
+    monkeypatch.setattr(wire, "tags", wire.tags._replace(n_contexts=8))
     before, ranks = [], list(range(rc.size()))
     for index in range(60):
         group = rc.Group(ranks if index % 2 else ranks[::-1])

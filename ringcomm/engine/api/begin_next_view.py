@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringcomm.config import Settings
@@ -285,7 +284,7 @@ def in_next_view(world: World, membership: MembershipService) -> World:
     is_native = world.transport.runner is not None
     transport = MpiTransport(world.presence, is_native=is_native)
     engine = engine_for(transport, world.engine.settings)
-    return replace(world, engine=engine, transport=transport)
+    return world._replace(engine=engine, transport=transport)
 
 
 class _Patience:

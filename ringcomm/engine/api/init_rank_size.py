@@ -8,7 +8,6 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -201,7 +200,7 @@ def _make_world(
 
     engine = engine_for(transport, settings)
     world = World(engine, transport, words, None, start_again, find_gap(transport.presence))
-    return replace(world, guardian=_start_guardian(world, settings))
+    return world._replace(guardian=_start_guardian(world, settings))
 
 
 def _warn_at_start(world: World, started: Started) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ringcomm._core import Correspondence, NodeMessage, Refusal
 from ringcomm.arrays import (
@@ -254,8 +253,7 @@ def _begun(
     return task
 
 
-@dataclass(frozen=True)
-class _Side:
+class _Side(NamedTuple):
     group: Group  # in which ranks are numbered
     tag: int
     adapter: AnyAdapter  # of the array that is sent or received

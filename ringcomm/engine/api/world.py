@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringcomm._version import __version__
 from ringcomm.config import Settings
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from ringcomm.transport.presence import Presence
 
 
-@dataclass(frozen=True, eq=False)
-class World:
+class World(NamedTuple):
     """The objects that init() has made; in a later view, `engine` and `transport` are others."""
 
     engine: Engine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 # word -> what follows it, and what it does; `ringcomm ctl --help` shows this list.
 COMMANDS: Final = {
@@ -22,8 +21,7 @@ TEXT_MAX: Final = 255  # bytes
 _NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command.
 
     Attributes:

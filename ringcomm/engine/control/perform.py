@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.launched.children_are_no_ranks import create_run_file, run_file
@@ -22,8 +21,7 @@ STOPPED = "stopped"  # a file in the folder of the run
 END = "end"
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The receiver of a command's outcome; `step` is the number of complete steps."""
 
     step: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class RoundMessage(IntEnum):
@@ -25,8 +26,7 @@ class RoundMessage(IntEnum):
     STOPPED = 5  # the sender has taken the command to stop
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     dest: int
     phase: RoundMessage
     key: int

@@ -6,7 +6,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -250,7 +249,7 @@ class Control:
         if text == END:
             self._set_paused(is_paused=False)
             self.signals.tell_of_stop(self._members)
-            end(self._program, self._savers, replace(answer, tell=_ignore))
+            end(self._program, self._savers, answer._replace(tell=_ignore))
             return
         command = parse(split(text))
         if command.word in ("pause", "resume"):

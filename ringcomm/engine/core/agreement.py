@@ -6,8 +6,7 @@ equal) and the largest known proposal. If fingerprints differ, the ranks exchang
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from ringcomm.transport.channel import Channel
 from ringcomm.transport.control_header import ControlKind
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The result of an agreement, the same on all ranks."""
 
     is_agreed: bool  # all ranks make the same call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringcomm._core import StatusPage
 from ringcomm.arrays.base import Bytes
@@ -18,8 +18,7 @@ from ringcomm.transport.base import Transport
 from ringcomm.transport.control_messages import Watch
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(NamedTuple):
     """Place of a rank among the ranks of its host, and of that host among the hosts."""
 
     local_rank: int

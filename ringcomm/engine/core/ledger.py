@@ -7,6 +7,7 @@ only on the operations that a rank enters and on what all ranks have agreed on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringcomm.transport.node import N_NAMED, N_UNNAMED
 from ringcomm.transport.tags import WIDEST, TagLayout
@@ -15,8 +16,7 @@ NO_GROUP = 1 << 32  # replaces the id of a group where there is no group
 _ODD = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """The identity of an operation in its group.
 
     The number counts from 1: among unnamed operations, or among the uses of a name. Every use of a

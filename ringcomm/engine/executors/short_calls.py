@@ -11,9 +11,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -75,8 +74,7 @@ _PLANS: Final[dict[str, Callable[[Group, Any, Any, Any], Plan[Any]]]] = {
 _CHOOSING: Final = ("allgather", "gather", "scatter", "alltoall")  # by what the others show
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class _Known(NamedTuple):
     """A call as it was carried out before.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -114,8 +114,7 @@ class Scatter(Operation):
         return Plan(self.call, nbytes, run, step, lambda _: out, rest=fetch)
 
 
-@dataclass(frozen=True, slots=True)
-class _Due:
+class _Due(NamedTuple):
     """What a rank gets of root's array.
 
     Attributes:

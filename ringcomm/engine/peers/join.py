@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
@@ -30,8 +30,7 @@ StandIn = Callable[[Call, Group], Task | CompletedTask]
 _PART = 3500  # bytes of a call per message; control messages have at most 4096
 
 
-@dataclass(frozen=True)
-class _Invitation:
+class _Invitation(NamedTuple):
     """An operation that another rank has begun; for base and number see Ticket."""
 
     key: int

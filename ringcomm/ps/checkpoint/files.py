@@ -22,7 +22,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -49,8 +48,7 @@ T = TypeVar("T")
 _log = logging.getLogger("ringcomm")
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The place of a partition in the files of a checkpoint.
 
     Attributes:
@@ -192,7 +190,7 @@ class Writer:
         """
         self._end_file()
         name = f"server-{self._server}.json"
-        text = json.dumps([asdict(record) for record in self._records]).encode()
+        text = json.dumps([record._asdict() for record in self._records]).encode()
         with replacing(self._folder / name) as file:
             file.write(text)
         return {"list": name, "crc": crc_of(text), "partitions": len(self._records)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 HASH_PARTITIONS: Final = 1024  # of a hash table
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbours in, far apart out
@@ -83,8 +83,7 @@ def place_hashed(table: str, servers: Sequence[int], n: int = HASH_PARTITIONS) -
     ]
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """One partition that changes its server."""
 
     partition: Partition

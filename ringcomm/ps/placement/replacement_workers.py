@@ -19,7 +19,6 @@ unless that other worker dies.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 
@@ -54,8 +53,7 @@ class WorkerMembers(Protocol):
     def waiting(self) -> tuple[int, ...]: ...  # stood by at first
 
 
-@dataclass(frozen=True)
-class Beginning:
+class Beginning(NamedTuple):
     """Where a worker begins.
 
     Attributes:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ringcomm.errors import ServerLostError
 
 _SHOWN: Final = 8  # tables in an error
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """A server that died, and what it had alone.
 
     Attributes:

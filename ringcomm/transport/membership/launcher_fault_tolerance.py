@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 _CONTINUES, _ALLOWS_EXITS = "continuous", "error-nonzero-status=0"
 _OF_MPIRUN: Final = "--runtime-options"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
+class Launch(NamedTuple):
     """The facts of a job's start that decide what it survives.
 
     Attributes:
@@ -37,8 +35,7 @@ class Launch:
     mpirun: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(NamedTuple):
     """Losses that are not covered.
 
     Attributes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Self
 
@@ -32,8 +31,7 @@ class Changes(NamedTuple):
         return sum(map(len, self))
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """The members of a job at one time. Rank r of the view is the process members[r].
 
     Attributes:

@@ -7,14 +7,14 @@ import os
 import select
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringcomm._core import NodeMemory, StatusPage, open_pidfd
 from ringcomm.open_errors import needed_for
 from ringcomm.status.guardian import Ward
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """The descriptors that a rank lets the other ranks of its host open."""
 
     pid: int  # process id of the rank

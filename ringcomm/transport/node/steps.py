@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,8 +19,7 @@ Pulls: TypeAlias = Sequence[tuple[int, int, Bytes]]  # (rank, offset in its `sho
 ShownByAll: TypeAlias = list[tuple[bytes, int]]  # by rank: its header, and how many bytes it shows
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(NamedTuple):
     """The place in shared memory where the ranks of an operation meet."""
 
     team: NodeTeam  # the ranks of the group, which share this node's memory
@@ -33,8 +32,7 @@ class Meeting:
         return self.fingerprint ^ self.team.digest
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReduction:
+class NodeReduction(NamedTuple):
     """A reduction, see csrc/shm/reduce_step.hpp."""
 
     source: Bytes  # this rank's values
@@ -64,8 +62,7 @@ class NodeReduction:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class NodeCopy:
+class NodeCopy(NamedTuple):
     """An exchange of ranges of arrays, see csrc/shm/copy_step.hpp."""
 
     shown: Bytes  # array that the other ranks may read

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -52,8 +51,7 @@ R = TypeVar("R")
 KEPT: Final = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class _KeptReply(Generic[T]):
+class _KeptReply(NamedTuple, Generic[T]):
     last: int  # the number of the last change up to here
     entry: T
 
