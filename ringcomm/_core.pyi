@@ -1,7 +1,7 @@
 """The compiled part: kernels, messages and shared memory without Python, the status page."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray

@@ -354,7 +354,9 @@ def test_to_oneself_only_sendrecv_can_end(kind):
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("call", [lambda: rc.send(np.ones(LONG), 1), lambda: rc.recv(np.ones(9), 1)])
+@pytest.mark.parametrize(
+    "call", [lambda: rc.send(np.ones(LONG), 1), lambda: rc.recv(np.ones(9), 1)]
+)
 def test_a_peer_that_died_or_left_is_an_error(call):
     def died(rank):
         if rank == 1:
@@ -404,7 +406,9 @@ def test_any_source_is_served_while_somebody_is_left():
     assert run_ranks(3, body) == [2.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("call", [lambda: rc.send(np.ones(LONG), 1), lambda: rc.recv(np.ones(9), 1)])
+@pytest.mark.parametrize(
+    "call", [lambda: rc.send(np.ones(LONG), 1), lambda: rc.recv(np.ones(9), 1)]
+)
 def test_a_peer_that_does_not_come_is_a_timeout_that_says_where_it_is(call):
     over = threading.Event()
 

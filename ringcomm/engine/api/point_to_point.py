@@ -1,7 +1,7 @@
 """send(), recv() and sendrecv(): messages from one rank to another.
 
-Between ranks that share memory, C++ passes them on: csrc/shm/messages.hpp. Between others, the sender
-offers its message on the control channel, the receiver answers, then the data moves.
+Between ranks that share memory, C++ passes them on: csrc/shm/messages.hpp. Between others, the
+sender offers its message on the control channel, the receiver answers, then the data moves.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _MAILBOXES = 1 << 33  # replaces the id of a group in base_of(), for mailboxes
 def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> None:
     """Send x to another rank; return once x may be changed.
 
-    A message of at most 64 KiB to a rank of the same node may be on its way then (less on nodes with
-    more than 32 ranks). Any other has been received.
+    A message of at most 64 KiB to a rank of the same node may be on its way then (less on nodes
+    with more than 32 ranks). Any other has been received.
 
     Args:
         x: numpy array, torch tensor or cupy array; a strided one is copied, and one on a GPU goes
@@ -234,7 +234,7 @@ def _begun(
     is_awaited: bool = True,
     timeout_s: float | None = None,
 ) -> Task | CompletedTask:
-    """Begin one side of a message unless it has begun; add its task, if it needs one, to `begun`."""
+    """Begin one side of a message unless it has begun; add the task that it needs to `begun`."""
     with current.pending.lock:
         current.state.require_usable()
         current.pending.require_room(current.job_rank)
@@ -318,7 +318,9 @@ class _Side(NamedTuple):
         """Raise MismatchError if a message in shared memory did not fit its receive."""
         if refusal is None:
             return
-        label = f"message of rank {refusal.sender} to rank {refusal.receiver} with tag={refusal.tag}"
+        label = (
+            f"message of rank {refusal.sender} to rank {refusal.receiver} with tag={refusal.tag}"
+        )
         label = f"an earlier {label}" if refusal.is_of_earlier else self.label(label)
         raise MismatchError(
             _text_of_mismatch(
@@ -502,7 +504,7 @@ class _Incoming:
             known = self._receive_in_node(adapter_for(self._work).flat(self._work).bytes)
             if self._side.mail is not None and not self._side.by_count:
                 self._side.mail.learn(self._out, self._source, known, is_receive=True)
-            if isinstance(self.rest, int):
+            if self.is_over:
                 self._finish()
 
     def talk(self, task: Task, _: int) -> TaskCoroutine:
@@ -549,10 +551,10 @@ class _Incoming:
             offer = t.expect(ControlKind.OFFER, side.mailbox, self._source)
         if self.rest is None and mail is not None and (is_in_node or self._source == ANY_SOURCE):
             self._receive_in_node(out)
-        if isinstance(self.rest, NodeMessage):
-            if await t.pass_on(self.rest, out, unless=offer):
-                side.require_fit(self.rest.refusal)
-                self.rest = t.members.places[self.rest.source]
+        message = self.rest
+        if isinstance(message, NodeMessage) and await t.pass_on(message, out, unless=offer):
+            side.require_fit(message.refusal)
+            self.rest = t.members.places[message.source]
         if isinstance(self.rest, int):
             t.awaited = ()
             return

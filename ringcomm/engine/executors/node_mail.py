@@ -76,7 +76,7 @@ class NodeMail:
             return self._places[rest] if type(rest) is int else rest
         return self._received(out, known.receive(address_of(out), tag, seconds))
 
-    def exchange(
+    def exchange(  # noqa: PLR0917 - keywords take time
         self, x: Any, dest: Any, sendtag: Any, out: Any, source: Any, recvtag: Any
     ) -> tuple[NodeMessage | Literal[True] | None, NodeMessage | int | None]:
         """Send x and receive out. Both are begun, or neither."""
