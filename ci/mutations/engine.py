@@ -8,10 +8,10 @@ ORDER = [
         "order",
         "engine/api/point_to_point.py",
         """\
-    x = arrived(x)
-    adapter = any_adapter_for(x)""",
+        x = arrived(x)
+        adapter = any_adapter_for(x)""",
         """\
-    adapter = any_adapter_for(x)""",
+        adapter = any_adapter_for(x)""",
         "a pipeline stage that sends what tensor parallelism returns waits for itself, for ever",
         ("unit/test_driver_never_waits_for_itself.py",),
     ),
