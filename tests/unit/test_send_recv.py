@@ -196,7 +196,7 @@ def test_the_sender_of_a_short_message_hears_of_a_mismatch_in_its_next_call(how)
             assert "tag=9" in text
         require_usable(rank)
 
-    run_ranks(2, body)
+    run_ranks(2, body, settings=Settings(timeout_s=30))
 
 
 def test_a_message_arrives_although_its_sender_has_left():
