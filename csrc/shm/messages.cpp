@@ -15,7 +15,8 @@ namespace {
 
 // Of a pipe, and of all pipes of a rank that talks to all others of its node.
 constexpr std::size_t kPipeMost = 256u << 10, kPipeLeast = 64u << 10, kPipesMost = 8u << 20;
-constexpr std::size_t kPieceRead = 256u << 10;  // of a message that is read where it is, before others' turn
+constexpr std::size_t kWhole = 16u << 10;  // longer messages are faster read where they are (measured)
+constexpr std::size_t kPieceRead = 256u << 10;  // of what is read where it is, before others' turn
 
 const std::byte* bytes_of(const std::string& text) {
   return reinterpret_cast<const std::byte*>(text.data());
@@ -205,7 +206,7 @@ std::shared_ptr<NodeMessage> NodeMessages::begin_send(const SharedEnvelope& to, 
   if (mate.outbox == nullptr) make_pipe(mate);
   hear(mate);
   const std::uint64_t serial = ++n_sent_;
-  if (mate.refusals.empty() && to->nbytes <= longest_whole() && mate.unsent.empty() &&
+  if (mate.refusals.empty() && to->nbytes <= kWhole && mate.unsent.empty() &&
       put(mate, *to, tag, data, serial))
     return nullptr;
   const auto message = std::make_shared<NodeMessage>(shared_from_this(), to, tag, data, nullptr);
@@ -301,9 +302,6 @@ Program::Step NodeMessages::pass(NodeMessage& by) {
   return has_moved || by.is_over() ? Program::Step::moved : Program::Step::waiting;
 }
 
-// Bytes of the longest message that goes through a pipe at once, and of a piece of any other.
-std::size_t NodeMessages::longest_whole() const { return pipe_nbytes_ / 4; }
-
 bool NodeMessages::look_at(Mate& mate) {
   bool has_moved = hear(mate);
   for (std::size_t i = mate.copying.size(); i-- > 0;) has_moved |= copy_piece(mate, *mate.copying[i]);
@@ -359,7 +357,7 @@ void NodeMessages::make_pipe(Mate& mate) {
 // False: there is no room.
 bool NodeMessages::put(Mate& mate, const Envelope& to, std::int64_t tag, const std::byte* data,
                        std::uint64_t serial) {
-  const bool is_whole = to.nbytes <= longest_whole();
+  const bool is_whole = to.nbytes <= kWhole;
   Head head{};
   head.kind = is_whole ? Head::Kind::whole : Head::Kind::offer;
   head.n_sent = static_cast<std::uint32_t>(to.outline.size());
@@ -408,7 +406,7 @@ bool NodeMessages::flush(Mate& mate) {
     if (ends != nullptr) finish(*ends);
     if (send == nullptr) continue;
     send->waits_for_room_ = false;
-    if (send->envelope_->nbytes <= longest_whole())
+    if (send->envelope_->nbytes <= kWhole)
       finish(*send);
     else
       mate.offered[send->serial_] = send;
@@ -420,7 +418,7 @@ bool NodeMessages::stream(Mate& mate) {
   bool has_moved = false;
   while (!mate.streaming.empty() && mate.unsent.empty()) {
     NodeMessage& send = *mate.streaming.front();
-    const std::size_t n = std::min(longest_whole(), send.envelope_->nbytes - send.n_moved_);
+    const std::size_t n = std::min(pipe_nbytes_ / 4, send.envelope_->nbytes - send.n_moved_);
     Head head{};
     head.kind = Head::Kind::piece;
     head.serial = send.serial_;

@@ -144,7 +144,6 @@ class NodeMessages : public std::enable_shared_from_this<NodeMessages> {
   bool hear_of_earlier(Mate& mate, NodeMessage& message);
   void tell_own_threads();
   Program::Step pass(NodeMessage& by);
-  std::size_t longest_whole() const;
   bool look_at(Mate& mate);
   bool hear(Mate& mate);
   void find_pipe(Mate& mate) const;

@@ -35,7 +35,7 @@ def test_a_receive_of_what_its_sender_has_given_up_fails(pair):
 
 
 def test_short_messages_do_not_overtake_those_that_wait_for_room(pair):
-    n, count = 40_000, 20
+    n, count = 16_000, 20
     assert n * count > ROOM
     to, source = letters(pair[0], 1, n), letters(pair[1], 0, n)
     xs = [np.full(n, i, np.uint8) for i in range(count)]  # kept while they wait

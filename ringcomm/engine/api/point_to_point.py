@@ -49,8 +49,8 @@ _MAILBOXES = 1 << 33  # replaces the id of a group in base_of(), for mailboxes
 def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> None:
     """Send x to another rank; return once x may be changed.
 
-    A message of at most 64 KiB to a rank of the same node may be on its way then (less on nodes
-    with more than 32 ranks). Any other has been received.
+    A message of at most 16 KiB to a rank of the same node may be on its way then. Any other has
+    been received.
 
     Args:
         x: numpy array, torch tensor or cupy array; a strided one is copied, and one on a GPU goes
