@@ -647,7 +647,7 @@ def test_a_job_that_loses_a_rank_before_init_does_not_wait_for_it(end, code, opt
     """
     done = run(tmp_path, 2, body, *options, env={"RINGCOMM_TIMEOUT_S": "60"})
     assert done.code == code, done
-    assert done.out == "[0] ringcomm.init: rank 1 ended before it was through init()\n"
+    assert done.out == "[0] ringcomm.init: rank 1 ended before it was through init()\n", done
     assert f"x rank 1 ended before it was through init() - exit {code}" in done.err
     assert "run/rank-1.log" in done.err
     assert processes_of(done.folder) == []
