@@ -355,6 +355,14 @@ void bind_shm(nb::module_& m) {
            },
            "rank"_a, "memories"_a, "is_crowded"_a, "may_read"_a)
       .def_prop_ro("reads_memory", &NodeMessages::reads_memory)
+      .def("unasked",
+           [](NodeMessages& self, std::uint64_t group, std::size_t most) {
+             std::vector<std::tuple<std::uint32_t, std::int64_t, std::string>> found;
+             for (auto& [sender, tag, outline] : self.unasked(group, most))
+               found.emplace_back(sender, tag, std::move(outline));
+             return found;
+           },
+           "group"_a, "most"_a)
       .def("earlier_refusal", &NodeMessages::earlier_refusal, "rank"_a)
       .def("retire", &NodeMessages::retire);
   nb::class_<NodeMessage, Program>(m, "NodeMessage")

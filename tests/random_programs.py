@@ -40,7 +40,7 @@ OPS = {
     rc.BXOR: np.bitwise_xor.reduce,
 }
 BITWISE = (rc.BAND, rc.BOR, rc.BXOR)
-OF_NUMBERS = ["allreduce", "reduce", *SCANS, "broadcast", "allgather", "gather"]
+OF_NUMBERS = ["allreduce", "reduce", *SCANS, "broadcast", "gather"]
 OF_PYTHON = [np.bool_, np.int64, np.float64, np.complex128]  # dtypes of its numbers
 
 

@@ -24,9 +24,8 @@ def use(x: Vector, xs: list[Vector]) -> None:
     assert_type(rc.scan(x, rc.MAX), Vector)
     assert_type(rc.exscan_async(0.5, name="n"), rc.Handle[float])
     assert_type(rc.allgather(x), Vector)
-    assert_type(rc.allgather(0.5), NDArray[Any])
     assert_type(rc.gather_async(np.float32(1)), rc.Handle[NDArray[Any] | None])
     assert_type(rc.grouped_allreduce(xs), list[Vector])
     assert_type(rc.split(None, key=3), rc.Group | None)
     rc.broadcast_(x, nmae="n")  # type: ignore[call-arg]
-    rc.allgather_async(x, group=3)  # type: ignore[call-overload]
+    rc.allgather_async(x, group=3)  # type: ignore[arg-type]

@@ -268,6 +268,19 @@ std::optional<Refusal> NodeMessages::earlier_refusal(std::uint32_t rank) {
   return refusal;
 }
 
+std::vector<NodeMessages::Unasked> NodeMessages::unasked(std::uint64_t group, std::size_t most) {
+  const std::lock_guard lock(mutex_);
+  std::vector<Unasked> found;
+  if (is_retired_) return found;
+  for (const auto& [rank, mate] : mates_) hear(*mate);
+  tell_own_threads();
+  for (const auto& [mailbox, messages] : arrived_)
+    for (const Arrived& each : messages)
+      if (mailbox.group == group && found.size() < most)
+        found.push_back({each.mate->rank, mailbox.tag, each.outline});
+  return found;
+}
+
 // One of them may wait for a message that another has ended.
 void NodeMessages::tell_own_threads() {
   if (std::exchange(has_ended_, false)) memory_->bell().ring();

@@ -125,6 +125,14 @@ class NodeMessages : public std::enable_shared_from_this<NodeMessages> {
   // A message to that rank, whose send was over before it was refused; each is told once.
   std::optional<Refusal> earlier_refusal(std::uint32_t rank);
 
+  // At most `most` messages of a group that have come, and that no receive has asked for.
+  struct Unasked {
+    std::uint32_t sender;
+    std::int64_t tag;
+    std::string outline;
+  };
+  std::vector<Unasked> unasked(std::uint64_t group, std::size_t most);
+
   // No rank of the node uses its messages any more: the pipes are given back.
   void retire();
 
@@ -172,7 +180,8 @@ class NodeMessages : public std::enable_shared_from_this<NodeMessages> {
   const Patience patience_;
   std::size_t pipe_nbytes_;
   std::atomic<bool> reads_memory_;
-  std::mutex mutex_;  // of what follows
+  // Of what follows. Recursive: a message that an error ends while it begins gives itself up.
+  std::recursive_mutex mutex_;
   std::map<std::uint32_t, std::unique_ptr<Mate>> mates_;
   std::map<Mailbox, std::list<NodeMessage*>> receives_;  // without a message
   std::map<Mailbox, std::deque<Arrived>> arrived_;       // without a receive

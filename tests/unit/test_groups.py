@@ -474,7 +474,8 @@ def described(group):
     """Return who is in a group, and what its ranks say."""
     if group is None:
         return None
-    return group.ranks, group.rank, rc.allgather(engine().job_rank, group=group).tolist()
+    ranks = rc.allgather(np.array([engine().job_rank]), group=group)
+    return group.ranks, group.rank, ranks.tolist()
 
 
 @pytest.mark.parametrize(

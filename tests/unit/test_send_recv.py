@@ -217,6 +217,21 @@ def test_a_message_arrives_although_its_sender_has_left():
     assert run_ranks(2, body)[0] == [7] * 5
 
 
+def test_who_waits_for_another_tag_hears_what_has_come_instead():
+    def body(rank):
+        if rank == 0:
+            for tag in (5, -1):
+                rc.send(np.ones(3), 1, tag=tag)
+            return leave(engine(), "called shutdown()")
+        with pytest.raises(rc.PeerFailedError, match="called shutdown") as caught:
+            rc.recv(np.ones(3), 0, tag=6)
+        text = "float64 (3,) of rank 0 with tag=-1, float64 (3,) of rank 0 with tag=5."
+        assert text in str(caught.value)
+        raise caught.value
+
+    assert isinstance(outcomes(2, body, hub=LoopbackHub(2, (0, 0)))[1], rc.PeerFailedError)
+
+
 @pytest.fixture(params=["read", "pieces"])
 def way(request, monkeypatch):
     monkeypatch.setattr(SharedNode, "reads_memory", request.param == "read")

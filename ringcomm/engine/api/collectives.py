@@ -5,10 +5,10 @@ float16, bfloat16, float32, float64, int8 to int64, uint8 to uint64, bool, compl
 The result is an array of the same library. Only functions whose name ends in `_` change their
 arguments. Strided arrays are copied.
 
-Numbers: allreduce, reduce, scan, exscan, broadcast, gather and allgather also take a bool, int,
-float or complex of Python, or a number of numpy. It counts as an array of no dimension, of bool,
-int64, float64 or complex128, or of numpy's dtype; for gather and allgather, as one row. The others
-return a number of the same kind. An int that int64 does not have is a ValueError.
+Numbers: allreduce, reduce, scan, exscan, broadcast and gather also take a bool, int, float or
+complex of Python, or a number of numpy. It counts as an array of no dimension, of bool, int64,
+float64 or complex128, or of numpy's dtype; for gather, as one row. The others return a number of
+the same kind. An int that int64 does not have is a ValueError.
 
 GPUs: a call returns once its work is on a stream. The work runs after the earlier work of the
 caller's stream, and before its later work.
@@ -385,12 +385,6 @@ reduce_scatter_ = _shortened_reduction(
 )
 
 
-@overload
-def allgather(
-    x: Number, *, name: str | None = None, group: Group | None = None
-) -> NDArray[Any]: ...
-@overload
-def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> A: ...
 @_shortened
 @blocking
 def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> PlannedCall[A]:
@@ -398,8 +392,7 @@ def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> P
 
     Args:
         x: array with at least one dimension; same dtype on every rank, and same shape except for
-            the first dimension, which may differ and may be 0. A number is one row of no further
-            dimensions.
+            the first dimension, which may differ and may be 0.
 
     Returns:
         A new array, shape (sum of first dimensions, *x.shape[1:]), in rank order.

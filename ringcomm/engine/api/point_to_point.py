@@ -509,6 +509,8 @@ class _Incoming:
 
     def talk(self, task: Task, _: int) -> TaskCoroutine:
         task.ends_alone = self._side.staging is None
+        if self._side.mail is not None:
+            task.what_came_instead = self._side.mail.unasked
         return self._go_on(task)
 
     def _receive_in_node(self, out: Bytes) -> Correspondence:

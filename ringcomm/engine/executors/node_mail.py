@@ -20,6 +20,7 @@ from ringcomm.transport.base import ANY_SOURCE
 from ringcomm.transport.node.shared_memory import SharedNode
 
 _MAX_KNOWN: Final = 4096
+_SHOWN: Final = 4  # messages in a text
 _TAGS: Final = 1 << 64
 
 
@@ -109,6 +110,14 @@ class NodeMail:
         if type(out) is not np.ndarray:
             adapter_for(out).written(out)
         return self._places[rest]
+
+    def unasked(self) -> str:
+        """Return a text: the messages that no recv() has asked for; "" if there are none."""
+        found = self._node.messages.unasked(self._id, _SHOWN)
+        texts = [f"{outline} of rank {sender} with tag={tag}" for sender, tag, outline in found]
+        if not texts:
+            return ""
+        return f"What has waited here, and no recv() has asked for: {', '.join(texts)}."
 
     def earlier_refusal(self, peer: int) -> Refusal | None:
         """Return what an earlier message to a rank of the group was refused for, once for each."""

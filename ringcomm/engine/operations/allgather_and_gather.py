@@ -21,7 +21,6 @@ from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
 
 
-@takes_scalars("allgather")
 def plan_allgather(group: Group, name: str | None, x: A) -> Plan[A]:
     return _gathering("allgather", group, name, x, None)
 

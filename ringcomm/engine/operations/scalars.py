@@ -22,8 +22,7 @@ _LONG_BITS: Final = 256  # longer ints are not printed
 
 # The shape in which a number travels. The collectives that are not here take no numbers.
 SHAPES: Final[dict[str, tuple[int, ...]]] = {
-    "allreduce": (), "reduce": (), "scan": (), "exscan": (), "broadcast": (), "allgather": (1,),
-    "gather": (1,),
+    "allreduce": (), "reduce": (), "scan": (), "exscan": (), "broadcast": (), "gather": (1,),
 }  # fmt: skip
 
 

@@ -44,6 +44,10 @@ class DrivenWait:
     ends_alone: bool = False
     helps_if_data_are_unequal: str = "end all workers together, or this one with rc.shutdown()"
 
+    @staticmethod
+    def what_came_instead() -> str:
+        return ""
+
 
 class WaitInJob:
     """A wait that ends with each death that the job does not survive; which these are may change.

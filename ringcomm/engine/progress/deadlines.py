@@ -36,6 +36,10 @@ class Awaited(Protocol):
     helps_if_data_are_unequal: str
 
     @property
+    def what_came_instead(self) -> Callable[[], str]:
+        """Return a function: a sentence about what has come instead of what this waits for."""
+
+    @property
     def awaited(self) -> tuple[int, ...]:
         """Ranks of the job; if all of them leave, the wait is in vain."""
 
@@ -154,7 +158,8 @@ def describe_wait(task: Task, watch: Watch, waited_s: float) -> str:
     shown = _whereabouts(task, watch, missing)
     where = "; ".join(shown[:_SHOWN] + ["..."] * (len(shown) > _SHOWN))
     text = f"{waited} for rank{plural} {ranks}, which did not answer or did not enter it"
-    return f"{text} ({where})." if where else f"{text}."
+    text = f"{text} ({where})." if where else f"{text}."
+    return f"{text} {task.what_came_instead()}".rstrip()
 
 
 def _whereabouts(task: Task, watch: Watch, missing: Sequence[int]) -> list[str]:
@@ -199,6 +204,7 @@ def refuse_hopeless(task: Awaited, watch: Watch, cause: Exception | None = None)
             "ps.live_workers() makes one of the workers that live; see "
             '"Collectives after a death" in docs/parameter_server.md.'
         )
+    advice = f"{task.what_came_instead()} {advice}".lstrip()
     raise PeerFailedError(
         f"{task.label}: {who} {reason}; the operation cannot complete. {advice}",
         rank=rank,

@@ -47,6 +47,8 @@ class Task:
         self.timeout_s: float | None = None  # None: RINGCOMM_TIMEOUT_S
         # Returns the ranks that are late in work that no channel sees, such as on a GPU.
         self.late_elsewhere: Callable[[], tuple[int, ...]] = tuple
+        # Returns a sentence about what has come instead of what it waits for, or "".
+        self.what_came_instead: Callable[[], str] = str
         self.needs_admission = False  # see Admission
         self.ends_alone = False  # if a rank dies and the job goes on, only its group ends
         self.ends_alone_if_left = False  # likewise if a rank leaves: no data moves
