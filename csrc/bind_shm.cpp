@@ -20,6 +20,8 @@
 #include "bind_arrays.hpp"
 #include "kernels/reduce.hpp"
 #include "loop/loop.hpp"
+#include "loop/run_schedule.hpp"
+#include "loop/wire_step.hpp"
 #include "shm/copy_step.hpp"
 #include "shm/known_call.hpp"
 #include "shm/messages.hpp"
@@ -78,8 +80,8 @@ std::byte* address_of(nb::handle x, std::size_t nbytes, int flags) {
   return static_cast<std::byte*>(data);
 }
 
-std::shared_ptr<NodeStep> run_known(const KnownCall& self, std::size_t slot, nb::handle source,
-                                    nb::handle target) {
+std::shared_ptr<CollectiveStep> run_known(const KnownCall& self, std::size_t slot, nb::handle source,
+                                          nb::handle target) {
   const std::byte* const from = address_of(source, self.source_nbytes(), PyBUF_SIMPLE);
   std::byte* const to = target.is(source) && self.target_nbytes() == self.source_nbytes()
                             ? const_cast<std::byte*>(from)
@@ -95,24 +97,24 @@ Shown shown_of(const HeaderAndSize& told) {
   return {std::string(header.c_str(), header.size()), nbytes};
 }
 
-std::vector<Pull> pulls_of(const Team& team,
+std::vector<Pull> pulls_of(std::size_t n_members,
                            const std::vector<std::tuple<std::size_t, std::size_t, Bytes>>& told) {
   std::vector<Pull> pulls;
   pulls.reserve(told.size());
   for (const auto& [member, offset, target] : told) {
-    if (member >= team.size()) throw std::invalid_argument("no such member");
+    if (member >= n_members) throw std::invalid_argument("no such member");
     pulls.push_back({member, offset, target.nbytes(), reinterpret_cast<std::byte*>(target.data())});
   }
   return pulls;
 }
 
-std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::size_t slot,
-                                       std::uint64_t fingerprint, ConstBytes source,
-                                       std::optional<Bytes> target, std::vector<std::size_t> bounds,
-                                       int to, std::size_t root, int op, int code,
-                                       std::size_t divisor, bool is_widened) {
+std::shared_ptr<CollectiveStep> start_reduce(MeetingPlace& team, std::size_t slot,
+                                             std::uint64_t fingerprint, ConstBytes source,
+                                             std::optional<Bytes> target,
+                                             std::vector<std::size_t> bounds, int to, std::size_t root,
+                                             int op, int code, std::size_t divisor, bool is_widened) {
   const auto dtype = from_code<DType>("dtype", code);
-  const std::size_t n = team->size();
+  const std::size_t n = team.n_members();
   if (bounds.empty()) bounds = equal_bounds(source.nbytes(), n);
   NodeReduction reduction{reinterpret_cast<const std::byte*>(source.data()),
                           target ? reinterpret_cast<std::byte*>(target->data()) : nullptr,
@@ -126,22 +128,23 @@ std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::s
   require_cut(reduction, n);
   if (reduction.bounds.back() != source.nbytes())
     throw std::invalid_argument("bounds must cut the source into a part per member");
-  const std::size_t due = reduction.due_nbytes(team->index());
+  const std::size_t due = reduction.due_nbytes(team.own_index());
   if ((target ? target->nbytes() : 0) != due)
     throw std::invalid_argument("target has another size than what is due");
   require_elements(dtype, source.data(), source.nbytes());
   if (target) require_elements(is_widened ? DType::float32 : dtype, target->data(), due);
-  return std::make_shared<ReduceStep>(Meeting(team, slot, fingerprint), std::move(reduction));
+  return team.begin(slot, fingerprint, std::move(reduction));
 }
 
-std::shared_ptr<CopyStep> start_copy(
-    const std::shared_ptr<Team>& team, std::size_t slot, std::uint64_t fingerprint, ConstBytes shown,
+std::shared_ptr<CollectiveStep> start_copy(
+    MeetingPlace& team, std::size_t slot, std::uint64_t fingerprint, ConstBytes shown,
     std::optional<std::vector<std::tuple<std::size_t, std::size_t, Bytes>>> pulls, nb::bytes header,
-    std::shared_ptr<Places> places) {
+    std::shared_ptr<Places> places, bool is_whole) {
   NodeCopy copy{reinterpret_cast<const std::byte*>(shown.data()), shown.nbytes(),
-                std::string(header.c_str(), header.size()), std::nullopt, nullptr, std::move(places)};
-  if (pulls) copy.pulls = pulls_of(*team, *pulls);
-  return std::make_shared<CopyStep>(Meeting(team, slot, fingerprint), std::move(copy));
+                std::string(header.c_str(), header.size()), std::nullopt, nullptr, std::move(places),
+                is_whole};
+  if (pulls) copy.pulls = pulls_of(team.n_members(), *pulls);
+  return team.begin(slot, fingerprint, std::move(copy));
 }
 
 // What is alike in many messages, and who carries them.
@@ -233,12 +236,6 @@ nb::object exchange_messages(const Correspondence& to, nb::handle x, nb::handle 
   return nb::make_tuple(sent(rest.first), received(rest.second, source));
 }
 
-bool drive_step(const std::shared_ptr<NodeStep>& step, double seconds) {
-  nb::gil_scoped_release unlocked;
-  return drive(*step, *step->team().me().bell, step->team().patience(),
-               nanoseconds(seconds));
-}
-
 }  // namespace
 
 void bind_shm(nb::module_& m) {
@@ -266,21 +263,43 @@ void bind_shm(nb::module_& m) {
   m.def("take", &take, "memory"_a, "nbytes"_a);
   m.def("view", &view, "memory"_a, "offset"_a, "nbytes"_a);
 
-  nb::class_<Team>(m, "Team")
-      .def_prop_ro("index", &Team::index)
+  nb::class_<MeetingPlace>(m, "MeetingPlace").def_prop_ro("index", &MeetingPlace::own_index);
+  nb::class_<Team, MeetingPlace>(m, "Team")
       .def_prop_ro("size", &Team::size)
       .def("abandon", &Team::abandon, nb::call_guard<nb::gil_scoped_release>())
       .def("retire", &Team::retire);
   m.def("make_team", &Team::of, "index"_a, "context"_a, "is_crowded"_a, "memories"_a);
 
-  nb::class_<NodeStep, Program>(m, "NodeStep")
-      .def_prop_ro("agrees", &NodeStep::agrees)
-      .def("has_arrived", &NodeStep::has_arrived, "member"_a)
-      .def_prop_ro("quitter", [](const NodeStep& step) -> std::optional<std::size_t> {
-        if (step.quitter() == step.team().size()) return {};
-        return step.quitter();
-      })
-      .def("drive", &drive_step, "seconds"_a);
+  nb::class_<WireTeam, MeetingPlace>(m, "WireTeam")
+      .def(nb::new_([](const Runner& runner, std::vector<int> ranks, std::size_t index, int first_tag,
+                       int tag_stride, std::size_t n_slots) {
+             return std::make_shared<WireTeam>(runner.wire(), std::move(ranks), index, first_tag, tag_stride,
+                                               n_slots);
+           }),
+           "runner"_a, "ranks"_a, "index"_a, "first_tag"_a, "tag_stride"_a, "n_slots"_a)
+      .def_static("most_brought", &WireTeam::most_brought, "n"_a);
+
+  nb::class_<CollectiveStep, Program>(m, "CollectiveStep")
+      .def_prop_ro("agrees", &CollectiveStep::agrees)
+      .def_prop_ro("is_whole", &CollectiveStep::is_whole)
+      .def("has_arrived", &CollectiveStep::has_arrived, "member"_a)
+      .def_prop_ro("quitter", &CollectiveStep::quitter)
+      .def("drive", [](CollectiveStep& step, double seconds) { return step.drive(nanoseconds(seconds)); },
+           Unlocked(), "seconds"_a)
+      .def_prop_ro("is_to_choose", &CollectiveStep::is_to_choose)
+      .def("shown",
+           [](const CollectiveStep& self) {
+             std::vector<std::tuple<nb::bytes, std::size_t>> all;
+             for (const Shown& each : self.shown())
+               all.emplace_back(nb::bytes(each.header.data(), each.header.size()), each.nbytes);
+             return all;
+           })
+      .def("choose",
+           [](CollectiveStep& self,
+              const std::vector<std::tuple<std::size_t, std::size_t, Bytes>>& pulls) {
+             self.choose(pulls_of(self.size(), pulls));
+           },
+           "pulls"_a);
   m.def("start_reduce", &start_reduce, "team"_a, "slot"_a, "fingerprint"_a, "source"_a.noconvert(),
         "target"_a.noconvert().none(), "bounds"_a, "to"_a, "root"_a, "op"_a, "dtype"_a, "divisor"_a,
         "is_widened"_a = false);
@@ -288,10 +307,10 @@ void bind_shm(nb::module_& m) {
       .def("run", &run_known, "slot"_a, "source"_a.none(), "target"_a.none());
   nb::class_<KnownReduction, KnownCall>(m, "KnownReduction")
       .def("__init__",
-           [](KnownReduction* self, std::shared_ptr<Team> team, std::uint64_t fingerprint,
+           [](KnownReduction* self, std::shared_ptr<MeetingPlace> team, std::uint64_t fingerprint,
               std::size_t nbytes, std::vector<std::size_t> bounds, int to, std::size_t root, int op,
               int dtype, std::size_t divisor, double moment_s) {
-             if (bounds.empty()) bounds = equal_bounds(nbytes, team->size());
+             if (bounds.empty()) bounds = equal_bounds(nbytes, team->n_members());
              NodeReduction what{nullptr,
                                 nullptr,
                                 std::move(bounds),
@@ -307,7 +326,7 @@ void bind_shm(nb::module_& m) {
            "divisor"_a, "moment_s"_a);
   nb::class_<KnownCopy, KnownCall>(m, "KnownCopy")
       .def("__init__",
-           [](KnownCopy* self, std::shared_ptr<Team> team, std::uint64_t fingerprint,
+           [](KnownCopy* self, std::shared_ptr<MeetingPlace> team, std::uint64_t fingerprint,
               const HeaderAndSize& mine,
               const std::vector<std::tuple<std::size_t, std::size_t, std::size_t, std::size_t>>& parts,
               const std::vector<HeaderAndSize>& expected, double moment_s) {
@@ -321,23 +340,9 @@ void bind_shm(nb::module_& m) {
            },
            "team"_a, "fingerprint"_a, "mine"_a, "parts"_a, "expected"_a, "moment_s"_a);
   nb::class_<Places>(m, "Places").def(nb::init<>()).def("take", &Places::take);
-  nb::class_<CopyStep, NodeStep>(m, "CopyStep")
-      .def_prop_ro("place", &CopyStep::place)
-      .def_prop_ro("is_to_choose", &CopyStep::is_to_choose)
-      .def("shown",
-           [](const CopyStep& self) {
-             std::vector<std::tuple<nb::bytes, std::size_t>> all;
-             for (const Shown& each : self.shown())
-               all.emplace_back(nb::bytes(each.header.data(), each.header.size()), each.nbytes);
-             return all;
-           })
-      .def("choose",
-           [](CopyStep& self, const std::vector<std::tuple<std::size_t, std::size_t, Bytes>>& pulls) {
-             self.choose(pulls_of(self.team(), pulls));
-           },
-           "pulls"_a);
+  nb::class_<CopyStep, CollectiveStep>(m, "CopyStep").def_prop_ro("place", &CopyStep::place);
   m.def("start_copy", &start_copy, "team"_a, "slot"_a, "fingerprint"_a, "shown"_a.noconvert(),
-        "pulls"_a.none(), "header"_a = nb::bytes("", 0), "places"_a.none() = nb::none());
+        "pulls"_a.none(), "header"_a = nb::bytes("", 0), "places"_a.none() = nb::none(), "is_whole"_a = true);
 
   nb::class_<Refusal>(m, "Refusal")
       .def_ro("sender", &Refusal::sender)

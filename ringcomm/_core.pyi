@@ -49,9 +49,11 @@ class DefaultFpEnvironment:
     def __enter__(self) -> None: ...
     def __exit__(self, *args: object) -> None: ...
 
-class Team:
+class MeetingPlace:
     @property
     def index(self) -> int: ...
+
+class Team(MeetingPlace):
     @property
     def size(self) -> int: ...
     def abandon(self) -> None: ...
@@ -64,12 +66,12 @@ def make_team(
 class KnownCall:
     def run(
         self, slot: int, source: NDArray[Any] | int | None, target: NDArray[Any] | int | None
-    ) -> NodeStep | None: ...
+    ) -> CollectiveStep | None: ...
 
 class KnownReduction(KnownCall):
     def __init__(
         self,
-        team: Team,
+        team: MeetingPlace,
         fingerprint: int,
         nbytes: int,
         bounds: Sequence[int],
@@ -84,7 +86,7 @@ class KnownReduction(KnownCall):
 class KnownCopy(KnownCall):
     def __init__(
         self,
-        team: Team,
+        team: MeetingPlace,
         fingerprint: int,
         mine: tuple[bytes, int],
         parts: Sequence[tuple[int, int, int, int]],
@@ -92,16 +94,35 @@ class KnownCopy(KnownCall):
         moment_s: float,
     ) -> None: ...
 
-class NodeStep(Program):
+class WireTeam(MeetingPlace):
+    def __init__(
+        self,
+        runner: Runner,
+        ranks: Sequence[int],
+        index: int,
+        first_tag: int,
+        tag_stride: int,
+        n_slots: int,
+    ) -> None: ...
+    @staticmethod
+    def most_brought(n: int) -> int: ...
+
+class CollectiveStep(Program):
     @property
     def agrees(self) -> bool: ...
+    @property
+    def is_whole(self) -> bool: ...
     def has_arrived(self, member: int) -> bool: ...
     @property
     def quitter(self) -> int | None: ...
     def drive(self, seconds: float) -> bool: ...
+    @property
+    def is_to_choose(self) -> bool: ...
+    def shown(self) -> list[tuple[bytes, int]]: ...
+    def choose(self, pulls: Sequence[tuple[int, int, Bytes]]) -> None: ...
 
 def start_reduce(
-    team: Team,
+    team: MeetingPlace,
     slot: int,
     fingerprint: int,
     source: Bytes,
@@ -113,7 +134,7 @@ def start_reduce(
     dtype: int,
     divisor: int,
     is_widened: bool = ...,
-) -> NodeStep: ...
+) -> CollectiveStep: ...
 
 class Refusal:
     sender: int
@@ -161,23 +182,20 @@ class Places:
     def __init__(self) -> None: ...
     def take(self) -> int: ...
 
-class CopyStep(NodeStep):
+class CopyStep(CollectiveStep):
     @property
     def place(self) -> int: ...
-    @property
-    def is_to_choose(self) -> bool: ...
-    def shown(self) -> list[tuple[bytes, int]]: ...
-    def choose(self, pulls: Sequence[tuple[int, int, Bytes]]) -> None: ...
 
 def start_copy(
-    team: Team,
+    team: MeetingPlace,
     slot: int,
     fingerprint: int,
     shown: Bytes,
     pulls: Sequence[tuple[int, int, Bytes]] | None,
     header: bytes = b"",
     places: Places | None = None,
-) -> CopyStep: ...
+    is_whole: bool = True,
+) -> CollectiveStep: ...
 
 class Loop:
     def __init__(self, memory: NodeMemory | None, is_crowded: bool) -> None: ...

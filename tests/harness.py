@@ -36,6 +36,7 @@ def outcomes(size, body, *, hub=None, settings=None, faults=None):
     A rank that raises is dead to the others, as a process would be. faults: {rank: Faults}.
     """
     hub = hub or LoopbackHub(size, (0,) * size if wire == "node" else None)
+    hub.is_native = hub.is_native and not faults  # a fault is met in Python
     results = [None] * size
 
     def main(rank):

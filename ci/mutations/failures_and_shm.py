@@ -190,7 +190,38 @@ NODE = [
         "if step is None:",
         "if step is None or step.is_over:",
         "an allreduce of other shapes on another rank reduces nothing and says nothing",
-        ("unit/test_collectives_in_shared_memory.py",),
+        ("unit/test_calls_made_again.py",),
+    ),
+    Mutation(
+        "a-long-payload-counts-as-gone-along",
+        "wire",
+        "engine/executors/routes.py",
+        "return await (plan.end(t) if step.is_whole else plan.run(t))",
+        "return await plan.end(t)",
+        "between hosts, a call of more than a few KiB returns what was in its result before",
+        ("unit/test_calls_made_again.py",),
+    ),
+    Mutation(
+        "a-step-by-messages-takes-no-turn",
+        "order",
+        "transport/wire_team.py",
+        """\
+        if self._neighbours is not None:
+            self._neighbours.end_turn(place)""",
+        """\
+        if self._neighbours is None:
+            return""",
+        "between hosts with several ranks, the calls after some short ones wait for ever",
+        ("unit/test_calls_made_again.py",),
+    ),
+    Mutation(
+        "a-forced-algorithm-is-passed-by",
+        "wire",
+        "engine/executors/routes.py",
+        "plan.step is None or self._selection.leaves_memory:",
+        "plan.step is None:",
+        "RINGCOMM_ALGORITHM has no effect on short payloads between hosts",
+        ("unit/test_explain_and_forced_algorithms.py",),
     ),
     Mutation(
         "a-known-call-has-any-root",
@@ -199,7 +230,7 @@ NODE = [
         "(kind, x.dtype, x.shape or type(x), op, root)",
         "(kind, x.dtype, x.shape or type(x), op, 0)",
         "the second broadcast of a shape gets the values of the first one's root",
-        ("unit/test_collectives_in_shared_memory.py",),
+        ("unit/test_calls_made_again.py",),
     ),
     Mutation(
         "a-known-result-is-made-once",
@@ -208,7 +239,7 @@ NODE = [
         "return partial(np.empty, result.shape, result.dtype)",
         "return lambda: result",
         "a call overwrites the result of the one before",
-        ("unit/test_collectives_in_shared_memory.py",),
+        ("unit/test_calls_made_again.py",),
     ),
     Mutation(
         "view-loses-its-memory",

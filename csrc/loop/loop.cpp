@@ -12,7 +12,8 @@
 namespace ringcomm {
 namespace {
 
-constexpr std::int64_t kLook = 1'000'000;      // the longest nap of who polls for messages
+constexpr std::int64_t kLook = 1'000'000;      // the longest nap of who polls for messages, at first
+constexpr std::int64_t kLongLook = 5'000'000;  // the longest at last
 constexpr std::int64_t kLongest = 20'000'000;  // of any other: a bell may have been missed
 constexpr std::int64_t kFirstNap = 20'000;     // of who polls for messages
 constexpr std::int64_t kLinger = 200'000;      // between looks for new work after the last
@@ -22,6 +23,7 @@ constexpr Patience kBackground = {100, 2};     // the user's thread wants the co
 constexpr Patience kNone = {0, 0};
 constexpr std::int64_t kFresh = 300'000;       // after something has moved
 constexpr Patience kPolling = {50, 20};        // a look at messages takes longer than at flags
+constexpr std::int64_t kBusy = 5'000;          // a look at messages that takes so long has moved bytes
 
 }  // namespace
 
@@ -56,13 +58,17 @@ bool drive_polling(Program& program, std::int64_t limit_ns) {
   constexpr int kSpins = 100;
   constexpr useconds_t kNapUs = 20;
   const std::int64_t deadline = monotonic_ns() + limit_ns;
+  std::int64_t begin = monotonic_ns();
   for (int idle = 0; !program.is_over(); ++idle) {
-    if (program.advance() == Program::Step::moved) idle = 0;
-    if (monotonic_ns() >= deadline) break;
+    const Program::Step step = program.advance();
+    const std::int64_t now = monotonic_ns();
+    if (step == Program::Step::moved || now - begin > kBusy) idle = 0;
+    if (step == Program::Step::news || now >= deadline) break;
     if (idle > kSpins)
       usleep(kNapUs);
     else if (idle > 0)
       sched_yield();
+    begin = idle == 0 ? now : monotonic_ns();
   }
   return program.is_over();
 }
@@ -165,22 +171,34 @@ void Loop::admit() {
 Loop::Round Loop::advance_all() {
   admit();
   bool has_moved = false, has_news = false, polls = false;
+  std::int64_t begin = 0;  // of the looks at messages
   for (const auto& each : programs_) {
+    if (each->needs_polling() && !std::exchange(polls, true)) begin = monotonic_ns();
     const Program::Step step = each->advance();
     has_moved |= step != Program::Step::waiting;
     has_news |= step == Program::Step::news;
-    polls |= each->needs_polling();
   }
+  const auto n_programs = static_cast<std::int64_t>(programs_.size());
+  const bool is_busy = polls && monotonic_ns() - begin > kBusy * n_programs;
   needs_polling_.store(polls);
   const auto over = std::stable_partition(programs_.begin(), programs_.end(),
                                           [](const auto& each) { return !each->is_over(); });
   if (has_moved) moved_at_.store(monotonic_ns());
-  if (over == programs_.end() && !has_news) return has_moved ? Round::moved : Round::idle;
+  if (over == programs_.end() && !has_news)
+    return has_moved ? Round::moved : is_busy ? Round::busy : Round::idle;
   n_programs_ -= static_cast<int>(programs_.end() - over);
   for (auto each = over; each != programs_.end(); ++each) n_alone_ -= (*each)->goes_on_alone();
   programs_.erase(over, programs_.end());
   ++n_over_;
   return Round::over;
+}
+
+// The longer nothing has gone on, the longer: with naps of 1 ms for ever, a core would be busy for a
+// twentieth of the time.
+std::int64_t Loop::nap() const {
+  if (!needs_polling()) return kLongest;
+  const std::int64_t waited = monotonic_ns() - moved_at_.load();
+  return std::clamp(waited / 8, kFirstNap, std::clamp(waited / 200, kLook, kLongLook));
 }
 
 void Loop::await_news(double seconds) {
@@ -203,7 +221,7 @@ void Loop::settle() {
   do {
     round = advance_all();
     if (round == Round::over) done_.ring();
-  } while (round != Round::idle);
+  } while (round == Round::moved || round == Round::over);
 }
 
 void Loop::park(double seconds) {
@@ -213,17 +231,17 @@ void Loop::park(double seconds) {
   const int looks = n_alone_ == 0 ? looks_.load() : -1;
   const Patience usual = looks >= 0 ? Patience{looks, 0} : patience_;
   Backoff backoff(!is_fresh ? kNone : needs_polling() ? kPolling : usual);
-  std::int64_t nap = kFirstNap;
   ++n_waiting_;
+  Round round = Round::idle;
   const auto has_news = [&] {
     if (n_wakes_ != seen_by_park_ || n_over_ != over_seen_by_park_) return true;
     const std::unique_lock turn(turn_, std::try_to_lock);
-    return turn.owns_lock() && advance_all() != Round::idle;
+    round = turn.owns_lock() ? advance_all() : Round::idle;
+    return round != Round::idle;
   };
   while (n_wakes_ == seen_by_park_ && n_over_ == over_seen_by_park_) {
     if (has_news()) {
-      backoff.reset();
-      nap = kFirstNap;
+      if (round != Round::busy) backoff.reset();
       continue;
     }
     const bool lingers = backoff.linger();
@@ -231,8 +249,7 @@ void Loop::park(double seconds) {
     const std::int64_t now = monotonic_ns();
     if (now >= deadline) break;
     if (lingers) continue;
-    bell_->sleep(std::min(deadline - now, needs_polling() ? nap : kLongest), has_news);
-    nap = std::min(nap * 3 / 2, kLook);
+    bell_->sleep(std::min(deadline - now, nap()), has_news);
   }
   seen_by_park_ = n_wakes_;
   over_seen_by_park_ = n_over_;
@@ -241,11 +258,11 @@ void Loop::park(double seconds) {
 
 void Loop::run() {
   Backoff backoff(kBackground);
-  std::int64_t nap = kFirstNap;
+  Round round = Round::idle;
   const auto has_news = [&] {
     const std::unique_lock turn(turn_, std::try_to_lock);
     if (!turn.owns_lock()) return false;
-    const Round round = advance_all();
+    round = advance_all();
     if (round == Round::over) done_.ring();
     return round != Round::idle;
   };
@@ -265,13 +282,11 @@ void Loop::run() {
       }
     }
     if (has_news()) {
-      backoff.reset();
-      nap = kFirstNap;
+      if (round != Round::busy) backoff.reset();
       continue;
     }
     if (backoff.linger()) continue;
-    bell_->sleep(needs_polling() ? nap : kLongest, has_news);
-    nap = std::min(nap * 3 / 2, kLook);
+    bell_->sleep(nap(), has_news);
   }
 }
 

@@ -85,11 +85,12 @@ class Loop {
   void abandon(Program& program);
 
  private:
-  enum class Round { idle, moved, over };
+  enum class Round { idle, busy, moved, over };  // busy: nothing went on, but bytes may have moved
 
   Round advance_all();
   void admit();
   bool needs_polling() const { return needs_polling_.load(); }
+  std::int64_t nap() const;
   void run();
   void watch_until_told(int descriptor);
 

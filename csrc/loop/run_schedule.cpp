@@ -7,6 +7,7 @@
 #include <string>
 
 #include "clock.hpp"
+#include "grave.hpp"
 #include "kernels/reduce.hpp"
 
 namespace ringcomm {
@@ -16,14 +17,6 @@ namespace {
 constexpr std::size_t kIdleMax = 256;
 constexpr std::size_t kIdleNbytesMax = std::size_t{64} << 20;
 constexpr std::size_t kMessageNbytes = 1024;  // with its persistent request, about
-
-// Never emptied, also when the process ends: peers may write into what it holds.
-void bury(std::unique_ptr<Workspace> workspace) {
-  static auto* mutex = new std::mutex;
-  static auto* grave = new std::vector<std::unique_ptr<Workspace>>;
-  std::lock_guard lock(*mutex);
-  grave->push_back(std::move(workspace));
-}
 
 std::byte* allocate(std::size_t nbytes) {
   return static_cast<std::byte*>(::operator new(nbytes, std::align_val_t{kScratchAlignment}));

@@ -63,6 +63,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
   // Lets go of everything that is idle, and of the wire; nothing is run any more.
   void close();
 
+  const std::shared_ptr<Wire>& wire() const { return wire_; }
   std::size_t idle_nbytes() const;  // what the idle workspaces take
   std::size_t n_idle() const;
 

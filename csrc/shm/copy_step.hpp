@@ -12,20 +12,6 @@
 
 namespace ringcomm {
 
-// A range of what another member shows, or of what this one does.
-struct Pull {
-  std::size_t member;
-  std::size_t offset;
-  std::size_t nbytes;
-  std::byte* target;
-};
-
-// What a member brings: a few bytes that say what it shows, and how much that is.
-struct Shown {
-  std::string header;  // at most kInline bytes
-  std::size_t nbytes;
-};
-
 // The places that member 0 gives to operations, in the order in which all members have agreed on them.
 class Places {
  public:
@@ -44,6 +30,7 @@ struct NodeCopy {
   // With pulls: what the pulls are for, by member. If anything else is shown, choose() is to tell others.
   std::shared_ptr<const std::vector<Shown>> expected;
   std::shared_ptr<Places> places;  // null: the step gets no place; alike on all members
+  bool is_whole = true;  // false: the ranks of a WireStep only agree
 };
 
 // Every rank shows some bytes and takes what it wants of what the others show: broadcast, allgather,
@@ -52,12 +39,9 @@ class CopyStep final : public NodeStep {
  public:
   CopyStep(Meeting meeting, NodeCopy copy);
 
-  // All are here and agree, and this rank is to choose(): nothing goes on before.
-  bool is_to_choose() const { return is_to_choose_.load(std::memory_order_acquire); }
-  // By member; to be read while is_to_choose().
-  const std::vector<Shown>& shown() const { return shown_; }
-  // The thread that reads shown(), once. Pulls of more than is shown end the step with a fault.
-  void choose(std::vector<Pull> pulls);
+  bool is_to_choose() const override { return is_to_choose_.load(std::memory_order_acquire); }
+  const std::vector<Shown>& shown() const override { return shown_; }
+  void choose(std::vector<Pull> pulls) override;
 
   // To be read once it is over and agrees().
   std::uint64_t place() const { return place_; }

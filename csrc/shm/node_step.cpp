@@ -1,5 +1,7 @@
 #include "node_step.hpp"
 
+#include "../loop/loop.hpp"
+
 #include <atomic>
 #include <exception>
 #include <stdexcept>
@@ -31,8 +33,11 @@ Meeting::Meeting(std::shared_ptr<Team> team_, std::size_t slot_, std::uint64_t f
 
 NodeStep::NodeStep(Meeting meeting)
     : meeting_(std::move(meeting)),
-      seq_(meeting_.team->next_step(meeting_.slot)),
-      quitter_(meeting_.team->size()) {}
+      seq_(meeting_.team->next_step(meeting_.slot)) {}
+
+bool NodeStep::drive(std::int64_t limit_ns) {
+  return ringcomm::drive(*this, *team().me().bell, team().patience(), limit_ns);
+}
 
 NodeStep::~NodeStep() {
   if ((is_over() && !lane_) || !meeting_.team->memory().is_of_this_process()) return;

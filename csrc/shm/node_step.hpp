@@ -6,7 +6,7 @@
 #include <memory>
 #include <optional>
 
-#include "../loop/program.hpp"
+#include "../loop/collective_step.hpp"
 #include "team.hpp"
 
 namespace ringcomm {
@@ -21,22 +21,22 @@ struct Meeting {
   std::uint64_t fingerprint;
 };
 
-class NodeStep : public Program {
+class NodeStep : public CollectiveStep {
  public:
   ~NodeStep() override;  // as abandon(), if it is not over
   Step advance() final;
   bool needs_polling() const final { return false; }
+  bool drive(std::int64_t limit_ns) final;
 
   // Completes it if all have arrived and nobody need be waited for. Else gives it up: no member that
   // looks at it later touches anything, and one that does so now is waited for. One that lives and
   // needs longer than kStuckNs, for it was stopped, may still write once it goes on.
   void abandon() final;
 
-  // False if the fingerprints differ: nothing was touched. To be read once it is over.
-  bool agrees() const { return agrees_; }
-  bool has_arrived(std::size_t member) const;
-  // The member that had given the step up when this one wanted to go on; none: size().
-  std::size_t quitter() const { return quitter_; }
+  bool agrees() const final { return agrees_; }
+  bool has_arrived(std::size_t member) const final;
+  std::optional<std::size_t> quitter() const final { return quitter_; }
+  std::size_t size() const final { return meeting_.team->size(); }
   const Team& team() const { return *meeting_.team; }
 
  protected:
@@ -57,7 +57,6 @@ class NodeStep : public Program {
   // If the step is abandoned, others may read it until the team is retired.
   void take_lane_for(const void* buffer);
   std::byte* lane_of(std::size_t member) const;
-  std::size_t size() const { return meeting_.team->size(); }
   std::size_t index() const { return meeting_.team->index(); }
   std::size_t slot() const { return meeting_.slot; }
   void finish();
@@ -76,7 +75,7 @@ class NodeStep : public Program {
   Meeting meeting_;
   std::uint64_t seq_;
   std::size_t n_here_ = 0;
-  std::size_t quitter_;
+  std::optional<std::size_t> quitter_;
   bool has_met_ = false;
   bool agrees_ = true;
   std::optional<Lane> lane_;

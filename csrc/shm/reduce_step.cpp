@@ -14,6 +14,18 @@ namespace {
 
 constexpr std::size_t kInlineTotal = 64u << 10;  // the most that a rank reads to do it all itself
 
+void reduce_to(const NodeReduction& what, std::size_t nbytes, const std::vector<const void*>& sources,
+               const std::vector<void*>& targets) {
+  if (nbytes == 0) return;
+  const std::size_t count = nbytes / itemsize(what.dtype);
+  if (what.is_widened)
+    reduce_to_float32(what.op, what.dtype, static_cast<float*>(targets[0]), sources.data(), sources.size(),
+                      count);
+  else
+    reduce_many(what.op, what.dtype, targets.data(), targets.size(), sources.data(), sources.size(), count,
+                what.divisor);
+}
+
 }  // namespace
 
 std::size_t NodeReduction::due_nbytes(std::size_t member) const {
@@ -40,6 +52,18 @@ void require_cut(const NodeReduction& what, std::size_t n) {
   const bool is_16bit = what.dtype == DType::float16 || what.dtype == DType::bfloat16;
   if (what.is_widened && (!is_16bit || what.to != Target::owner || what.divisor != 1))
     throw std::invalid_argument("only 16-bit sums for their owners are widened, and not divided");
+}
+
+void reduce_what_is_due(const NodeReduction& what, std::size_t member,
+                        const std::vector<const std::byte*>& sources) {
+  if (what.due_nbytes(member) == 0) return;
+  const bool is_owner = what.to == Target::owner;
+  const std::size_t begin = is_owner ? what.bounds[member] : 0;
+  const std::size_t end = is_owner ? what.bounds[member + 1] : what.bounds.back();
+  std::vector<const void*> from;
+  from.reserve(sources.size());
+  for (const std::byte* source : sources) from.push_back(source + begin);
+  reduce_to(what, end - begin, from, {what.target});
 }
 
 ReduceStep::ReduceStep(Meeting meeting, NodeReduction reduction)
@@ -119,28 +143,14 @@ std::byte* ReduceStep::own_target(std::size_t begin) const {
 }
 
 void ReduceStep::reduce(std::size_t nbytes) const {
-  if (nbytes == 0 || targets_.empty()) return;
-  if (what_.is_widened) {
-    auto* const target = static_cast<float*>(targets_[0]);
-    reduce_to_float32(what_.op, what_.dtype, target, sources_.data(), sources_.size(),
-                      nbytes / itemsize(what_.dtype));
-    return;
-  }
-  reduce_many(what_.op, what_.dtype, targets_.data(), targets_.size(), sources_.data(),
-              sources_.size(), nbytes / itemsize(what_.dtype), what_.divisor);
+  if (!targets_.empty()) reduce_to(what_, nbytes, sources_, targets_);
 }
 
 Program::Step ReduceStep::Inlined::work() {
-  const NodeReduction& what = step_.what_;
-  const std::size_t me = step_.index();
-  const bool is_owner = what.to == Target::owner;
-  const Range range = is_owner ? step_.slice(me) : Range{0, what.bounds.back()};
-  if (is_owner || step_.is_due(me)) {
-    for (std::size_t member = 0; member < step_.size(); ++member)
-      step_.sources_[member] = step_.payload(member) + range.begin;
-    step_.targets_ = {what.target};
-    step_.reduce(range.end - range.begin);
-  }
+  std::vector<const std::byte*> sources;
+  sources.reserve(step_.size());
+  for (std::size_t member = 0; member < step_.size(); ++member) sources.push_back(step_.payload(member));
+  reduce_what_is_due(step_.what_, step_.index(), sources);
   step_.finish();
   return Step::moved;
 }

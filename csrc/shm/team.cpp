@@ -9,6 +9,9 @@
 #include <string>
 #include <utility>
 
+#include "copy_step.hpp"
+#include "reduce_step.hpp"
+
 namespace ringcomm {
 namespace {
 
@@ -119,6 +122,15 @@ void Team::abandon() {
   me().bell->ring();  // another thread may sleep for one of them
   const std::int64_t deadline = monotonic_ns() + kStuckNs;  // of all: there may be thousands
   for (const auto& [slot, seq] : given_up) await_untouched(slot, seq, deadline);
+}
+
+std::shared_ptr<CollectiveStep> Team::begin(std::size_t slot, std::uint64_t fingerprint,
+                                            NodeReduction what) {
+  return std::make_shared<ReduceStep>(Meeting(shared_from_this(), slot, fingerprint), std::move(what));
+}
+
+std::shared_ptr<CollectiveStep> Team::begin(std::size_t slot, std::uint64_t fingerprint, NodeCopy what) {
+  return std::make_shared<CopyStep>(Meeting(shared_from_this(), slot, fingerprint), std::move(what));
 }
 
 Lane Team::take_lane() {

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../loop/collective_step.hpp"
 #include "board.hpp"
 #include "memory.hpp"
 
@@ -40,7 +41,7 @@ struct Lane {
   std::uint64_t until;  // and free again when all members' `done` there has come to this
 };
 
-class Team : public std::enable_shared_from_this<Team> {
+class Team final : public MeetingPlace, public std::enable_shared_from_this<Team> {
  public:
   // mates: by index, this rank's own at `index`. mine: where its lanes come from. is_crowded: the
   // node has more ranks than cores. keep_alive: what the pointers of the mates point into.
@@ -51,7 +52,14 @@ class Team : public std::enable_shared_from_this<Team> {
                                   const std::vector<std::shared_ptr<NodeMemory>>& memories);
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
-  ~Team();
+  ~Team() override;
+
+  std::size_t own_index() const override { return index_; }
+  std::size_t n_members() const override { return mates_.size(); }
+  std::shared_ptr<CollectiveStep> begin(std::size_t slot, std::uint64_t fingerprint,
+                                        NodeReduction what) override;
+  std::shared_ptr<CollectiveStep> begin(std::size_t slot, std::uint64_t fingerprint,
+                                        NodeCopy what) override;
 
   std::size_t index() const { return index_; }
   std::size_t size() const { return mates_.size(); }

@@ -19,6 +19,10 @@ class LoopbackWire final : public Wire {
                                    int tag) override {
     return hub_->receive(rank_, out, nbytes, source, tag);
   }
+  std::unique_ptr<Message> receive_at_most(std::byte* out, std::size_t nbytes, int source,
+                                           int tag) override {
+    return hub_->receive(rank_, out, nbytes, source, tag, false);
+  }
 
  private:
   const std::shared_ptr<LoopbackHub> hub_;
@@ -30,13 +34,13 @@ class LoopbackWire final : public Wire {
 std::unique_ptr<LoopbackMessage> LoopbackHub::send(int rank, const std::byte* data,
                                                    std::size_t nbytes, int dest, int tag) {
   return std::make_unique<LoopbackMessage>(shared_from_this(), false, rank,
-                                           const_cast<std::byte*>(data), nbytes, dest, tag);
+                                           const_cast<std::byte*>(data), nbytes, dest, tag, true);
 }
 
 std::unique_ptr<LoopbackMessage> LoopbackHub::receive(int rank, std::byte* out, std::size_t nbytes,
-                                                      int source, int tag) {
-  return std::make_unique<LoopbackMessage>(shared_from_this(), true, rank, out, nbytes, source,
-                                           tag);
+                                                      int source, int tag, bool is_exact) {
+  return std::make_unique<LoopbackMessage>(shared_from_this(), true, rank, out, nbytes, source, tag,
+                                           is_exact);
 }
 
 std::shared_ptr<Wire> LoopbackHub::wire(int rank) {
@@ -77,7 +81,8 @@ void LoopbackHub::post(LoopbackMessage& message) {
   LoopbackMessage& receive = message.is_receive_ ? message : **found;
   others.erase(found);
   State outcome = State::done;
-  if (send.nbytes_ == receive.nbytes_) {
+  if (send.nbytes_ == receive.nbytes_ || (!receive.is_exact_ && send.nbytes_ < receive.nbytes_)) {
+    receive.received_nbytes_ = send.nbytes_;
     if (send.nbytes_ > 0) std::memcpy(receive.data_, send.data_, send.nbytes_);
   } else {
     outcome = State::faulty;
@@ -100,9 +105,9 @@ bool LoopbackHub::withdraw(LoopbackMessage& message) {
 }
 
 LoopbackMessage::LoopbackMessage(std::shared_ptr<LoopbackHub> hub, bool is_receive, int rank,
-                                 std::byte* data, std::size_t nbytes, int peer, int tag)
+                                 std::byte* data, std::size_t nbytes, int peer, int tag, bool is_exact)
     : hub_(std::move(hub)), is_receive_(is_receive), rank_(rank), data_(data), nbytes_(nbytes),
-      peer_(peer), tag_(tag) {}
+      peer_(peer), tag_(tag), is_exact_(is_exact) {}
 
 LoopbackMessage::~LoopbackMessage() { hub_->withdraw(*this); }
 

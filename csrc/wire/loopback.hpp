@@ -23,7 +23,7 @@ class LoopbackHub : public std::enable_shared_from_this<LoopbackHub> {
   std::unique_ptr<LoopbackMessage> send(int rank, const std::byte* data, std::size_t nbytes,
                                         int dest, int tag);
   std::unique_ptr<LoopbackMessage> receive(int rank, std::byte* out, std::size_t nbytes, int source,
-                                           int tag);
+                                           int tag, bool is_exact = true);
   std::shared_ptr<Wire> wire(int rank);
 
   // Sleeps until something was delivered from or to `rank`, or its bell rung, since its last sleep.
@@ -50,13 +50,14 @@ class LoopbackHub : public std::enable_shared_from_this<LoopbackHub> {
 class LoopbackMessage final : public Message {
  public:
   LoopbackMessage(std::shared_ptr<LoopbackHub> hub, bool is_receive, int rank, std::byte* data,
-                  std::size_t nbytes, int peer, int tag);
+                  std::size_t nbytes, int peer, int tag, bool is_exact);
   ~LoopbackMessage() override;  // one that is not matched yet is withdrawn
   LoopbackMessage(const LoopbackMessage&) = delete;
   LoopbackMessage& operator=(const LoopbackMessage&) = delete;
 
   void start() override;
   bool test() override;
+  std::size_t received_nbytes() const override { return received_nbytes_; }
   void cancel() override;
 
  private:
@@ -71,6 +72,8 @@ class LoopbackMessage final : public Message {
   std::byte* const data_;
   const std::size_t nbytes_;
   const int peer_, tag_;
+  const bool is_exact_;  // a receive of another size than the send is a fault
+  std::size_t received_nbytes_ = 0;
   std::string fault_;
   std::atomic<State> state_{State::idle};  // what is written before it changes is read after
 };

@@ -78,8 +78,12 @@ template <class Handle>
 class MpiMessage final : public Message {
  public:
   MpiMessage(std::shared_ptr<const Library<Handle>> library, std::byte* data, std::size_t nbytes,
-             int peer, int tag, bool is_receive)
-      : library_(std::move(library)), peer_(peer), tag_(tag), is_receive_(is_receive) {
+             int peer, int tag, bool is_receive, bool is_exact)
+      : library_(std::move(library)),
+        peer_(peer),
+        tag_(tag),
+        is_receive_(is_receive),
+        is_exact_(is_exact) {
     std::size_t start = 0;
     do {
       const std::size_t length = std::min(library_->segment_nbytes, nbytes - start);
@@ -105,7 +109,7 @@ class MpiMessage final : public Message {
     const bool is_first = !has_been_started_;
     if (!is_first && !is_persistent_) become_persistent();
     has_been_started_ = true;
-    first_open_ = 0;
+    first_open_ = received_nbytes_ = 0;
     for (auto& segment : segments_) {
       if (is_first)
         post(segment, library_->mpi.irecv, library_->mpi.isend);
@@ -123,10 +127,12 @@ class MpiMessage final : public Message {
       library_->check(library_->mpi.test(&segment.request, &is_done, &status));
       if (is_done == 0) return false;
       segment.is_open = false;
-      if (is_receive_) require_whole(status, segment);
+      if (is_receive_) take_in(status, segment);
     }
     return true;
   }
+
+  std::size_t received_nbytes() const override { return received_nbytes_; }
 
   // MPI-4 gives up on cancelling sends, and they are matched or not all the same. Errors are
   // ignored: the request of a dead peer may refuse.
@@ -159,18 +165,20 @@ class MpiMessage final : public Message {
                                  &segment.request));
   }
 
-  void require_whole(const Status& status, const Segment& segment) const {
+  void take_in(const Status& status, const Segment& segment) {
     int nbytes = 0;
     library_->check(library_->mpi.get_count(&status, library_->byte, &nbytes));
-    if (nbytes != segment.nbytes)
+    received_nbytes_ += static_cast<std::size_t>(nbytes);
+    if (is_exact_ && nbytes != segment.nbytes)
       throw WireFault("a message came " + std::to_string(segment.nbytes - nbytes) +
                       " bytes short");
   }
 
   const std::shared_ptr<const Library<Handle>> library_;
   const int peer_, tag_;
-  const bool is_receive_;
+  const bool is_receive_, is_exact_;
   std::vector<Segment> segments_;
+  std::size_t received_nbytes_ = 0;
   std::size_t first_open_;  // segments before it are complete
   bool has_been_started_ = false;
   bool is_persistent_ = false;
@@ -189,12 +197,18 @@ class MpiWire final : public Wire {
                                    int tag) override {
     return make(out, nbytes, source, tag, true);
   }
+  std::unique_ptr<Message> receive_at_most(std::byte* out, std::size_t nbytes, int source,
+                                           int tag) override {
+    if (nbytes > library_->segment_nbytes)
+      throw std::invalid_argument("a message whose size is not known has one segment");
+    return make(out, nbytes, source, tag, true, false);
+  }
   void close() override { library_->is_open.store(false); }
 
  private:
   std::unique_ptr<Message> make(std::byte* data, std::size_t nbytes, int peer, int tag,
-                                bool is_receive) {
-    return std::make_unique<MpiMessage<Handle>>(library_, data, nbytes, peer, tag, is_receive);
+                                bool is_receive, bool is_exact = true) {
+    return std::make_unique<MpiMessage<Handle>>(library_, data, nbytes, peer, tag, is_receive, is_exact);
   }
 
   const std::shared_ptr<Library<Handle>> library_;

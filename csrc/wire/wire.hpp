@@ -24,6 +24,9 @@ class Message {
   // message of another size has come.
   virtual bool test() = 0;
 
+  // How much has come, once the round of a receive is complete.
+  virtual std::size_t received_nbytes() const = 0;
+
   // Gives up a receive that has not been matched. No effect on a send.
   virtual void cancel() = 0;
 };
@@ -37,6 +40,9 @@ class Wire {
                                         int tag) = 0;
   virtual std::unique_ptr<Message> receive(std::byte* out, std::size_t nbytes, int source,
                                            int tag) = 0;
+  // The same for a message of at most so many bytes.
+  virtual std::unique_ptr<Message> receive_at_most(std::byte* out, std::size_t nbytes, int source,
+                                                   int tag) = 0;
 
   // Nothing is started any more, and messages that are kept let go of the library under them.
   virtual void close() {}

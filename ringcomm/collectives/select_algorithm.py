@@ -30,17 +30,19 @@ class Case(NamedTuple):
     is_deterministic: bool = False  # elements are reduced in rank order
     shares_memory: bool = False  # all ranks of the group map each other's memory
     op: Op = SUM
+    is_short: bool = False  # it fits in the messages by which the ranks agree
 
 
 class Choice(NamedTuple):
     """An algorithm, and the reason for it.
 
     `why` is "forced" (by the user), "measured" or "estimated" (as the fastest), "only" (no other
-    fits), or "memory" (the ranks share memory, which is far faster than messages).
+    fits), "memory" (the ranks share memory, which is far faster than messages), or "short" (see
+    Case; the algorithm is then "dissemination", which only such calls can use).
     """
 
     algorithm: str
-    why: Literal["forced", "measured", "estimated", "only", "memory"]
+    why: Literal["forced", "measured", "estimated", "only", "memory", "short"]
     seconds: dict[str, float]  # of each algorithm that fits, the fastest first
     unfit: dict[str, str]  # algorithm that does not fit -> why
     overruled: str = ""  # the algorithm that the user forced, if it does not fit
@@ -67,6 +69,8 @@ def choose(case: Case, forced: str | None = None, table: TimeTable | None = None
     overruled = forced or ""
     if case.shares_memory:
         return Choice("node", "memory", seconds, unfit, overruled, bool(measured))
+    if case.is_short and not forced and len(case.nodes) > 1:
+        return Choice("dissemination", "short", seconds, unfit, overruled, bool(measured))
     if len(fit) == 1:
         return Choice(fit[0], "only", seconds, unfit, overruled, bool(measured))
     how: Literal["measured", "estimated"] = "measured" if measured else "estimated"

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from ringcomm._core import (
+    CollectiveStep,
+    CopyStep,
     NodeMessage,
-    NodeStep,
     Places,
     Schedule,
     WireFault,
@@ -113,6 +114,7 @@ class Channel(Performer):
         has_met: all ranks have shown the same fingerprint.
         leaves_memory: messages are sent also where ranks share memory.
         linger_s: for so many seconds, only the thread that has started a step drives it.
+        phase_of_steps: how the recorder is told of steps.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Channel(Performer):
         self.has_met = False
         self.leaves_memory = False
         self.linger_s = 0.0
+        self.phase_of_steps = "shared memory"
         self._posted: set[WireRequest] = set()
 
     @property
@@ -204,6 +207,7 @@ class Channel(Performer):
         what = NodeCopy(mine, of_others, places)
         step = what.begin(self.meeting)
         await self.follow(step, what)
+        assert isinstance(step, CopyStep)
         return step.place
 
     async def meet(self) -> None:
@@ -221,9 +225,9 @@ class Channel(Performer):
             for rank in request.missing
         )
 
-    async def follow(self, step: NodeStep, what: NodeWork | None, *buffers: Any) -> None:
+    async def follow(self, step: CollectiveStep, what: NodeWork | None, *buffers: Any) -> None:
         """Return once a step of `what` is over; keep its buffers alive. Raises Disagreement."""
-        with self.phase("shared memory"):
+        with self.phase(self.phase_of_steps):
             if not drive(step, what, self.linger_s):
                 request = StepRequest(step, self.transport.loop, self.members, (what, *buffers))
                 self._posted.add(request)
@@ -262,7 +266,7 @@ class Channel(Performer):
             raise WireFault(message.fault)
         return True
 
-    def _text_of_fault(self, step: NodeStep) -> str:
+    def _text_of_fault(self, step: CollectiveStep) -> str:
         if step.quitter is None:
             return step.fault
         return f"rank {self.members[step.quitter]} has given this operation up"
@@ -280,7 +284,8 @@ class Channel(Performer):
         run = runner.run(schedule, arguments, ranks, self.tag, keeps_time)
         running = Running(run, self.transport.loop, arguments)
         self._posted.add(running)
-        self.transport.loop.add(run)
+        if not (self.linger_s and run.drive(self.linger_s)):
+            self.transport.loop.add(run)
         while not running.test():
             await Wait((NextMove(running),))
         self._posted.discard(running)

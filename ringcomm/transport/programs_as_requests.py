@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ringcomm._core import CopyStep, Loop, NodeMessage, NodeStep, Run, WireFault
+from ringcomm._core import CollectiveStep, Loop, NodeMessage, Run, WireFault
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import WireRequest
 
@@ -48,16 +48,16 @@ class NextMove(WireRequest):
 
 @dataclass(eq=False)
 class StepRequest(WireRequest):
-    """Request that waits for a step in shared memory: until it is over, or is to choose."""
+    """Request that waits for a step: until it is over, or is to choose."""
 
-    step: NodeStep
+    step: CollectiveStep
     loop: Loop  # advances `step`
     members: tuple[int, ...]  # the ranks of the job that take part
     buffers: tuple[Any, ...]  # kept alive by this request
     is_in_cpp = True
 
     def test(self) -> bool:
-        return self.step.is_over or (isinstance(self.step, CopyStep) and self.step.is_to_choose)
+        return self.step.is_over or self.step.is_to_choose
 
     def cancel(self) -> None:
         self.loop.abandon(self.step)  # afterwards no other rank touches the buffers

@@ -13,6 +13,7 @@ from ringcomm import config
 from ringcomm.config import Settings
 from ringcomm.engine.core.algorithm_choice import MODULES
 from ringcomm.transport.node.steps import NodeReduction
+from ringcomm.transport.wire_team import most_brought
 
 
 def explained(*args, nodes=(0, 0, 2, 2), algorithm="auto", **kwargs):
@@ -53,9 +54,9 @@ def test_it_tells_the_choice_why_the_topology_and_all_candidates():
 
 
 def test_it_tells_why_an_algorithm_is_out():
-    text = explained(1024, "bfloat16", op=rc.AVERAGE, deterministic=True)
+    text = explained(1 << 20, "bfloat16", op=rc.AVERAGE, deterministic=True)
     assert text.startswith(
-        "allreduce of 1 KiB bfloat16 AVERAGE, deterministic on 2 hosts x 2 ranks: direct, the "
+        "allreduce of 1 MiB bfloat16 AVERAGE, deterministic on 2 hosts x 2 ranks: direct, the "
         "only one that can"
     )
     assert "\n  ring          no: it would round bfloat16 at every rank" in text
@@ -66,7 +67,7 @@ def test_it_tells_what_is_forced_and_what_cannot_be():
     assert (
         ": direct, the only one that can (ring, as RINGCOMM_ALGORITHM says, cannot)"
         in explained(
-            *(1024, "float16"), collective="reduce_scatter", deterministic=True, algorithm="ring"
+            *(1 << 20, "float16"), collective="reduce_scatter", deterministic=True, algorithm="ring"
         )
     )
 
@@ -79,7 +80,16 @@ def test_a_group_has_a_topology_of_its_own():
     inner, _, outer, _ = run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)))
     assert "on 1 host x 2 ranks" in inner
     assert " us" not in inner  # estimates of messages that nobody sends
-    assert "on 2 hosts x 2 ranks" in outer
+    assert "on 2 hosts x 2 ranks: dissemination, as it is short" in outer
+    assert " us" not in outer
+
+
+def test_what_is_short_is_told_up_to_the_last_byte_that_fits():
+    most = most_brought(4)
+    assert "dissemination, as it is short" in explained(most)
+    assert "dissemination" not in explained(most + 1)
+    assert "dissemination" in explained(4 * most, collective="allgather")
+    assert "dissemination" not in explained(most, algorithm="ring")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ def test_a_newcomer_trains_in_the_place_of_a_worker(mode):
     results = run(body, 3, 1)
     assert sorted(place for place, *_ in results) == [0, 1, 2]
     (began,) = (began for _, began, joined, *_ in results if joined)
-    assert 5 <= began <= 11
+    slack = mode.bound if mode == ps.SSP(1) else 0  # the others may be behind who died
+    assert 5 - slack <= began <= 11
     assert {each[-1] for each in results} == {3}
     for *_, values, of_rows, _ in results:
         assert (values == values[0]).all()

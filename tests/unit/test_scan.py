@@ -124,7 +124,7 @@ def test_arrays_of_several_pieces(name, monkeypatch):
         before = after
 
 
-def test_in_a_node_a_scan_that_is_made_again_is_a_short_call(wire, monkeypatch):
+def test_a_scan_that_is_made_again_is_a_short_call(wire, monkeypatch):
     planned, plan = [], short_calls.plan_scan
 
     def note(*args, **form):
@@ -133,7 +133,7 @@ def test_in_a_node_a_scan_that_is_made_again_is_a_short_call(wire, monkeypatch):
 
     monkeypatch.setattr(short_calls, "plan_scan", note)
     run_ranks(3, lambda rank: [rc.scan(np.full(5, rank)) for _ in range(5)])
-    assert len(planned) == (3 * 2 if wire == "node" else 0)
+    assert len(planned) == 3 * 2, wire
 
 
 def test_numbers_give_numbers():

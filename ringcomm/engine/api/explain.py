@@ -20,6 +20,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.executors.gpu_loader import TransportChoice, device_executor, is_on_gpu
 from ringcomm.errors import ConfigError
 from ringcomm.integers import is_integer
+from ringcomm.transport.wire_team import most_brought
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,8 +71,9 @@ class Explanation:
             f"{describe(case.nodes)}: {choice.algorithm}, {_because(choice, len(case.nodes))}"
         ]
         width = max(map(len, [*choice.seconds, *choice.unfit]))
-        # Estimates are for messages, so they do not apply to ranks that share memory.
-        times = choice.seconds if choice.is_measured or choice.why != "memory" else {}
+        # Estimates are for longer messages, and for ranks that share no memory.
+        is_step = choice.why in ("memory", "short")
+        times = choice.seconds if choice.is_measured or not is_step else {}
         lines += [f"  {name:<{width}}  {s * 1e6:10.1f} us" for name, s in times.items()]
         lines += [f"  {name:<{width}}  no: {reason}" for name, reason in choice.unfit.items()]
         return "\n".join(lines)
@@ -124,7 +126,9 @@ def explain(
     if for_gpu:
         return _explain_gpu(current, group)
     nodes = group.ranks.nodes
-    case = Case(collective, nbytes, known, nodes, deterministic, group.shares_memory, op)
+    own = nbytes // group.size if collective == "allgather" else nbytes
+    is_short = current.transport.runner is not None and own <= most_brought(group.size)
+    case = Case(collective, nbytes, known, nodes, deterministic, group.shares_memory, op, is_short)
     return Explanation(case, current.selection.choice(case))
 
 
@@ -153,6 +157,7 @@ def _because(choice: Choice, n_ranks: int) -> str:
         "estimated": f"the fastest by estimate (to measure: mpirun -np {n_ranks} ringcomm tune)",
         "only": "the only one that can",
         "memory": "because its ranks share their node's memory",
+        "short": "as it is short: it goes along with the messages by which the ranks agree",
     }
     but = f" ({choice.overruled}, as RINGCOMM_ALGORITHM says, cannot)" if choice.overruled else ""
     return reasons[choice.why] + but

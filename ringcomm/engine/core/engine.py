@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from ringcomm._core import NodeStep, StatusPage
+from ringcomm._core import CollectiveStep, StatusPage
 from ringcomm.config import Settings
 from ringcomm.engine.control.step_boundary import Control
 from ringcomm.engine.core.call import Call
@@ -25,8 +26,7 @@ from ringcomm.engine.peers.join import JoinedRanks
 from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.transport.base import Transport
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.node.shared_memory import NodeTeam
-from ringcomm.transport.node.steps import Meeting, drive
+from ringcomm.transport.node.steps import Meeting, Team, drive
 
 R = TypeVar("R")
 
@@ -157,7 +157,7 @@ class Engine(EngineContext):
             raise self.state.copy_of_error()
 
     # --- without a task ---------------------------------------------------------------------------
-    def take_place(self, ledger: Ledger, team: NodeTeam) -> int | None:
+    def take_place(self, ledger: Ledger, team: Team) -> int | None:
         """Return the place (number) of a new operation without a task; None if it needs a task."""
         if not self.state.is_usable or self._needs_task:
             return None
@@ -169,7 +169,7 @@ class Engine(EngineContext):
     def adopt(
         self,
         place: int,
-        step: NodeStep,
+        step: CollectiveStep,
         plan: Plan[Any],
         group: Group,
         *,
@@ -239,7 +239,7 @@ class Engine(EngineContext):
                     task = self._make_task(ready, entered, problem)
             if is_one_step:
                 return self._take_step(ready, entered)
-            begins_here = group.team is not None or group.size == 1
+            begins_here = group.takes_steps is not None or group.size == 1
             self.progress.begin(task, is_awaited=is_awaited, at_once=begins_here)
         except BaseException as error:
             if has_place:  # an interrupt, or no memory: other ranks wait for this operation
@@ -248,8 +248,8 @@ class Engine(EngineContext):
         return task
 
     def _is_one_step(self, plan: Plan[Any], entered: _Submission) -> bool:
-        team, ticket = entered.group.team, entered.ticket
-        if plan.step is None or team is None:
+        team, ticket = entered.group.takes_steps, entered.ticket
+        if plan.step is None or team is None or not team.fits(plan.nbytes):
             return False
         if self._needs_task:
             return False
@@ -260,15 +260,17 @@ class Engine(EngineContext):
     def _take_step(self, plan: Plan[R], entered: _Submission) -> Task | CompletedTask:
         """Carry out an operation of one step; return a task that may not be over yet."""
         group, ledger, ticket, is_awaited, _ = entered
-        team = group.team
+        team, stream = group.takes_steps, ledger.proposal(ticket)
         assert team is not None
         assert plan.step is not None
         assert plan.finish is not None
-        slot = ledger.slot(ticket, ledger.proposal(ticket))
+        slot = team.slot(stream, ledger.slot(ticket, stream))
         assert slot is not None
         step = plan.step.begin(Meeting(team, slot, plan.call.fingerprint))
-        is_over = drive(step, plan.step, team.moment_s if is_awaited else 0.0)
-        if is_over and step.agrees and not step.fault and not plan.goes_on:
+        moment_s = team.moment_s if is_awaited else 0.0
+        with contextlib.nullcontext() if group.team else self.progress.alone():
+            is_over = drive(step, plan.step, moment_s)
+        if is_over and step.agrees and step.is_whole and not step.fault and not plan.goes_on:
             result = plan.finish(None)
             with self.pending.lock:
                 ledger.finish(ticket)
@@ -279,15 +281,11 @@ class Engine(EngineContext):
             return CompletedTask(result, ticket.number, label)
         return self._follow(step, plan, entered)
 
-    def _follow(self, step: NodeStep, plan: Plan[Any], entered: _Submission) -> Task:
+    def _follow(self, step: CollectiveStep, plan: Plan[Any], entered: _Submission) -> Task:
         """Return a task that completes a step that was begun."""
-
-        async def run(t: Channel) -> Any:
-            await t.follow(step, plan.step, plan)
-            return await plan.end(t)
-
+        plan.begun = step
         with self.pending.lock:
-            task = self._make_task(Plan(plan.call, plan.nbytes, run), entered)
+            task = self._make_task(plan, entered)
         loop = self.transport.loop
 
         def give_up() -> None:
@@ -309,7 +307,7 @@ class Engine(EngineContext):
         # An operation with a deadline of its own must not queue behind others.
         task.needs_admission = ticket.name is None and timeout_s is None
         task.ends_alone = plan.call.place is None  # what a GPU uses is not given up
-        teams = group.team, group.neighbours
+        teams = group.team, group.neighbours, group.wire
         work = PendingOperation(
             task, ledger, ticket, plan.nbytes, plan.call, problem, group, *teams, is_awaited
         )

@@ -14,6 +14,8 @@ from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.ledger import Ledger
 from ringcomm.transport.group_members import Members
 from ringcomm.transport.node.shared_memory import NodeTeam
+from ringcomm.transport.node.steps import Team
+from ringcomm.transport.wire_team import WireTeam
 
 
 class BlockingCalls(Protocol):
@@ -59,6 +61,7 @@ class Group:
     rank: int | None
     team: NodeTeam | None = None  # of all members, if they share a node's memory
     neighbours: NodeTeam | None = None  # of the members on this rank's node
+    wire: WireTeam | None = None  # of all members, if they take steps by messages
     ledger: Ledger  # numbers its operations, in a member's process; see ledger_for()
     short_calls: BlockingCalls | None = None  # made by its first blocking call
     mail: Any = None  # a NodeMail, made by its first message; False: no rank shares memory with it
@@ -109,6 +112,8 @@ class Group:
             here = tuple(rank for rank in self.ranks if nodes[rank] == nodes[engine.job_rank])
             self.team = node.team_or_none(ledger.context, self.ranks)
             self.neighbours = node.team_or_none(ledger.context, here)
+        if self.team is None:
+            self.wire = WireTeam.of(engine.transport, ledger.context, self.ranks, self.neighbours)
 
     def __repr__(self) -> str:
         return self._text
@@ -137,6 +142,11 @@ class Group:
         engine = self._engine()
         assert engine is not None
         return engine
+
+    @property
+    def takes_steps(self) -> Team | None:
+        """The team of its steps; None if its operations only agree, and send what they send."""
+        return self.team or self.wire
 
     @property
     def shares_memory(self) -> bool:

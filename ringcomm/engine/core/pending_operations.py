@@ -13,6 +13,7 @@ from ringcomm.engine.progress.timeline import Lane, Timeline
 from ringcomm.errors import RingcommError
 from ringcomm.status.page_enums import OpState
 from ringcomm.transport.node.shared_memory import NodeTeam
+from ringcomm.transport.wire_team import WireTeam
 
 
 @dataclass
@@ -28,6 +29,7 @@ class PendingOperation:
     group: object = None  # kept alive, because its context must not be reused meanwhile
     team: NodeTeam | None = None  # see Group
     neighbours: NodeTeam | None = None  # see Group
+    wire: WireTeam | None = None  # see Group
     is_awaited: bool = False  # the thread that started it waits for it
     order: int = 0  # among all operations that this rank has entered
     lane: Lane | None = None  # its row of the timeline, if there is a timeline

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from ringcomm._core import CollectiveStep
 from ringcomm.engine.core.call import Call
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeExchange, NodeWork
@@ -58,6 +59,7 @@ class Plan(Generic[R]):
     finish: Callable[[Channel | None], R] | None = None  # returns the result after the step
     agrees_first: bool = False  # waits for the agreement, even if the name was agreed on before
     rest: Callable[[Channel], Coroutine[Any, Any, R]] | None = None  # after a step that goes_on
+    begun: CollectiveStep | None = None  # the step, if it has begun
 
     @property
     def goes_on(self) -> bool:
@@ -74,8 +76,14 @@ class Plan(Generic[R]):
 
     async def carry_out(self, t: Channel) -> R:
         """Return the result, by the step if the ranks meet in shared memory, else by run()."""
+        if self.begun is not None:
+            return await self.go_on(self.begun, t)
         if self.step is None or not t.takes_steps:
             return await self.run(t)
         assert t.meeting is not None
-        await t.follow(self.step.begin(t.meeting), self.step, self)
-        return await self.end(t)
+        return await self.go_on(self.step.begin(t.meeting), t)
+
+    async def go_on(self, step: CollectiveStep, t: Channel) -> R:
+        """Return the result once a step is over; by run() if the payload did not fit."""
+        await t.follow(step, self.step, self)
+        return await (self.end(t) if step.is_whole else self.run(t))

@@ -3,9 +3,9 @@
 Three choices follow one another: how an operation begins, how its ranks agree, and how its data
 moves. For each route the table says when it is taken, and which function carries it out:
 
-    short call             blocking, unnamed, in a node, made before with this dtype and shape
+    short call             blocking, unnamed, one step, made before with this dtype and shape
                            engine.core.engine::Engine.take_place
-    node step              the plan is one step in shared memory, and its turn has come
+    one step               the plan is one step, its payload fits, and its turn has come
                            engine.core.engine::Engine._take_step
     conversation           send(), recv(), join(): no collective
                            engine.peers.tasks_outside_collectives::Conversations.begin
@@ -13,9 +13,11 @@ moves. For each route the table says when it is taken, and which function carrie
                            engine.executors.joined_rank::plan_stand_in
     met and run            other tasks in shared memory, unnamed or with a name agreed on before
                            engine.executors.routes::Routes._meet_and_run
-    agreed and run         other tasks
+    met by messages        the same where ranks take steps by messages
+                           engine.executors.routes::Routes._meet_by_messages
+    agreed and run         other tasks: new names, and more than 64 ranks
                            engine.executors.routes::Routes._agree_and_run
-    cached and run beside  a name that was agreed on before, except on GPUs
+    cached and run beside  a long payload of a name that was agreed on before, except on GPUs
                            engine.executors.routes::Routes._run_beside
     recorded schedule      messages, where C++ can send them
                            transport.channel::Channel.run
@@ -28,7 +30,8 @@ moves. For each route the table says when it is taken, and which function carrie
     staged                 other arrays on GPUs: through host memory
                            gpu.executor.via_host_memory::through_host
 
-A short call or a node step becomes a task if another rank is late. The tests of the table are
+A step takes place in shared memory; else, among at most 64 ranks, it is short messages.
+A short call or one step becomes a task if another rank is late. The tests of the table are
 unit/test_routes.py::test_each_route_is_taken_when_the_table_says_so and, for GPUs,
 gpu/test_collectives.py::test_each_transport_is_a_route_of_its_own.
 """
@@ -46,8 +49,9 @@ from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.progress.task import TaskCoroutine
 from ringcomm.transport.channel import Channel, Disagreement, Until, Wait
 from ringcomm.transport.control_messages import Watch
-from ringcomm.transport.node.shared_memory import NodeTeam
+from ringcomm.transport.node.steps import AGREE, Meeting, NodeWork, Team
 from ringcomm.transport.tags import CALLS, DATA
+from ringcomm.transport.wire_team import WireTeam
 
 # How long a thread that waits for an operation stays in C++ before it polls anything else.
 _LINGER_S = 1e-3
@@ -68,8 +72,13 @@ class Routes:
         if work.team is not None and (ticket.name is None or ledger.is_cached(ticket)):
             return (self._meet_and_run(work, plan),)
         stream = ledger.cached_stream(ticket, plan.call.fingerprint)
-        if stream is None or work.problem is not None or plan.agrees_first:
+        is_beside = stream is not None and work.problem is None and not plan.agrees_first
+        if work.wire is not None and (ticket.name is None or ledger.is_cached(ticket)):
+            if not is_beside or work.wire.fits(plan.nbytes):
+                return (self._meet_by_messages(work, plan, work.wire),)
+        elif not is_beside:
             return (self._agree_and_run(work, plan),)
+        assert stream is not None
         run = self._run_beside(plan, self._channel(work, stream, DATA, plan.call.fingerprint))
         return run, self._agree_beside(work, plan, stream)
 
@@ -98,6 +107,41 @@ class Routes:
         ledger.settle(ticket, stream, None)
         raise await self._mismatch(work, plan, stream, has_moved=False)
 
+    async def _meet_by_messages(
+        self, work: PendingOperation, plan: Plan[Any], team: WireTeam
+    ) -> Any:
+        """Agree by the messages of a step. A short payload goes along with them."""
+        ledger, ticket = work.ledger, work.ticket
+        assert ledger is not None
+        stream, has_moved = ledger.proposal(ticket), ledger.is_cached(ticket)
+        t = self._channel(work, stream, DATA, plan.call.fingerprint)
+        await _take_turn(team, ticket)
+        try:
+            step = plan.begun or self._step(plan, work.problem).begin(
+                Meeting(team, team.slot(stream, None), plan.call.fingerprint)
+            )
+            try:
+                await self._talk(work, stream).follow(step, plan.step, plan)
+            except Disagreement:
+                ledger.settle(ticket, stream, None)
+                raise await self._mismatch(work, plan, stream, has_moved=has_moved) from None
+            ledger.settle(ticket, stream, None if work.problem else plan.call.fingerprint)
+            if work.problem is not None:
+                raise work.problem
+            return await (plan.end(t) if step.is_whole else plan.run(t))
+        finally:
+            end_turn(team, ticket)
+
+    def _talk(self, work: PendingOperation, stream: int) -> Channel:
+        talk = self._channel(work, stream, CALLS)
+        talk.phase_of_steps = "negotiation"
+        return talk
+
+    def _step(self, plan: Plan[Any], problem: Exception | None) -> NodeWork:
+        if problem is not None or plan.step is None or self._selection.leaves_memory:
+            return AGREE
+        return plan.step
+
     async def _agree_and_run(self, work: PendingOperation, plan: Plan[Any]) -> Any:
         ledger, ticket, fingerprint = work.ledger, work.ticket, plan.call.fingerprint
         assert ledger is not None
@@ -125,8 +169,17 @@ class Routes:
     async def _agree_beside(self, work: PendingOperation, plan: Plan[Any], stream: int) -> None:
         """Agree while the data moves; after a disagreement the moved data is undefined."""
         assert work.ledger is not None
-        verdict = await agree(plan.call.fingerprint, stream, self._channel(work, 0, CALLS))
-        if not verdict.is_agreed:
+        is_agreed = True
+        if work.wire is None:
+            talk = self._channel(work, 0, CALLS)
+            is_agreed = (await agree(plan.call.fingerprint, stream, talk)).is_agreed
+        else:
+            where = Meeting(work.wire, work.wire.slot(stream, None), plan.call.fingerprint)
+            try:
+                await self._talk(work, stream).follow(AGREE.begin(where), None, plan)
+            except Disagreement:
+                is_agreed = False
+        if not is_agreed:
             work.ledger.settle(work.ticket, stream, None)
             raise await self._mismatch(work, plan, stream, has_moved=True)
 
@@ -160,12 +213,12 @@ class Routes:
         return made
 
 
-async def _take_turn(team: NodeTeam | None, ticket: Ticket) -> None:
+async def _take_turn(team: Team | None, ticket: Ticket) -> None:
     """Wait until the slot of an unnamed operation is free; a cached name has a slot of its own."""
     if team is not None and ticket.name is None and not team.is_turn_of(ticket.number):
         await Wait((Until(lambda: team.is_turn_of(ticket.number)),))
 
 
-def end_turn(team: NodeTeam | None, ticket: Ticket) -> None:
+def end_turn(team: Team | None, ticket: Ticket) -> None:
     if team is not None and ticket.name is None:
         team.end_turn(ticket.number)

@@ -36,9 +36,7 @@ from ringcomm.engine.operations.scalars import array_of, is_scalar, number_from
 from ringcomm.engine.operations.scan import combine_scan, plan_exscan, plan_scan
 from ringcomm.engine.operations.scatter import plan_scatter
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.node import N_UNNAMED
-from ringcomm.transport.node.shared_memory import NodeTeam
-from ringcomm.transport.node.steps import NodeExchange, NodeReduction
+from ringcomm.transport.node.steps import NodeExchange, NodeReduction, Team
 
 _MAX_KNOWN: Final = 4096
 _MADE_ONCE: Final = "made once"
@@ -100,11 +98,12 @@ class _Known(NamedTuple):
 class ShortCalls:
     """The blocking, unnamed collectives of one group, whose ranks meet in `team`."""
 
-    def __init__(self, engine: Engine, group: Group, team: NodeTeam) -> None:
+    def __init__(self, engine: Engine, group: Group, team: Team) -> None:
         self._engine = weakref.ref(engine)
         self._group = weakref.ref(group)  # weak: the group refers to this object
         self._ledger = group.ledger_for(engine)
-        self._team = team
+        self._team, self._n_slots = team, team.n_slots
+        self._is_in_memory = group.team is not None
         self._index = group.index
         self._known: dict[Any, _Known | str | None] = {}
 
@@ -171,7 +170,11 @@ class ShortCalls:
         try:
             place = engine.take_place(self._ledger, self._team)
             if place is not None:
-                step = known.in_cpp.run(place % N_UNNAMED, source, target)
+                if self._is_in_memory:
+                    step = known.in_cpp.run(place % self._n_slots, source, target)
+                else:
+                    with engine.progress.alone():
+                        step = known.in_cpp.run(place % self._n_slots, source, target)
                 if step is None:
                     self._team.end_turn(place)
                 else:
@@ -223,7 +226,7 @@ class ShortCalls:
 
         left = Plan(known.call, known.nbytes, _never_run, None, finish)
         if anew is not None:
-            left.step, left.rest = anew.step, anew.rest
+            left.step, left.rest, left.run = anew.step, anew.rest, anew.run
         return group, left, anew
 
     def _by_plan(
@@ -246,9 +249,9 @@ class ShortCalls:
 
 
 def short_calls_of(group: Group) -> BlockingCalls | None:
-    """Return the short calls of a group; None if its ranks share no memory."""
-    if group.short_calls is None and group.team is not None:
-        group.short_calls = ShortCalls(engine(), group, group.team)
+    """Return the short calls of a group; None if its ranks take no steps."""
+    if group.short_calls is None and group.takes_steps is not None:
+        group.short_calls = ShortCalls(engine(), group, group.takes_steps)
     return group.short_calls
 
 
@@ -257,11 +260,11 @@ def _has_chosen(plan: Plan[Any]) -> bool:
 
 
 def _known_of(
-    team: NodeTeam, plan: Plan[Any], x: Any, result: Any, *, is_in_place: bool
+    team: Team, plan: Plan[Any], x: Any, result: Any, *, is_in_place: bool
 ) -> _Known | None:
     """Return the call that has been carried out by a plan; None if only a plan can do it."""
     step = plan.step
-    if step is None or not (is_plain(x) and is_plain(result)):
+    if step is None or not (is_plain(x) and is_plain(result)) or not team.fits(plan.nbytes):
         return None
     if isinstance(step, NodeExchange) and step.pulls_from is not None and not step.has_chosen:
         return None  # messages have carried it out
@@ -293,7 +296,7 @@ def _known_of(
     )  # fmt: skip
 
 
-def _known_scan(team: NodeTeam, plan: Plan[Any], x: Any, result: Any) -> _Known:
+def _known_scan(team: Team, plan: Plan[Any], x: Any, result: Any) -> _Known:
     """Return a scan as a copy of what the ranks before this one show, which is then combined."""
     assert plan.step is not None
     assert plan.call.reduction is not None

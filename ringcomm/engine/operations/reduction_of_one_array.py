@@ -52,7 +52,7 @@ def reduction_in_node(
     """
     to = To.OWNER if parts else To.ALL if root is None else To.ROOT
     item = source.dtype.itemsize
-    has_parts = parts and group.team is not None  # without a team nobody takes the step
+    has_parts = parts and group.takes_steps
     bounds = [0, *(part.stop * item for part in parts)] if has_parts else ()
     divisor = op.divisor(group.size)
     return NodeReduction(

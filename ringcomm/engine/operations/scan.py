@@ -66,7 +66,7 @@ class Scan(Operation):
         out = adapter.empty(x, adapter.shape(x))
         target = adapter.flat(out)
         step, theirs = None, []
-        if self.group.team is not None and mine.bytes.nbytes <= node.SCAN_PIECE_NBYTES:
+        if self.group.takes_steps and mine.bytes.nbytes <= node.SCAN_PIECE_NBYTES:
             theirs = [mine.like(mine.count) for _ in range(rank)]
             step = NodeCopy(mine.bytes, node.pulls_of_scan(theirs))
 

@@ -71,6 +71,9 @@ class Progress:
         self._tasks = TaskSet(watch, settings, on_over, self._turn)
         self._is_stopping = False
         self._n_passes = 0  # see Standstill
+        # The thread that carries out a step by messages without the turn, and how many have; MPI
+        # may keep it, too. Several threads may do so at a time: the last one is seen.
+        self._alone: Waiter | None = None
         self._standstill = Standstill()
         self._thread: threading.Thread | None = None
 
@@ -171,6 +174,15 @@ class Progress:
         finally:
             turn.give_back(waiter, self._tasks.waits_in_cpp)
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Use the wire without the turn, for a moment; a standstill in here is told, too."""
+        self._alone = Waiter()
+        try:
+            yield
+        finally:
+            self._alone = None
+
     @property
     def is_own_turn(self) -> bool:
         return self._turn.is_own
@@ -236,7 +248,7 @@ class Progress:
             with turn.lock:
                 if self._is_stopping:
                     return
-                if turn.driver is not None or turn.waiting:
+                if turn.driver is not None or turn.waiting or self._alone is not None:
                     continue
                 turn.driver = waiter
             # An idle rank polls once per _IDLE_LOOK_S, to answer the questions of others.
@@ -251,10 +263,10 @@ class Progress:
     def _tell_of_standstill(self) -> None:
         """Say it, once, if another thread of this rank drives and does not get out of MPI."""
         with self._turn.lock:
-            driver = self._turn.driver
+            driver = self._turn.driver or self._alone
             stood_s = self._standstill.at(time.monotonic(), driver, self._n_passes)
         frame = sys._current_frames().get(driver.thread) if driver and stood_s else None
-        if frame is None or not _is_inside_mpi(frame.f_code):
+        if frame is None or not (driver is self._alone or _is_inside_mpi(frame.f_code)):
             return  # a callback of the program may take as long as it likes
         _log.warning(
             "rank %d: its own MPI has not returned for %.0f s, so this rank hears of no other, and "

@@ -146,7 +146,19 @@ class NodeTeam:
         self.team = team
         self.moment_s = moment_s
         self.digest = digest
+        self.n_slots = N_UNNAMED
         self._turns = [slot or N_UNNAMED for slot in range(N_UNNAMED)]
+
+    def slot(self, stream: int, slot: int | None) -> int | None:
+        """See Team.slot()."""
+        del stream
+        return slot
+
+    @staticmethod
+    def fits(nbytes: int) -> bool:
+        """See Team.fits()."""
+        del nbytes
+        return True
 
     def is_turn_of(self, place: int) -> bool:
         """Return True if the slot of the unnamed operation number `place` is free for it."""

@@ -1,28 +1,46 @@
-"""Steps in shared memory, in which the ranks of a node reduce or copy arrays."""
+"""Steps in which the ranks of a group reduce or copy arrays: in shared memory, or by messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from ringcomm._core import CopyStep, NodeStep, Places, start_copy, start_reduce
+from ringcomm._core import CollectiveStep, MeetingPlace, Places, start_copy, start_reduce
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.node import To
-
-if TYPE_CHECKING:
-    from ringcomm.transport.node.shared_memory import NodeTeam
 
 Pulls: TypeAlias = Sequence[tuple[int, int, Bytes]]  # (rank, offset in its `shown`, out to fill)
 ShownByAll: TypeAlias = list[tuple[bytes, int]]  # by rank: its header, and how many bytes it shows
 
 
-class Meeting(NamedTuple):
-    """The place in shared memory where the ranks of an operation meet."""
+class Team(Protocol):
+    """The members of a group that take steps together: a NodeTeam, or a WireTeam."""
 
-    team: NodeTeam  # the ranks of the group, which share this node's memory
+    digest: int
+    moment_s: float
+    n_slots: int  # of unnamed operations
+
+    @property
+    def team(self) -> MeetingPlace: ...
+    def slot(self, stream: int, slot: int | None) -> int | None:
+        """Return the slot of an operation, given its stream, and its slot in shared memory."""
+
+    def fits(self, nbytes: int) -> bool:
+        """Return True if a payload of this size can go along with a step."""
+
+    def is_turn_of(self, place: int) -> bool:
+        """Return True if the slot of the unnamed operation number `place` is free for it."""
+
+    def end_turn(self, place: int) -> None: ...
+
+
+class Meeting(NamedTuple):
+    """The place where the ranks of an operation meet."""
+
+    team: Team  # the ranks of the group
     slot: int  # number of the operation's slot
     fingerprint: int  # digest of this rank's call
 
@@ -45,7 +63,7 @@ class NodeReduction(NamedTuple):
     bounds: Sequence[int] = ()  # bytes; rank r owns [bounds[r], bounds[r + 1]). Empty: equal parts
     is_widened: bool = False  # To.OWNER, 16-bit floats: the target is float32
 
-    def begin(self, where: Meeting) -> NodeStep:
+    def begin(self, where: Meeting) -> CollectiveStep:
         return start_reduce(
             where.team.team,
             where.slot,
@@ -68,10 +86,17 @@ class NodeCopy(NamedTuple):
     shown: Bytes  # array that the other ranks may read
     pulls: Pulls = ()
     places: Places | None = None  # of the first rank: it gives the step one, for all ranks
+    is_whole: bool = True  # False: if the step is messages, the ranks only agree
 
-    def begin(self, where: Meeting) -> CopyStep:
+    def begin(self, where: Meeting) -> CollectiveStep:
         return start_copy(
-            where.team.team, where.slot, where.shown, self.shown, self.pulls, places=self.places
+            where.team.team,
+            where.slot,
+            where.shown,
+            self.shown,
+            self.pulls,
+            places=self.places,
+            is_whole=self.is_whole,
         )
 
 
@@ -93,11 +118,11 @@ class NodeExchange:
     shown_by_all: ShownByAll = field(default_factory=list)
     goes_on: bool = False
 
-    def begin(self, where: Meeting) -> CopyStep:
+    def begin(self, where: Meeting) -> CollectiveStep:
         pulls = self.pulls if self.pulls_from is None else None
         return start_copy(where.team.team, where.slot, where.shown, self.shown, pulls, self.header)
 
-    def choose(self, step: CopyStep) -> None:
+    def choose(self, step: CollectiveStep) -> None:
         """Tell a step that is to choose what this rank pulls."""
         assert self.pulls_from is not None
         self.shown_by_all = step.shown()
@@ -112,7 +137,7 @@ class NodeExchange:
 NodeWork: TypeAlias = NodeReduction | NodeCopy | NodeExchange
 
 
-def drive(step: NodeStep, what: NodeWork | None, seconds: float) -> bool:
+def drive(step: CollectiveStep, what: NodeWork | None, seconds: float) -> bool:
     """Stay with a step for a while, and choose for it; return True once it is over."""
     choose(step, what)  # it may have been begun, and driven, by others
     is_over = step.is_over or step.drive(seconds)
@@ -121,12 +146,13 @@ def drive(step: NodeStep, what: NodeWork | None, seconds: float) -> bool:
     return is_over
 
 
-def choose(step: NodeStep, what: NodeWork | None) -> bool:
+def choose(step: CollectiveStep, what: NodeWork | None) -> bool:
     """Tell a step what to pull if it is to choose; return whether it was."""
-    if not (isinstance(what, NodeExchange) and isinstance(step, CopyStep) and step.is_to_choose):
+    if not (isinstance(what, NodeExchange) and step.is_to_choose):
         return False
     what.choose(step)
     return True
 
 
 MEET: Final = NodeCopy(np.empty(0, np.uint8))  # compares fingerprints, and copies nothing
+AGREE: Final = MEET._replace(is_whole=False)  # the same, before messages of another kind

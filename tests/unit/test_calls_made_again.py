@@ -1,0 +1,283 @@
+"""Calls that are made again with the same dtype and shape, in shared memory and by messages."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from harness import DEADLINE_S, at_length, outcomes, run_ranks
+from loopback import LoopbackHub
+from sample_values import whole_numbers
+
+import ringcomm as rc
+from ringcomm.config import Settings
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.transport.node.steps import AGREE, Meeting
+from ringcomm.transport.wire_team import most_brought
+
+pytestmark = pytest.mark.usefixtures("wire")
+SIZES = at_length(
+    [(n, count) for n in (2, 3, 4, 7) for count in (1, 1000, 5000, 100_003, 1_000_003)],
+    [(2, 1), (3, 5000), (7, 1000), (7, 5000), (2, 1_000_003), (3, 1_000_003), (7, 300_007)],
+)
+
+
+def array(buffers, rank, count, dtype=np.float32):
+    is_registered = buffers == "registered" or (buffers == "mixed" and rank % 2)
+    x = rc.empty(count, dtype) if is_registered else np.empty(count, dtype)
+    x[:] = whole_numbers(rank, count)
+    return x
+
+
+@pytest.mark.parametrize(("size", "count"), SIZES)
+@pytest.mark.parametrize("buffers", ["private", "registered", "mixed"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_calls_made_again_are_exact_each_time_and_their_results_are_new(
+    size, count, buffers, library
+):
+    convert = pytest.importorskip("torch").from_numpy if library == "torch" else lambda x: x
+
+    def body(rank):
+        x = array(buffers, rank, count)
+        root, results = size - 1, []
+        for turn in range(4):  # short calls from the third one on
+            values = [whole_numbers(r, count, turn=turn) for r in range(size)]
+            summed, everything = sum(values), np.concatenate(values)
+            parts = [np.array_split(each, size)[rank] for each in values]
+            x[:] = values[rank]
+            given = convert(x)
+            made = {
+                "allreduce": (rc.allreduce(given), summed),
+                "reduce": (rc.reduce(given, root=root), summed if rank == root else None),
+                "reduce_scatter": (
+                    rc.reduce_scatter(given), np.array_split(summed, size)[rank],
+                ),
+                "allgather": (rc.allgather(given), everything),
+                "gather": (rc.gather(given, root), everything if rank == root else None),
+                "scatter": (rc.scatter(given if rank == root else None, root), parts[root]),
+                "broadcast": (rc.broadcast(given, root), values[root]),
+                "scan": (rc.scan(given), sum(values[: rank + 1])),
+                "exscan": (rc.exscan(given), sum(values[:rank], np.zeros(count))),
+            }  # fmt: skip
+            if count % size == 0:
+                made["alltoall"] = rc.alltoall(given), np.concatenate(parts)
+            assert rc.barrier() is None
+            np.testing.assert_array_equal(x, values[rank])
+            results.append(made)
+            into = convert(x.copy())
+            assert rc.broadcast_(into, root) is into
+            np.testing.assert_array_equal(into, values[root])
+            assert rc.reduce_(given, root=root) is given
+            np.testing.assert_array_equal(x, summed if rank == root else values[rank])
+            into = convert(values[rank].copy())
+            np.testing.assert_array_equal(
+                rc.reduce_scatter_(into), np.array_split(summed, size)[rank]
+            )
+        for made in results:  # of all turns: no call has written to the result of another
+            for kind, (result, wanted) in made.items():
+                np.testing.assert_array_equal(result, wanted, kind)
+
+    run_ranks(size, body)
+
+
+def test_calls_made_again_differ_by_root_operator_dtype_and_shape():
+    def body(rank):
+        for turn in range(4):
+            for root, n, dtype in [(0, 6, np.float32), (1, 6, np.float32), (1, 3, np.int8)]:
+                x = np.full((n, 2), 10 * turn + rank + 1, dtype)
+                assert (rc.broadcast(x, root) == 10 * turn + root + 1).all()
+                assert (rc.allreduce(x, rc.MAX) == 10 * turn + 3).all()
+                assert (rc.allreduce(x, rc.MIN) == 10 * turn + 1).all()
+                found = rc.gather(x.reshape(-1), root)
+                assert (found is None) is (rank != root)
+                assert found is None or (found.dtype == dtype and found.shape == (6 * n,))
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("count", [3, 5000])
+def test_a_call_made_again_takes_what_others_bring_if_that_has_changed(count):
+    """Another number of rows, and another dtype and shape of what the root scatters."""
+
+    def rows(rank, turn):
+        return (rank + turn // 2) % 3 if rank else 2  # rank 0 brings the same each time
+
+    def body(rank):
+        for turn in range(6):
+            mine = np.full((rows(rank, turn), count), 10.0 * turn + rank)
+            all_rows = [rows(r, turn) for r in range(3)]
+            values = np.repeat([10.0 * turn + r for r in range(3)], all_rows)
+            found = rc.allgather(mine)
+            np.testing.assert_array_equal(found, np.repeat(values[:, None], count, axis=1))
+            found = rc.gather(mine, 1)
+            assert (found is None) is (rank != 1)
+            if rank == 1:
+                np.testing.assert_array_equal(found[:, -1], values)
+            found = rc.alltoall(np.repeat(mine, 3, axis=0))
+            np.testing.assert_array_equal(found[:, 0], values)
+            dtype = (np.float32, np.int8)[turn // 2 % 2]
+            whole = np.arange(3 * count * (1 + turn // 3)).astype(dtype).reshape(3, -1)
+            found = rc.scatter(whole if rank == 2 else None, 2)
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(found, whole[rank : rank + 1])
+
+    run_ranks(3, body)
+
+
+KNOWN = {
+    "allreduce": rc.allreduce,
+    "reduce": rc.reduce,
+    "reduce_scatter": rc.reduce_scatter,
+    "allgather": rc.allgather,
+    "gather": rc.gather,
+    "alltoall": rc.alltoall,
+    "broadcast": rc.broadcast,
+    "scan": rc.scan,
+    "exscan": rc.exscan,
+    "barrier": lambda _: rc.barrier(),
+}
+
+
+@pytest.mark.parametrize("count", [4, 40_000])
+@pytest.mark.parametrize("kind", KNOWN)
+def test_other_calls_made_again_are_a_mismatch_that_touches_nothing(kind, count):
+    other = "gather" if kind == "allgather" else "allgather"
+
+    def body(rank):
+        x = np.full(count, float(rank))
+        for each in (kind, other) * 2:
+            KNOWN[each](x)
+        with pytest.raises(
+            rc.MismatchError, match=rf"rank 0 called {kind} .*rank 1 called {other}"
+        ):
+            KNOWN[other if rank else kind](x)
+        assert (x == rank).all()
+        KNOWN[kind](x)
+        return rc.allreduce(x)[-1]
+
+    assert run_ranks(2, body) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("count", [300, 30_000])
+def test_a_call_made_again_waits_for_a_late_rank_and_hears_of_a_dead_one(kind, count, wire):
+    hub = LoopbackHub(3, (0, 0, 0) if wire == "node" else None)
+    are_through = threading.Barrier(3)
+
+    def body(rank):
+        x = np.full(count, float(rank))
+        KNOWN[kind](x)
+        first = KNOWN[kind](x)
+        if rank == 1:
+            time.sleep(0.05)  # late on purpose: more than the moment that the short way waits
+        again = KNOWN[kind](x)
+        np.testing.assert_array_equal(again, first)
+        are_through.wait(DEADLINE_S)
+        if rank == 2:
+            hub.kill(2, "was killed")
+            return
+        with pytest.raises(rc.PeerFailedError, match="rank 2 was killed"):
+            KNOWN[kind](x)
+
+    run_ranks(3, body, hub=hub)
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("count", [400, 40_000])
+def test_the_deadline_of_a_call_made_again_names_the_missing_rank(kind, count):
+    def body(rank):
+        x = np.full(count, float(rank))
+        for _ in range(2):
+            KNOWN[kind](x)
+        if rank == 0:
+            with pytest.raises(rc.CommTimeoutError) as caught:
+                KNOWN[kind](x)
+            assert caught.value.missing == [1]
+
+    outcomes(2, body, settings=Settings(timeout_s=0.3))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("over", [-16, 0, 1, 16])
+def test_a_payload_that_just_fits_and_one_that_does_not_are_the_same_to_the_caller(size, over):
+    def body(rank):
+        x = np.arange(most_brought(size) + over, dtype=np.uint8) + np.uint8(rank)
+        for _ in range(3):
+            wanted = sum(np.arange(len(x), dtype=np.uint8) + np.uint8(r) for r in range(size))
+            np.testing.assert_array_equal(rc.allreduce(x), wanted.astype(np.uint8))
+            found = rc.broadcast_(x.copy(), size - 1)
+            np.testing.assert_array_equal(found, x - np.uint8(rank) + np.uint8(size - 1))
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_one_rank_may_bring_more_than_fits_and_the_others_little(is_named):
+    """Also if all calls before this one fitted, and again afterwards."""
+
+    def body(rank):
+        for turn in range(8):
+            rows = [1, 1 + (turn in (3, 4, 6)) * most_brought(3) // 8, 2]
+            mine = np.full(rows[rank], 10.0 * turn + rank)
+            found = rc.allgather(mine, name="w" if is_named else None)
+            values = np.repeat([10.0 * turn + r for r in range(3)], rows)
+            np.testing.assert_array_equal(found, values)
+
+    run_ranks(3, body)
+
+
+def test_ranks_of_two_hosts_with_two_each_and_of_groups_across_them():
+    def body(rank):
+        across = rc.Group([rank % 2, rank % 2 + 2])
+        for turn in range(4):
+            for n in (5, 20_000):  # the second one goes through the nodes' memory, in turns
+                x = np.full(n, float(rank + turn))
+                assert (rc.allreduce(x) == 6 + 4 * turn).all()
+                assert (rc.allreduce(x, group=across) == 2 * (rank % 2) + 2 + 2 * turn).all()
+                assert (rc.broadcast(x, 3) == 3 + turn).all()
+            handles = [rc.allreduce_async(np.full(3, float(i + rank))) for i in range(20)]
+            for i, handle in enumerate(handles):
+                assert (handle.wait() == 6 + 4 * i).all()
+
+    run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)))
+
+
+@pytest.mark.parametrize("forced", ["ring", "direct"])
+def test_a_forced_algorithm_carries_small_payloads_too(forced):
+    def body(rank):
+        return [rc.allreduce(np.full(3, float(rank))).sum() for _ in range(3)]
+
+    assert run_ranks(3, body, settings=Settings(algorithm=forced)) == [[9.0] * 3] * 3
+
+
+def test_a_rank_that_dies_between_two_messages_of_a_step_is_named():
+    """It has sent the first of its two messages: one other rank has heard of it, two have not."""
+    hub, are_in = LoopbackHub(4), threading.Barrier(4)
+
+    def body(rank):
+        rc.barrier()
+        are_in.wait(DEADLINE_S)
+        if rank == 2:
+            group = engine().groups.default
+            place = group.ledger.next_place
+            where = Meeting(group.wire, group.ledger.proposal(group.ledger.unnamed(place)), 0)
+            step = AGREE.begin(where)
+            step.advance()
+            hub.kill(2, "was killed")
+            return "dead"
+        with pytest.raises(rc.PeerFailedError, match="rank 2 was killed") as caught:
+            rc.barrier()
+        assert caught.value.rank == 2
+        return "told"
+
+    assert run_ranks(4, body, hub=hub) == ["told", "told", "dead", "told"]
+
+
+def test_a_rank_that_ends_right_after_a_call_has_done_its_part():
+    def body(rank):
+        for _ in range(3):
+            found = rc.allreduce(np.ones(5))
+        return found.sum()
+
+    for _ in range(20):  # nothing keeps a rank that is through: its last messages are under way
+        assert run_ranks(4, body) == [20.0] * 4
