@@ -248,6 +248,7 @@ void bind_shm(nb::module_& m) {
                     return NodeMemory::adopt(Descriptor(board_fd), Descriptor(arena_fd), nonce);
                   },
                   "board_fd"_a, "arena_fd"_a, "nonce"_a)
+      .def_prop_ro("pid", &NodeMemory::pid)
       .def_prop_ro("board_fd", &NodeMemory::board_fd)
       .def_prop_ro("arena_fd", &NodeMemory::arena_fd)
       .def("holds", [](const NodeMemory& self, ConstBytes x) { return self.holds(x.data(), x.nbytes()); },
@@ -360,6 +361,7 @@ void bind_shm(nb::module_& m) {
            },
            "rank"_a, "memories"_a, "is_crowded"_a, "may_read"_a)
       .def_prop_ro("reads_memory", &NodeMessages::reads_memory)
+      .def_prop_ro("reading_error", &NodeMessages::reading_error)
       .def("unasked",
            [](NodeMessages& self, std::uint64_t group, std::size_t most) {
              std::vector<std::tuple<std::uint32_t, std::int64_t, std::string>> found;
@@ -384,6 +386,11 @@ void bind_shm(nb::module_& m) {
            "messages"_a, "rank"_a.none(), "group"_a, "outline"_a, "nbytes"_a)
       .def("send", &send_message, "x"_a.none(), "tag"_a.none(), "seconds"_a)
       .def("receive", &receive_message, "out"_a.none(), "tag"_a.none(), "seconds"_a);
+  m.def("read_private",
+        [](int pid, std::uint64_t place, Bytes out) {
+          return read_private(pid, place, reinterpret_cast<std::byte*>(out.data()), out.nbytes());
+        },
+        "pid"_a, "place"_a, "out"_a.noconvert());
   m.def("exchange_messages", &exchange_messages, "to"_a, "x"_a.none(), "sendtag"_a.none(),
         "source"_a, "out"_a.none(), "recvtag"_a.none(), "seconds"_a);
 

@@ -29,6 +29,12 @@ void remove(List& list, const NodeMessage* message) {
 
 }  // namespace
 
+std::ptrdiff_t read_private(int pid, std::uint64_t place, std::byte* to, std::size_t nbytes) {
+  const iovec here{to, nbytes}, there{reinterpret_cast<void*>(place), nbytes};
+  const ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
+  return got < 0 ? -errno : got;
+}
+
 struct NodeMessages::Head {
   enum class Kind : std::uint32_t {
     whole,    // outline, data
@@ -568,16 +574,16 @@ bool NodeMessages::copy_piece(Mate& mate, NodeMessage& receive) {
   } else if (mate.memory->is_of_this_process()) {
     std::memcpy(to, reinterpret_cast<const std::byte*>(place), n);
   } else {
-    const iovec here{to, n}, there{reinterpret_cast<void*>(place), n};
-    const ssize_t got = process_vm_readv(mate.memory->pid(), &here, 1, &there, 1, 0);
-    if (got < 0 && errno == ESRCH) return false;  // it has died, which others notice
-    if (got < 0 && errno == EFAULT) {
+    const std::ptrdiff_t got = read_private(mate.memory->pid(), place, to, n);
+    if (got == -ESRCH) return false;  // it has died, which others notice
+    if (got == -EFAULT) {
       const std::string fault = "the sender's array is not in its memory any more";
       forget(receive);
       finish(receive, fault);
       return true;
     }
     if (got <= 0) {  // a sandbox may refuse it in its own way
+      reading_error_ = got < 0 ? static_cast<int>(-got) : EIO;
       reads_memory_ = false;
       ask_for_pieces(mate, receive);
       return true;

@@ -40,6 +40,9 @@ struct Mailbox {
 
 constexpr std::uint32_t kAnyRank = ~std::uint32_t{0};
 
+// Reads at most nbytes of another process's private memory. Returns how many it has read, or -errno.
+std::ptrdiff_t read_private(int pid, std::uint64_t place, std::byte* to, std::size_t nbytes);
+
 // A message that did not fit its receive: what the two sides had.
 struct Refusal {
   std::uint32_t sender = kAnyRank, receiver = kAnyRank;
@@ -137,6 +140,7 @@ class NodeMessages : public std::enable_shared_from_this<NodeMessages> {
   void retire();
 
   bool reads_memory() const { return reads_memory_; }
+  int reading_error() const { return reading_error_; }  // errno by which the system has refused it; 0: it has not
 
  private:
   friend class NodeMessage;
@@ -180,6 +184,7 @@ class NodeMessages : public std::enable_shared_from_this<NodeMessages> {
   const Patience patience_;
   std::size_t pipe_nbytes_;
   std::atomic<bool> reads_memory_;
+  std::atomic<int> reading_error_{0};
   // Of what follows. Recursive: a message that an error ends while it begins gives itself up.
   std::recursive_mutex mutex_;
   std::map<std::uint32_t, std::unique_ptr<Mate>> mates_;

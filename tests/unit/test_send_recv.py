@@ -17,7 +17,6 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.point_to_point import recv_async, send_async
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.meet_and_leave import leave
-from ringcomm.transport.node.shared_memory import SharedNode
 
 pytestmark = pytest.mark.usefixtures("wire")
 LONG = 1 << 17  # doubles: more than goes through a pipe at once
@@ -232,14 +231,9 @@ def test_who_waits_for_another_tag_hears_what_has_come_instead():
     assert isinstance(outcomes(2, body, hub=LoopbackHub(2, (0, 0)))[1], rc.PeerFailedError)
 
 
-@pytest.fixture(params=["read", "pieces"])
-def way(request, monkeypatch):
-    monkeypatch.setattr(SharedNode, "reads_memory", request.param == "read")
-
-
-@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("read_memory", [0, 1])
 @pytest.mark.parametrize("is_registered", [False, True])
-def test_long_and_short_messages_come_in_the_order_of_their_tag(is_registered):
+def test_long_and_short_messages_come_in_the_order_of_their_tag(is_registered, read_memory):
     counts = [1, LONG, 5, 3 * LONG, LONG + 1, 2]
 
     def body(rank):
@@ -259,7 +253,7 @@ def test_long_and_short_messages_come_in_the_order_of_their_tag(is_registered):
                 assert rc.recv(out, 0, tag=tag) == 0
                 assert (out == 10 * tag + i).all()
 
-    run_ranks(2, body)
+    run_ranks(2, body, settings=Settings(read_memory=read_memory))
 
 
 def test_any_source_takes_from_this_node_and_from_others():

@@ -40,6 +40,7 @@ class NodeMail:
     def __init__(self, engine: Engine, group: Group, node: SharedNode) -> None:
         self._state, self._peers = engine.state, engine.watch.peers
         self._node = node
+        self._messages = node.messages(may_read=bool(engine.settings.read_memory))
         self._ranks, self._places = group.ranks, group.ranks.places
         self.rank = group.index
         self._id = group.ledger_for(engine).group_id % _TAGS
@@ -113,7 +114,7 @@ class NodeMail:
 
     def unasked(self) -> str:
         """Return a text: the messages that no recv() has asked for; "" if there are none."""
-        found = self._node.messages.unasked(self._id, _SHOWN)
+        found = self._messages.unasked(self._id, _SHOWN)
         texts = [f"{outline} of rank {sender} with tag={tag}" for sender, tag, outline in found]
         if not texts:
             return ""
@@ -121,12 +122,12 @@ class NodeMail:
 
     def earlier_refusal(self, peer: int) -> Refusal | None:
         """Return what an earlier message to a rank of the group was refused for, once for each."""
-        return self._node.messages.earlier_refusal(self._ranks[peer])
+        return self._messages.earlier_refusal(self._ranks[peer])
 
     def correspondence(self, peer: int, outline: str, nbytes: int) -> Correspondence:
         """Return what is to be agreed on with a rank of the group, or with rc.ANY_SOURCE."""
         rank = None if peer == ANY_SOURCE else self._ranks[peer]
-        return Correspondence(self._node.messages, rank, self._id, outline.encode(), nbytes)
+        return Correspondence(self._messages, rank, self._id, outline.encode(), nbytes)
 
     def learn(self, x: Any, peer: Any, correspondence: Correspondence, *, is_receive: bool) -> None:
         """Remember a correspondence for arrays like x, if C++ can take them as they are."""

@@ -19,13 +19,9 @@ class SharedNode:
 
     Attributes:
         is_crowded: the node has more ranks than there are cores for this process.
-        reads_memory: long messages are read in the private memory of their sender, where the system
-            allows it.
         moment_s: seconds for which a thread that waits for a step does nothing else. Python code
             that runs meanwhile delays the step, mostly where ranks share cores.
     """
-
-    reads_memory = True
 
     def __init__(self, memory: NodeMemory, rank: int, n_ranks: int) -> None:
         n_cores = len(os.sched_getaffinity(0))
@@ -36,12 +32,15 @@ class SharedNode:
         self._teams: dict[tuple[int, tuple[int, ...]], NodeTeam | None] = {}
         self._messages: NodeMessages | None = None
 
-    @property
-    def messages(self) -> NodeMessages:
-        """The messages between this rank and others of its node, and with itself."""
+    def messages(self, *, may_read: bool) -> NodeMessages:
+        """Return the messages between this rank and others of its node, and with itself.
+
+        may_read: long ones are read in the private memory of their sender, where the system allows
+            it. The first call decides.
+        """
         if self._messages is None:
             self._messages = NodeMessages(
-                self._rank, self._memories, self.is_crowded, may_read=self.reads_memory
+                self._rank, self._memories, self.is_crowded, may_read=may_read
             )
         return self._messages
 
