@@ -7,6 +7,7 @@ import os
 from ringcomm._core import NodeMemory, NodeMessages, Team, make_team, take, view
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.node import N_UNNAMED
+from ringcomm.transport.node.private_memory import let_siblings_read
 
 _MOMENT_S = 1e-3  # a few times as long as two ranks need to meet if both come at once
 _APART = 0x9E40000  # about 2**28 times the golden ratio, in whole pages of up to 64 KiB
@@ -35,10 +36,12 @@ class SharedNode:
     def messages(self, *, may_read: bool) -> NodeMessages:
         """Return the messages between this rank and others of its node, and with itself.
 
-        may_read: long ones are read in the private memory of their sender, where the system allows
-            it. The first call decides.
+        may_read: this rank reads long ones in the private memory of their senders, and lets others
+            read in its own, where the system allows it. The first call decides.
         """
         if self._messages is None:
+            if may_read:
+                let_siblings_read(memory.pid for memory in self._memories.values())
             self._messages = NodeMessages(
                 self._rank, self._memories, self.is_crowded, may_read=may_read
             )
