@@ -14,7 +14,7 @@ from ringcomm._core import open_pidfd
 from ringcomm.launch import cli
 from ringcomm.launch.check_install import command, gather_facts
 from ringcomm.launch.check_install.command import judge_trial, run_trial
-from ringcomm.launch.check_install.facts import Launcher, Library
+from ringcomm.launch.check_install.facts import Launcher, Library, Reading
 from ringcomm.launch.check_install.gather_facts import floors, launcher_at
 from ringcomm.launch.check_install.judge_facts import SUBJECTS, has_problem, judge
 from ringcomm.launch.job.local_job import LocalEnding
@@ -186,6 +186,10 @@ def test_a_problem_ends_with_its_fix(subject, changes, words, fix):
 
 
 ROOT_FIX = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+CONTAINER_FIX = (
+    "a container: docker run --cap-add SYS_PTRACE, or a seccomp profile that allows "
+    "process_vm_readv; all works without"
+)
 NOTES = [
     ("torch", {"versions": without("torch")}, "not installed", "pip install 'ringcomm[torch]'"),
     (
@@ -244,6 +248,31 @@ NOTES = [
         "may or may not fit the library, Open MPI 5.0.11",
         "ringcomm check --run",
     ),
+    (
+        "long messages",
+        {"reading": Reading("EPERM", ptrace_scope=2)},
+        "copied twice, through shared memory: process_vm_readv is refused (EPERM, "
+        "kernel/yama/ptrace_scope is 2)",
+        "as root: sysctl kernel.yama.ptrace_scope=1, if that is still allowed",
+    ),
+    (
+        "long messages",
+        {"reading": Reading("EPERM", ptrace_scope=1)},
+        "process_vm_readv is refused (EPERM, kernel/yama/ptrace_scope is 1)",
+        CONTAINER_FIX,
+    ),
+    (
+        "long messages",
+        {"reading": Reading("ENOSYS")},
+        "process_vm_readv is refused (ENOSYS, and there is no kernel/yama/ptrace_scope)",
+        CONTAINER_FIX,
+    ),
+    (
+        "long messages",
+        {"reading": Reading(None, "exit 1: signal 31")},
+        "unknown how they go (exit 1: signal 31)",
+        "export RINGCOMM_READ_MEMORY=0",
+    ),
     ("CPU cores", {"cores": 1}, "1 usable; any two ranks share it, and mpirun needs --over", None),
     ("root", {"is_root": True}, "Open MPI's mpirun refuses root", ROOT_FIX),
 ]
@@ -268,6 +297,12 @@ SOUND = [
     ("mpirun", {}, "Open MPI 5.0.11 (/v/bin/mpirun), fits the library"),
     ("mpirun", {"mpi": NO_LIBRARY}, "Open MPI 5.0.11 (/v/bin/mpirun)"),
     ("settings", {}, "every RINGCOMM_ variable is understood"),
+    ("long messages", {}, "copied once: ranks of this host may read each other's memory"),
+    (
+        "long messages",
+        {"reading": Reading(None, is_off=True)},
+        "copied twice, through shared memory, as RINGCOMM_READ_MEMORY=0 says",
+    ),
     (
         "GPU",
         {"gpu": GPUS},
@@ -419,6 +454,15 @@ def ended(code, output, seconds):
 CORRECT = "noise\nringcomm-check: correct\n"
 OUTCOMES = [
     ({}, ended(0, CORRECT, 0.51), "ok", "2 ranks, allreduce correct, 0.5 s"),
+    (
+        {},
+        ended(
+            0, CORRECT + "ringcomm-check: reads copied twice (EPERM)\nringcomm-check: ports\n", 0.51
+        ),
+        "ok",
+        "2 ranks, allreduce correct, 0.5 s; a long message was copied twice (EPERM); "
+        "the ranks of one host listen on no port",
+    ),
     (
         {},
         ended(0, CORRECT + "ringcomm-check: ports\n", 0.51),

@@ -1,5 +1,6 @@
 """`ringcomm check` asks this very machine, in children that may fail."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from harness import run_command
 
 from ringcomm.launch.check_install import gather_facts
 from ringcomm.launch.run_child_with_deadline import run_child
+from ringcomm.transport.node.private_memory import ptrace_scope
 
 
 def ringcomm(*arguments, **variables):
@@ -71,6 +73,50 @@ def test_the_gpu_is_looked_for_in_a_child_that_may_fail(
     assert gather_facts._gpu(os.environ) == (None, error)
 
 
+def long_messages(*prelude, **variables):
+    """Return what check says of long messages, in a process that has run the prelude."""
+    script = "\n".join(
+        [
+            "import os, sys",
+            f"sys.path.insert(0, {str(TESTS)!r})",
+            *prelude,
+            "os.execv(sys.executable, [sys.executable, '-P', '-m', 'ringcomm', 'check', '--json'])",
+        ]
+    )
+    command = [sys.executable, "-P", "-c", script]
+    ended = run_command(command, env={**os.environ, **variables})
+    assert ended.returncode == 0, ended.stderr
+    found = {each["subject"]: each for each in json.loads(ended.stdout)["checks"]}
+    return found["long messages"]
+
+
+TESTS = Path(__file__).parents[1]
+REFUSE = "from refused_system_calls import PROCESS_VM_READV, refuse; refuse(PROCESS_VM_READV, {})"
+
+
+@pytest.mark.skipif((ptrace_scope() or 0) > 1, reason="Yama forbids it")
+def test_check_tries_whether_long_messages_can_be_read():
+    assert long_messages()["found"].startswith("copied once")
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
+def test_check_says_what_refuses_that_long_messages_are_read(error):
+    told = long_messages(REFUSE.format(error))
+    assert told["status"] == "note"
+    name = errno.errorcode[error]
+    assert (
+        f"copied twice, through shared memory: process_vm_readv is refused ({name}"
+        in (told["found"])
+    )
+    assert told["fix"]
+
+
+def test_check_tries_no_read_that_the_user_forbids():
+    told = long_messages(REFUSE.format(errno.EPERM), RINGCOMM_READ_MEMORY="0")
+    assert (told["status"], told["fix"]) == ("ok", None)
+    assert told["found"].endswith("as RINGCOMM_READ_MEMORY=0 says")
+
+
 ROOT_FOLDER = Path(__file__).parents[2]
 
 
@@ -128,4 +174,7 @@ def test_two_ranks_do_a_real_allreduce(variables):
     assert ended.returncode == 0, report
     assert run["subject"] == "run"
     assert run["found"].startswith("2 ranks, allreduce correct")
+    told = next(each for each in report["checks"] if each["subject"] == "long messages")
+    way = "copied once" if told["found"].startswith("copied once") else "copied twice"
+    assert f"; a long message was {way}" in run["found"]
     assert run["found"].endswith("; the ranks of one host listen on no port")

@@ -6,6 +6,7 @@ sides must agree on is remembered as a Correspondence, and the next ones look th
 
 from __future__ import annotations
 
+import errno
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -120,6 +121,13 @@ class NodeMail:
             return ""
         return f"What has waited here, and no recv() has asked for: {', '.join(texts)}."
 
+    @property
+    def how_long_ones_come(self) -> str:
+        if self._messages.reads_memory:
+            return "copied once"
+        error = self._messages.reading_error
+        return f"copied twice ({errno.errorcode.get(error, error)})" if error else "copied twice"
+
     def earlier_refusal(self, peer: int) -> Refusal | None:
         """Return what an earlier message to a rank of the group was refused for, once for each."""
         return self._messages.earlier_refusal(self._ranks[peer])
@@ -151,6 +159,12 @@ def _make_mail(current: Engine, group: Group) -> NodeMail | bool:
     if node is None or group.rank is None or group.ledger_for(current) is None:
         return False
     return NodeMail(current, group, node)
+
+
+def how_long_messages_come() -> str:
+    """Return "copied once" or "copied twice", or "sent by MPI"; and why, if the system refused."""
+    mail = mail_of(None)
+    return "sent by MPI" if mail is None else mail.how_long_ones_come
 
 
 def tag_in_64_bits(tag: int) -> int:

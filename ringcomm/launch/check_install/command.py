@@ -84,17 +84,26 @@ def _json(findings: list[Finding]) -> str:
 _DEADLINE_S = 60.0
 _CORRECT = "ringcomm-check: correct"
 _PORTS = "ringcomm-check: ports"
+_READS = "ringcomm-check: reads"
 _TAIL = 12  # lines of a failure's output
 # Integers are exact in float32. An odd count gives chunks of different sizes.
 _JOB: Final = f"""
 import numpy as np
 import ringcomm as rc
+from ringcomm.engine.executors.node_mail import how_long_messages_come
 from ringcomm.launch.check_install.gather_facts import listening_ports
 rc.init()
 x = np.arange(300007, dtype=np.float32)
 total = rc.allreduce(x * (rc.rank() + 1), name="check")
 assert rc.size() == 2, f"the job has {{rc.size()}} ranks"
 assert np.array_equal(total, x * 3), "the sum is wrong"
+if rc.rank() == 0:
+    rc.send(x, 1)
+else:
+    received = np.zeros_like(x)
+    rc.recv(received, 0)
+    assert np.array_equal(received, x), "the message is wrong"
+    print({_READS!r}, how_long_messages_come(), flush=True)
 ports = sorted(set(sum(rc.allgather_object(listening_ports()), [])))
 if rc.rank() == 0:
     print({_CORRECT!r}, flush=True)
@@ -119,13 +128,19 @@ def judge_trial(facts: Facts, ending: LocalEnding) -> Finding:
     seconds, verdict = ending.seconds, ending.verdict
     if verdict is not None and verdict.code == 0 and _CORRECT in ending.output:
         text = f"2 ranks, allreduce correct, {seconds:.1f} s{_extras(facts)}"
-        return Finding("run", "ok", text + _ports_text(ending.output))
+        return Finding("run", "ok", text + _reads_text(ending.output) + _ports_text(ending.output))
     how = f"2 ranks did not end in {_DEADLINE_S:.0f} s"
     if verdict is not None:
         how = f"2 ranks failed, exit {verdict.code} after {seconds:.1f} s"
     found = [f"{how}{_extras(facts)}; MPI alone should print 2 twice"]
     found += last_lines(ending.output, _TAIL)
     return Finding("run", "problem", "\n".join(found), _alone(facts))
+
+
+def _reads_text(output: str) -> str:
+    """Return how the long message came; "" if the ranks did not tell."""
+    told = [line.removeprefix(_READS) for line in output.splitlines() if line.startswith(_READS)]
+    return f"; a long message was {told[-1].strip()}" if told else ""
 
 
 def _ports_text(output: str) -> str:

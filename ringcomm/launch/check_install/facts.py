@@ -32,6 +32,16 @@ class Launcher:
     variables: Mapping[str, str] = field(default_factory=dict)  # without which it does not run
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Whether a process could read the private memory of another one, as ranks of a host do."""
+
+    refused_by: str | None = ""  # the name of an errno; "": it could; None: not known
+    error: str = ""  # why it is not known
+    ptrace_scope: int | None = None  # what Yama restricts; None: there is no Yama
+    is_off: bool = False  # RINGCOMM_READ_MEMORY=0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     python: tuple[str, str]  # version and path of this interpreter
@@ -52,6 +62,7 @@ class Facts:
     settings_error: str = ""  # what is wrong with a RINGCOMM_ variable; "": nothing
     gpu: Stack | None = field(default_factory=Stack)  # None: the search for GPUs failed
     gpu_error: str = ""
+    reading: Reading = field(default_factory=Reading)
 
     @property
     def launcher_family(self) -> Family | None:

@@ -6,6 +6,7 @@ A child process with a deadline runs the code that may crash or hang.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from ringcomm.config import read_settings
 from ringcomm.errors import ConfigError
-from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts, Launcher, Library
+from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts, Launcher, Library, Reading
 from ringcomm.launch.mpi_kind import FAMILIES, kind_of
 from ringcomm.launch.run_child_with_deadline import (
     ChildOutcome,
@@ -42,14 +43,16 @@ _LISTENS: Final = "0A"  # the state of a socket in /proc/net/tcp
 _MARK = "ringcomm-check: "
 
 
-def gather(environ: Mapping[str, str], *, with_gpu: bool = True) -> Facts:
+def gather(environ: Mapping[str, str], *, is_for_job: bool = False) -> Facts:
     """Return the facts about this interpreter, this machine and `environ`.
 
-    Takes about 0.3 s, or 1 s if cupy is installed.
+    is_for_job: leave out GPUs and reads of other processes' memory: all jobs start without them.
+
+    Takes about 0.5 s, or 1.2 s if cupy is installed.
     """
     package = next(iter(metadata.distributions(name="ringcomm")), None)  # None: a source tree
     core, core_error = _core()
-    gpu, gpu_error = _gpu(environ) if with_gpu else (None, "not asked for")
+    gpu, gpu_error = (None, "not asked for") if is_for_job else _gpu(environ)
     guardian = None if core is None else Path(core).with_name("ringcomm-guardian")
     return Facts(
         python=(platform.python_version(), sys.executable),
@@ -70,6 +73,7 @@ def gather(environ: Mapping[str, str], *, with_gpu: bool = True) -> Facts:
         settings_error=_settings_error(environ),
         gpu=gpu,
         gpu_error=gpu_error,
+        reading=_reading(environ) if core and not is_for_job else Reading(None, "not tried"),
     )
 
 
@@ -106,6 +110,23 @@ print({_MARK!r} + probe().pack(), flush=True)
 def _gpu(environ: Mapping[str, str]) -> tuple[Stack | None, str]:
     answer, error = _ask(_ASK_GPU, environ)
     return (None, error) if answer is None else (Stack.unpack(answer), "")
+
+
+_ASK_READING = f"""
+import json
+from ringcomm.transport.node.private_memory import ptrace_scope, try_between_children
+print({_MARK!r} + json.dumps([try_between_children() or "", ptrace_scope()]), flush=True)
+"""
+
+
+def _reading(environ: Mapping[str, str]) -> Reading:
+    if environ.get("RINGCOMM_READ_MEMORY") == "0":
+        return Reading(None, is_off=True)
+    answer, error = _ask(_ASK_READING, environ)
+    if answer is None:
+        return Reading(None, error)
+    number, scope = json.loads(answer)
+    return Reading(number and errno.errorcode.get(number, str(number)), ptrace_scope=scope)
 
 
 def _ask(script: str, environ: Mapping[str, str]) -> tuple[str | None, str]:

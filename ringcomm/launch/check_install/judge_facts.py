@@ -189,6 +189,33 @@ def _cores(facts: Facts) -> _Told:
     return "ok", f"{facts.cores} usable; more ranks than that share them{hint}"
 
 
+_IN_PIECES: Final = "copied twice, through shared memory"
+
+
+def _long_messages(facts: Facts) -> _Told:
+    reading = facts.reading
+    if reading.is_off:
+        return "ok", f"{_IN_PIECES}, as RINGCOMM_READ_MEMORY=0 says"
+    if reading.refused_by is None:
+        return "note", f"unknown how they go ({reading.error})", "export RINGCOMM_READ_MEMORY=0"
+    if not reading.refused_by:
+        return "ok", "copied once: ranks of this host may read each other's memory"
+    why = f"{reading.refused_by}, {_SCOPE_FILE} is {reading.ptrace_scope}"
+    fix = _CONTAINER
+    if reading.ptrace_scope is None:
+        why = f"{reading.refused_by}, and there is no {_SCOPE_FILE}"
+    elif reading.ptrace_scope > 1:
+        fix = "as root: sysctl kernel.yama.ptrace_scope=1, if that is still allowed"
+    return "note", f"{_IN_PIECES}: process_vm_readv is refused ({why})", fix
+
+
+_SCOPE_FILE: Final = "kernel/yama/ptrace_scope"
+_CONTAINER: Final = (
+    "a container: docker run --cap-add SYS_PTRACE, or a seccomp profile that allows "
+    "process_vm_readv; all works without"
+)
+
+
 def _root(facts: Facts) -> _Told:
     if not facts.is_root:
         return "ok", "no"
@@ -213,6 +240,7 @@ _LOOKS: Final[dict[str, Callable[[Facts], _Told]]] = {
     "torch": _torch,
     "GPU": _gpu,
     "CPU cores": _cores,
+    "long messages": _long_messages,
     "root": _root,
 }
 SUBJECTS: Final = tuple(_LOOKS)

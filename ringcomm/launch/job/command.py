@@ -44,7 +44,7 @@ def gather_surroundings(
     Raises ConfigError if $PBS_NODEFILE is to name the hosts, and cannot be read.
     """
     return Surroundings(
-        facts=gather(environ, with_gpu=False),
+        facts=gather(environ, is_for_job=True),
         environ=environ,
         own_names=_own_names(),
         rank_of=launching_variable(environ) or "",
