@@ -1,4 +1,4 @@
-"""Random programs of collectives, and what numpy says their results are.
+"""Random programs of collectives and messages, and what numpy says their results are.
 
 A program is the same on every rank but for the order in which named operations are started. Values
 are small integers, so every result is exact in every dtype.
@@ -13,13 +13,21 @@ import ml_dtypes
 import numpy as np
 
 import ringcomm as rc
+from ringcomm.engine.api.point_to_point import recv_async, send_async
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
 OTHERS = [np.bool_, np.complex64, np.complex128]
 REDUCTIONS = ["allreduce", "allreduce_", "reduce", "reduce_scatter", "grouped_allreduce"]
 SCANS = ["scan", "exscan"]
+# One rank to another; all others to a root, which takes them from anyone; each to the next.
+MESSAGES = ["message", "to_root", "shift"]
+TAGS = [0, 0, 7, -1, 1 << 40]
+# Short messages are passed on whole, long ones read, or cut into pieces; see csrc/shm/messages.cpp.
+NBYTES = [0, 8, (16 << 10) - 1, 16 << 10, (16 << 10) + 1, 300_007, 1 << 20]
 KINDS = [
+    *MESSAGES,
+    "message",
     *REDUCTIONS,
     *SCANS,
     "broadcast",
@@ -46,7 +54,7 @@ OF_PYTHON = [np.bool_, np.int64, np.float64, np.complex128]  # dtypes of its num
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective; `members` are ranks of the job, `group` is an index, None for all ranks."""
+    """A collective or messages; `members` are ranks of the job, `group` an index, None for all."""
 
     number: int
     kind: str
@@ -60,6 +68,8 @@ class Operation:
     is_async: bool
     is_deterministic: bool
     is_number: bool  # of Python or numpy, not an array
+    dest: int = 0  # index of who receives a message; `root` sends it
+    tag: int = 0
 
     def argument(self, rank, shape=None):
         """Return what `rank` passes; arrays of one program differ by operation and rank."""
@@ -100,6 +110,8 @@ def _made_again(before, number):
 
 def _operation(rng, number, size, groups):
     kind = rng.choice(KINDS)
+    if kind in MESSAGES:
+        return _message(rng, kind, number, size, groups)
     dtype = rng.choice(FLOATS + INTEGERS + OTHERS)
     shape = tuple(rng.choice([0, 1, 2, 3, 7, 40]) for _ in range(rng.randint(0, 3)))
     if kind in ("reduce_scatter", "allgather", "gather", "scatter", "alltoall") and not shape:
@@ -127,6 +139,30 @@ def _operation(rng, number, size, groups):
         is_async=rng.random() < 0.7,
         is_deterministic=rng.random() < 0.3 and not is_repeated,
         is_number=is_number,
+    )
+
+
+def _message(rng, kind, number, size, groups):
+    nbytes = rng.choice(NBYTES)
+    dtype = np.uint8 if nbytes % 2 else rng.choice([np.uint8, np.float16, np.int64, np.bool_])
+    group = rng.choice([None, *range(len(groups))])
+    members = tuple(range(size)) if group is None else groups[group]
+    root = rng.randrange(len(members))
+    return Operation(
+        number,
+        kind,
+        dtype,
+        (nbytes // np.dtype(dtype).itemsize,),
+        None,
+        root,
+        group,
+        members,
+        None,
+        is_async=rng.random() < 0.5,
+        is_deterministic=False,
+        is_number=False,
+        dest=(root + rng.randrange(1, len(members))) % len(members) if len(members) > 1 else 0,
+        tag=rng.choice(TAGS),
     )
 
 
@@ -170,13 +206,17 @@ def _group(ranks, rank, is_split):
 
 
 def _own_order(operations, rng):
-    """Return them shuffled, but unnamed ones of one group, and of one name, in their order."""
+    """Return them shuffled, but in their order: unnamed ones, messages, and those of one name."""
     order = list(operations)
     rng.shuffle(order)
     lanes = {}
     for op in operations:
-        lanes.setdefault((op.group, op.name), []).append(op)
-    return [lanes[op.group, op.name].pop(0) for op in order]
+        lanes.setdefault(_lane(op), []).append(op)
+    return [lanes[_lane(op)].pop(0) for op in order]
+
+
+def _lane(op):
+    return (op.group, op.name, op.kind in MESSAGES)
 
 
 def _run_segment(operations, groups, rank, rng, library):
@@ -192,13 +232,13 @@ def _run_segment(operations, groups, rank, rng, library):
             continue
         names.add((op.group, op.name))
         x = _passed(op, rank) if op.is_number else _each(library.of, _passed(op, rank))
-        handles.append((op, x, _call(op, x, groups, "async")))
+        handles.append((op, x, _call(op, x, groups, library, "async")))
     rng.shuffle(handles)
     for op, x, handle in handles:
         check(op, rank, x, handle.wait(), library)
     for op in sorted(later, key=lambda op: op.number):
         x = _passed(op, rank) if op.is_number else _each(library.of, _passed(op, rank))
-        check(op, rank, x, _call(op, x, groups, "sync"), library)
+        check(op, rank, x, _call(op, x, groups, library, "sync"), library)
 
 
 def _passed(op, rank):
@@ -226,8 +266,10 @@ def _splits(op, rank):
     return [(op.number + rank + 2 * dest) % 3 for dest in op.members]
 
 
-def _call(op, x, groups, form):
+def _call(op, x, groups, library, form):
     group = None if op.group is None else groups[op.group]
+    if op.kind in MESSAGES:
+        return _pass_messages(op, x, group, library, form)
     name = op.kind
     if form == "async":
         name = f"{name[:-1]}_async_" if name.endswith("_") else f"{name}_async"
@@ -249,6 +291,69 @@ def _call(op, x, groups, form):
     return call(x, op.root, **options)
 
 
+@dataclass(frozen=True)
+class Received:
+    """Messages that come: of each the array, and its handle or who has sent it."""
+
+    sends: list
+    receives: list
+
+    def wait(self):
+        for handle in self.sends:
+            handle.wait()
+        return [(handle.wait(), out) for handle, out in self.receives]
+
+
+def _pass_messages(op, x, group, library, form):
+    """Return (sender, array) of each message that came; to wait for if the form is async."""
+    me = op.members.index(rc.rank())
+    to, sources = _mates(op, me)
+    outs = [library.of(np.zeros(op.shape, op.dtype)) for _ in sources]
+    tag = _tag(op)
+    options = {"tag": tag, "group": group}
+    if form == "async":
+        sends = [send_async(x, dest, **options) for dest in to]
+        receives = [
+            (recv_async(out, source, **options), out)
+            for source, out in zip(sources, outs, strict=True)
+        ]
+        return Received(sends, receives)
+    if op.kind == "shift":
+        options = {"sendtag": tag, "recvtag": tag, "group": group}
+        return [(rc.sendrecv(x, *to, *outs, *sources, **options), *outs)]
+    for dest in to:
+        rc.send(x, dest, **options)
+    return [
+        (rc.recv(out, source, **options), out) for source, out in zip(sources, outs, strict=True)
+    ]
+
+
+def _mates(op, me):
+    """Return the members to which one sends, and those from which it receives."""
+    n = len(op.members)
+    if op.kind == "shift":
+        return [(me + 1) % n], [(me - 1) % n]
+    if op.kind == "to_root":
+        return ([], [rc.ANY_SOURCE] * (n - 1)) if me == op.root else ([op.root], [])
+    if op.root == op.dest:  # there is one member
+        return [], []
+    return [op.dest] * (me == op.root), [op.root] * (me == op.dest)
+
+
+def _tag(op):
+    return 1000 + op.number if op.kind == "to_root" else op.tag  # anyone's other ones do not fit
+
+
+def _check_messages(op, me, received):
+    senders = [source for source, _ in received]
+    _, sources = _mates(op, me)
+    if op.kind == "to_root" and me == op.root:
+        sources = [source for source in range(len(op.members)) if source != me]
+    assert sorted(senders) == sorted(sources), (op, senders)
+    for source, x in received:
+        _same(op, x, op.argument(op.members[source]))
+
+
 def _each(change, x):
     if isinstance(x, list):
         return [change(each) for each in x]
@@ -258,10 +363,14 @@ def _each(change, x):
 def check(op, rank, passed, returned, library=None):
     """Compare with numpy, bit by bit."""
     library = Library() if op.is_number else library or Library()
-    x, result = _each(library.read, passed), _each(library.read, returned)
+    x = _each(library.read, passed)
     if not op.kind.endswith("_"):
         assert _alike(x, _passed(op, rank)), op  # what is passed in is left alone
-    want = _expected(op, rank)
+    if op.kind in MESSAGES:
+        came = [(source, library.read(out)) for source, out in returned]
+        _check_messages(op, op.members.index(rank), came)
+        return
+    result, want = _each(library.read, returned), _expected(op, rank)
     if isinstance(want, list):
         assert len(result) == len(want), op
         for each, wanted in zip(result, want, strict=True):
