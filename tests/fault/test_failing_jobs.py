@@ -463,6 +463,8 @@ def test_a_killed_rank_leaves_a_timeline_that_can_be_read(tmp_path):
 GOOD = """
 import multiprocessing
 
+LONG = np.arange(1 << 17)
+
 def mpi_first():
     from mpi4py import MPI
     rc.init()
@@ -535,6 +537,10 @@ def stopped():
         stop = f"sleep 0.3; kill -STOP {pids}; sleep 6; kill -CONT {pids}"
         subprocess.Popen(["sh", "-c", stop], start_new_session=True)
         time.sleep(1.0)  # the others wait for it when all are stopped
+        rc.send(LONG, 2)
+    if rc.rank() == 2:  # rank 1 is in the allreduce
+        out = np.zeros_like(LONG)
+        assert rc.recv(out) == 0 and (out == LONG).all()
     assert rc.allreduce(X)[0] == rc.size() == 3
 
 def ends_apart():

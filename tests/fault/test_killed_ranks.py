@@ -1,4 +1,4 @@
-"""SIGKILL in mid-collective: the others hear of it at once, in sync and async operations alike."""
+"""SIGKILL in mid-collective or between messages: the others hear of it at once."""
 
 import pytest
 from harness import HANG_S, IS_MPICH, PROMPTLY_S, at_length, run_script
@@ -11,7 +11,7 @@ import ringcomm as rc
 form, seed = sys.argv[1], int(sys.argv[2])
 rc.init()
 x = np.ones(1 << 20, np.float32)
-parts = np.array_split(x, 12)
+out, parts = np.empty_like(x), np.array_split(x, 12)
 
 def synchronous():
     rc.allreduce_(x)
@@ -26,6 +26,11 @@ def grouped():
     for ranks in ([0, 1, 2, 3], [2, 3, 1, 0]):
         rc.alltoall(x, group=groups[tuple(ranks)])
 
+def messages():
+    left, right = (rc.rank() - 1) % 4, (rc.rank() + 1) % 4
+    rc.sendrecv(x, right, out, left)
+    rc.sendrecv(parts[0][:9], left, out[:9], rc.ANY_SOURCE, sendtag=1, recvtag=1)
+
 groups = {r: rc.Group(r) for r in ((0, 1, 2, 3), (2, 3, 1, 0))}
 rc.barrier()
 if rc.rank() == 2:
@@ -33,7 +38,7 @@ if rc.rank() == 2:
     threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 try:
     while True:
-        {"sync": synchronous, "named": named, "grouped": grouped}[form]()
+        {"sync": synchronous, "named": named, "grouped": grouped, "messages": messages}[form]()
 except rc.PeerFailedError as error:
     open(f"heard.{rc.rank()}", "w").write(str(error.rank))
     deadline = time.monotonic() + 10  # a launcher ends the others once one of them ends
@@ -44,8 +49,10 @@ except rc.PeerFailedError as error:
 
 
 @pytest.mark.parametrize("seed", at_length(range(3), range(1)))
-@pytest.mark.parametrize("form", ["named"] if IS_MPICH else ["sync", "named", "grouped"])
-def test_a_kill_in_mid_collective_is_heard_by_all(form, seed, tmp_path):
+@pytest.mark.parametrize(
+    "form", ["named"] if IS_MPICH else ["sync", "named", "grouped", "messages"]
+)
+def test_a_kill_in_mid_operation_is_heard_by_all(form, seed, tmp_path):
     # Only under ULFM does a launcher leave the others the time to say what they heard.
     options = () if IS_MPICH else ("--with-ft", "ulfm")
     job = run_script(4, SCRIPT, form, seed, cwd=tmp_path, options=options, timeout_s=HANG_S)

@@ -17,6 +17,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.point_to_point import recv_async, send_async
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.meet_and_leave import leave
+from ringcomm.engine.executors.node_mail import how_long_messages_come
 
 pytestmark = pytest.mark.usefixtures("wire")
 LONG = 1 << 17  # doubles: more than goes through a pipe at once
@@ -254,6 +255,15 @@ def test_long_and_short_messages_come_in_the_order_of_their_tag(is_registered, r
                 assert (out == 10 * tag + i).all()
 
     run_ranks(2, body, settings=Settings(read_memory=read_memory))
+
+
+@pytest.mark.parametrize(("read_memory", "way"), [(0, "copied twice"), (1, "copied once")])
+def test_the_setting_decides_how_long_messages_come_within_a_node(read_memory, way):
+    settings = Settings(read_memory=read_memory)
+    for nodes, told in (((0, 0), way), ((0, 1), "sent by MPI")):
+        hub = LoopbackHub(2, nodes)
+        found = run_ranks(2, lambda _: how_long_messages_come(), hub=hub, settings=settings)
+        assert found == [told] * 2
 
 
 def test_any_source_takes_from_this_node_and_from_others():
