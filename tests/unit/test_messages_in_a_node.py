@@ -54,6 +54,19 @@ def test_short_messages_do_not_overtake_those_that_wait_for_room(pair):
     assert all(each is True or each.is_over for each in waiting)
 
 
+@pytest.mark.parametrize(("nbytes", "is_over"), [(16 << 10, True), ((16 << 10) + 1, False)])
+def test_an_array_that_may_be_changed_is_not_looked_at_any_more(pair, nbytes, is_over):
+    x, out = np.full(nbytes, 7, np.uint8), np.zeros(nbytes, np.uint8)
+    sent = letters(pair[0], 1, nbytes).send(x, 0, 0.0)
+    assert (sent is True) == is_over
+    x[:] = 1
+    rest = letters(pair[1], 0, nbytes).receive(out, 0, 0.0)
+    while not is_over and not rest.is_over:
+        sent.advance()
+        rest.advance()
+    assert (out == (7 if is_over else 1)).all()
+
+
 def test_a_receive_is_withdrawn_only_before_a_message_has_come(pair):
     out = np.zeros(4, np.uint8)
     first, second = (letters(pair[1], 0, 4).receive(out, 0, 0.0) for _ in range(2))

@@ -90,6 +90,23 @@ def test_a_death_ends_the_message_with_the_dead_rank(call, when):
     assert outcomes(3, body, hub=in_node())[0] == 1
 
 
+@pytest.mark.parametrize("count", [SHORT, LONG])
+def test_what_is_sent_to_the_dead_is_no_success(count):
+    def body(rank):
+        x = array(count)
+        for _ in range(3):  # C++ knows how to send it
+            rc.send(x, 1) if rank == 0 else rc.recv(x, 0)
+        if rank == 1:
+            raise ValueError("boom")
+        listen(lambda: engine().watch.peers.has_lost)
+        for call in (rc.send, lambda x, to: rc.sendrecv(x, to, array(count), to)):
+            with pytest.raises(rc.PeerFailedError, match="ValueError: boom"):
+                call(x, 1)
+        return "told"
+
+    assert outcomes(2, body, hub=in_node(2))[0] == "told"
+
+
 @pytest.mark.parametrize("read_memory", [0, 1])
 @pytest.mark.parametrize("is_registered", [False, True])
 @pytest.mark.parametrize("count", [SHORT, LONG])

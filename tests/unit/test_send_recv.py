@@ -287,15 +287,18 @@ def test_any_source_takes_from_this_node_and_from_others():
 def test_ranks_are_those_of_the_group():
     def body(rank):
         group = rc.Group([2, 0]) if rank != 1 else None
-        if rank == 2:
-            rc.send(np.array([5]), 1, group=group)
-        elif rank == 0:
-            out = np.zeros(1, int)
-            assert rc.recv(out, group=group) == 0
-            return out.item()
-        return None
+        x, out = np.array([rank]), np.zeros(1, int)
+        for source in (rc.ANY_SOURCE, 0):
+            for _ in range(3):  # from the second one on, C++ knows what is to be received
+                if rank == 2:
+                    rc.send(x, 1, group=group)
+                    assert rc.sendrecv(x, 1, out, 1, group=group) == 1
+                elif rank == 0:
+                    assert rc.recv(out, source, group=group) == 0
+                    assert rc.sendrecv(x, 0, out, source, group=group) == 0
+        return out.item()
 
-    assert run_ranks(3, body)[0] == 5
+    assert run_ranks(3, body) == [2, 0, 0]
 
 
 def test_the_same_tag_in_another_group_is_another_message():

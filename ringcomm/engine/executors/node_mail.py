@@ -162,9 +162,14 @@ def _make_mail(current: Engine, group: Group) -> NodeMail | bool:
 
 
 def how_long_messages_come() -> str:
-    """Return "copied once" or "copied twice", or "sent by MPI"; and why, if the system refused."""
+    """Return "copied once", or "copied twice" and what refused the other; or "sent by MPI".
+
+    If no long message has come yet, what is hoped for counts.
+    """
     mail = mail_of(None)
-    return "sent by MPI" if mail is None else mail.how_long_ones_come
+    if mail is None or not mail.reaches_all:
+        return "sent by MPI"
+    return mail.how_long_ones_come
 
 
 def tag_in_64_bits(tag: int) -> int:
