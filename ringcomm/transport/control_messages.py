@@ -136,7 +136,7 @@ class Watch:
         self._announce(Fact(ControlKind.LEFT, how, key=key))
         for kind, operation, _ in self._boxes:
             if kind is ControlKind.AGREE:
-                self._say_absent(operation)
+                self.say_absent(operation)
 
     def end_rest(self) -> None:
         """Send this rank's goodbye to each rank that does not rest: this rank stops polling."""
@@ -214,9 +214,9 @@ class Watch:
         box = self._boxes.setdefault((header.kind, header.key, header.round), deque())
         box.append((source, header, text))
         if self._left is not None and header.kind is ControlKind.AGREE:
-            self._say_absent(header.key)
+            self.say_absent(header.key)
 
-    def _say_absent(self, key: int) -> None:
+    def say_absent(self, key: int) -> None:
         """Announce that this rank has left and will never enter operation `key`."""
         assert self._left is not None
         self._announce(Fact(ControlKind.ABSENT, self._left, key=key))

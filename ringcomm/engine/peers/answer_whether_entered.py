@@ -69,6 +69,8 @@ class Whereabouts:
     def _answer(self, source: int, ask: ControlHeader, _: str) -> None:
         if self.has_entered(ask.key, ask.fingerprint, ask.value):
             self._watch.tell(source, ControlKind.HERE, key=ask.key)
+        elif self._watch.has_left:
+            self._watch.say_absent(ask.key)
         else:
             where = self._pending.oldest() or self._extensions.waits_in()
             fields: dict[str, int] = {}

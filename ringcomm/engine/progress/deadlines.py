@@ -75,10 +75,15 @@ class Patience:
         self._warn_at = math.inf
         self._deadline = start + self._timeout_s
         self._give_up_at = math.inf
+        self._asked: set[int] = (
+            set()
+        )  # ranks that have left; perhaps after they had done their part
 
     def check(self, now: float) -> None:
         """Warn or give up if that is due, by the time in which this process ran."""
         now = self._running.at(now)
+        if self._watch.peers.left:
+            self._ask_who_left()
         if now >= self._ask_at:
             self._ask_at = math.inf
             self._warn_at = now + ANSWER_S
@@ -103,6 +108,12 @@ class Patience:
             )
             missing = self._watch.peers.blamed(self._task.key, self._task.members)
             self._watch.announce_gave_up(GaveUp(tuple(missing or self._task.late), message))
+
+    def _ask_who_left(self) -> None:
+        for rank in self._task.members:
+            if rank in self._watch.peers.left and rank not in self._asked:
+                self._asked.add(rank)
+                _ask(rank, self._task, self._watch)
 
     def _text(self, now: float) -> str:
         return describe_wait(self._task, self._watch, now - self._start)
@@ -139,9 +150,11 @@ def ask_around(task: Task, watch: Watch) -> None:
     """Ask the ranks of an operation whether they have entered it; poll() receives the answers."""
     for rank in task.members:
         if rank != watch.transport.rank and rank not in watch.peers.dead:
-            watch.tell(
-                rank, ControlKind.ASK, key=task.key, fingerprint=task.base, value=task.number
-            )
+            _ask(rank, task, watch)
+
+
+def _ask(rank: int, task: Task, watch: Watch) -> None:
+    watch.tell(rank, ControlKind.ASK, key=task.key, fingerprint=task.base, value=task.number)
 
 
 def describe_wait(task: Task, watch: Watch, waited_s: float) -> str:
