@@ -375,7 +375,13 @@ void bind_shm(nb::module_& m) {
   nb::class_<NodeMessage, Program>(m, "NodeMessage")
       .def_prop_ro("source", &NodeMessage::source)
       .def_prop_ro("refusal", [](const NodeMessage& self) { return self.refusal(); })
-      .def("withdraw", &NodeMessage::withdraw, nb::call_guard<nb::gil_scoped_release>());
+      .def("withdraw", &NodeMessage::withdraw, nb::call_guard<nb::gil_scoped_release>())
+      .def("drive",
+           [](const std::shared_ptr<NodeMessage>& self, double seconds) {
+             nb::gil_scoped_release unlocked;
+             return self->drive_for(nanoseconds(seconds));
+           },
+           "seconds"_a);
   nb::class_<Correspondence>(m, "Correspondence")
       .def("__init__",
            [](Correspondence* self, std::shared_ptr<NodeMessages> messages,

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from ringcomm.engine.api.explain import explain
     from ringcomm.engine.api.init_rank_size import *
     from ringcomm.engine.api.log_metrics import log, log_to, note_event
-    from ringcomm.engine.api.point_to_point import recv, send, sendrecv
+    from ringcomm.engine.api.point_to_point import irecv, isend, recv, send, sendrecv
     from ringcomm.engine.api.program_parameters import Params, live
     from ringcomm.engine.api.registered_arrays import empty, node_memory, zeros
     from ringcomm.engine.api.steps import on_checkpoint, should_stop, step
     from ringcomm.engine.core.group import Group
-    from ringcomm.engine.core.handle import Handle
+    from ringcomm.engine.core.handle import Handle, wait_all
     from ringcomm.errors import *
     from ringcomm.launch.run import run
     from ringcomm.transport.base import ANY_SOURCE
@@ -44,12 +44,13 @@ __all__ = [
     "cross_rank", "cross_size", "data", "elastic", "empty", "explain", "exscan", "exscan_async",
     "gather", "gather_async", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
     "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
-    "grouped_reduce_scatter", "grouped_reduce_scatter_async", "init", "is_initialized", "join",
-    "live", "local_rank", "local_size", "log", "log_to", "node_memory", "note_event",
-    "on_checkpoint", "rank", "recv", "reduce", "reduce_", "reduce_async", "reduce_async_",
-    "reduce_scatter", "reduce_scatter_", "reduce_scatter_async", "reduce_scatter_async_", "run",
-    "scan", "scan_async", "scatter", "scatter_async", "send", "sendrecv", "should_stop", "shutdown",
-    "size", "split", "start_timeline", "step", "stop_timeline", "zeros",
+    "grouped_reduce_scatter", "grouped_reduce_scatter_async", "init", "irecv", "is_initialized",
+    "isend", "join", "live", "local_rank", "local_size", "log", "log_to", "node_memory",
+    "note_event", "on_checkpoint", "rank", "recv", "reduce", "reduce_", "reduce_async",
+    "reduce_async_", "reduce_scatter", "reduce_scatter_", "reduce_scatter_async",
+    "reduce_scatter_async_", "run", "scan", "scan_async", "scatter", "scatter_async", "send",
+    "sendrecv", "should_stop", "shutdown", "size", "split", "start_timeline", "step",
+    "stop_timeline", "wait_all", "zeros",
 ]  # fmt: skip
 
 # The modules of the public names. Each is imported when one of its names is first used, because

@@ -27,5 +27,10 @@ def use(x: Vector, xs: list[Vector]) -> None:
     assert_type(rc.gather_async(np.float32(1)), rc.Handle[NDArray[Any] | None])
     assert_type(rc.grouped_allreduce(xs), list[Vector])
     assert_type(rc.split(None, key=3), rc.Group | None)
+    assert_type(rc.isend(x, 1, tag=3), rc.Handle[None])
+    assert_type(rc.irecv(x), rc.Handle[int])
+    assert_type(rc.wait_all([rc.irecv(x), rc.irecv(x, 1)]), list[int])
+    assert_type(rc.wait_all([rc.isend(x, 1), rc.irecv(x)]), list[int | None])
+    rc.wait_all(rc.isend(x, 1))  # type: ignore[arg-type]
     rc.broadcast_(x, nmae="n")  # type: ignore[call-arg]
     rc.allgather_async(x, group=3)  # type: ignore[arg-type]

@@ -109,6 +109,10 @@ bool NodeMessage::withdraw() {
   return true;
 }
 
+bool NodeMessage::drive_for(std::int64_t limit_ns) {
+  return is_over() || drive(*this, messages_->memory_->bell(), messages_->patience_, limit_ns);
+}
+
 // --- all of a rank ---
 
 NodeMessages::NodeMessages(std::uint32_t rank, std::map<std::uint32_t, std::shared_ptr<NodeMemory>> memories,
@@ -186,8 +190,7 @@ std::pair<std::shared_ptr<NodeMessage>, std::shared_ptr<NodeMessage>> NodeMessag
 std::shared_ptr<NodeMessage> NodeMessages::rest_of(std::shared_ptr<NodeMessage> message,
                                            std::int64_t limit_ns) const {
   if (message == nullptr) return nullptr;
-  if (!message->is_over()) drive(*message, memory_->bell(), patience_, limit_ns);
-  if (!message->is_over() || message->refusal_ || !message->fault().empty()) return message;
+  if (!message->drive_for(limit_ns) || message->refusal_ || !message->fault().empty()) return message;
   return nullptr;
 }
 

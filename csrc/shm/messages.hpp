@@ -76,6 +76,8 @@ class NodeMessage final : public Program {
   void abandon() override;
   // Ends a receive that has found no message yet, and returns true. Else it will be over soon.
   bool withdraw();
+  // Stays with it for limit_ns; returns true once it is over.
+  bool drive_for(std::int64_t limit_ns);
 
   // To be read once it is over.
   std::uint32_t source() const { return source_; }  // of a receive

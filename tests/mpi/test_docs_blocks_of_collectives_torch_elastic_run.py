@@ -15,7 +15,7 @@ BLOCKS = [
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11
 
 
 # With one start of python and torch for all.
@@ -40,6 +40,7 @@ def test_the_blocks_run_one_after_another(tmp_path):
     ids=[
         "arrays",
         "async",
+        "messages",
         "registered",
         "torch",
         "elastic",

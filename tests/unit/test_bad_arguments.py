@@ -61,12 +61,14 @@ GOOD = {
     "split": lambda rank: {"color": 1, "key": -rank},
     "start_timeline": lambda _: {"prefix": "trace"},
     "stop_timeline": lambda _: {},
+    "wait_all": lambda _: {"handles": []},
     "zeros": lambda _: {"shape": 3, "dtype": "float32"},
 }  # fmt: skip
 GOOD |= {f"{name}_async": good for name, good in GOOD.items() if hasattr(rc, f"{name}_async")}
 GOOD |= {f"{name[:-1]}_async_": GOOD[name] for name in GOOD if hasattr(rc, f"{name[:-1]}_async_")}
 APART = {
-    "init", "shutdown", "run", "join", "send", "recv",  # begin or end something, or need a partner
+    "init", "shutdown", "run", "join",  # begin or end something
+    "send", "recv", "isend", "irecv",  # need a partner
     "Handle", "Op",  # nobody makes one
     "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",  # no arguments
     "is_initialized", "node_memory",
@@ -77,7 +79,7 @@ APART = {
 BROKE = {"numbers", "hostile"}
 NUMBERS = {"-1", "2**60", "2**63", "-2**70", "10**400", "0-d", "faithless"}
 ALONE = {"Group", "sendrecv", "explain", "empty", "zeros", "start_timeline", "stop_timeline"}
-ALONE |= {"log", "note_event"}
+ALONE |= {"log", "note_event", "wait_all"}
 
 
 def test_no_function_is_forgotten():

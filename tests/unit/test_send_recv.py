@@ -1,4 +1,4 @@
-"""send(), recv(), sendrecv()."""
+"""send(), recv(), sendrecv(), isend(), irecv(), wait_all()."""
 
 import math
 import threading
@@ -14,13 +14,13 @@ from sample_values import whole_numbers
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.api.point_to_point import recv_async, send_async
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.engine.executors.node_mail import how_long_messages_come
 
 pytestmark = pytest.mark.usefixtures("wire")
 LONG = 1 << 17  # doubles: more than goes through a pipe at once
+MODERATE = 1 << 13  # doubles: more than goes through a pipe as a whole
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.complex128, np.bool_, "u8"])
@@ -173,7 +173,7 @@ def require_usable(rank):
         assert fits.all()
 
 
-@pytest.mark.parametrize("how", ["send", "recv", "sendrecv"])
+@pytest.mark.parametrize("how", ["send", "recv", "sendrecv", "isend", "irecv"])
 def test_the_sender_of_a_short_message_hears_of_a_mismatch_in_its_next_call(how):
     heard = threading.Event()
 
@@ -189,6 +189,8 @@ def test_the_sender_of_a_short_message_hears_of_a_mismatch_in_its_next_call(how)
                 x = np.ones(1)
                 calls = {"send": lambda: rc.send(x, 1), "recv": lambda: rc.recv(x, 1)}
                 calls["sendrecv"] = lambda: rc.sendrecv(x, 1, np.ones(1), 1)
+                calls["isend"] = lambda: rc.isend(x, 1)
+                calls["irecv"] = lambda: rc.irecv(x, 1)
                 calls[how]()
             except rc.MismatchError as error:
                 text = str(error)
@@ -204,7 +206,7 @@ def test_a_message_arrives_although_its_sender_has_left():
 
     def body(rank):
         if rank == 1:
-            sent = send_async(np.full(5, 7.0), 0)
+            sent = rc.isend(np.full(5, 7.0), 0)
             gone.set()
             sent.wait()
             return leave(engine(), "done")
@@ -244,7 +246,7 @@ def test_long_and_short_messages_come_in_the_order_of_their_tag(is_registered, r
                 for i, n in enumerate(counts):
                     x = rc.empty(n, np.float64) if is_registered else np.empty(n)
                     x[:] = 10 * tag + i
-                    handles.append(send_async(x, 1, tag=tag))
+                    handles.append(rc.isend(x, 1, tag=tag))
             for handle in handles:
                 handle.wait()
             return
@@ -343,6 +345,10 @@ def doubled():
         ),
         (lambda: rc.send(np.ones(1), 1, tag="a"), TypeError, "tag must be an int"),
         (lambda: rc.send(np.array(["x"]), 1), TypeError, "dtype"),
+        (lambda: rc.isend(np.ones(1), 2), ValueError, "dest is 2; ranks are 0 to 1"),
+        (lambda: rc.isend(np.ones(1), 1, timeout_s=-1), ValueError, "timeout_s is -1; it must"),
+        (lambda: rc.irecv(np.ones(1), "a"), TypeError, "source must be a rank"),
+        (lambda: rc.wait_all([3]), TypeError, "handles must be of ringcomm.Handle, not 3"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(call, error, message):
@@ -477,10 +483,236 @@ def test_a_sendrecv_that_is_refused_leaves_no_receive_behind():
 def test_messages_pass_without_waiting(size, wire):
     def body(rank):
         x, out = np.full(5, rank), np.empty(5, int)
-        sent = send_async(x, (rank + 1) % size)
-        received = recv_async(out, rc.ANY_SOURCE)
+        sent = rc.isend(x, (rank + 1) % size)
+        received = rc.irecv(out, rc.ANY_SOURCE)
         assert received.wait() == (rank - 1) % size
         sent.wait()
         return out[0]
 
     assert run_ranks(size, body) == [(rank - 1) % size for rank in range(size)]
+
+
+LENGTHS = [1, MODERATE, LONG]
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_ranks_may_start_to_receive_and_then_to_send(size, n):
+    def body(rank):
+        left, right = (rank - 1) % size, (rank + 1) % size
+        for turn in range(5):  # the first one prepares the others
+            out, strided = np.zeros(n), np.zeros((n, 2))
+            handles = [rc.irecv(out, left), rc.irecv(strided[:, 1], left, tag=1)]
+            x = np.full(n, 10.0 * turn + rank)
+            handles += [rc.isend(x, right, tag=1), rc.isend(x + 0.5, right)]
+            assert rc.wait_all(handles) == [left, left, None, None]
+            assert (out == 10 * turn + left + 0.5).all()
+            assert (strided == [0, 10 * turn + left]).all()
+
+    run_ranks(size, body)
+
+
+def test_neither_messages_nor_receives_overtake():
+    lengths = [*LENGTHS, 1, MODERATE, 2, LONG, 3]
+
+    def body(rank):
+        if rank == 0:
+            handles = [rc.isend(np.full(n, float(i)), 1) for i, n in enumerate(lengths)]
+            rc.send(np.array([-1.0]), 1)
+            handles += [rc.isend(np.full(1, float(i)), 1) for i in range(4)]
+            return rc.wait_all(handles)
+        outs = [np.zeros(n) for n in lengths]
+        handles = [rc.irecv(out, 0) for out in outs]
+        last, rest = np.zeros(1), np.zeros(4)
+        assert rc.recv(last, 0) == 0
+        handles += [rc.irecv(rest[i : i + 1], source) for i, source in enumerate([0, -1, 0, -1])]
+        assert rc.wait_all(reversed(handles)) == [0] * len(handles)
+        assert [set(out.tolist()) for out in outs] == [{i} for i in range(len(lengths))]
+        assert (last[0], rest.tolist()) == (-1, [0, 1, 2, 3])
+        return None
+
+    for _ in range(2):
+        run_ranks(2, body)
+
+
+def test_what_has_come_is_received_at_once(wire):
+    def body(rank):
+        out = np.zeros(5)
+        for _ in range(2):
+            if rank == 0:
+                assert rc.isend(np.ones(5), 1).done() or wire != "node"
+            rc.barrier()
+            if rank == 1:
+                received = rc.irecv(out, 0)
+                assert received.done() or wire != "node"
+                assert received.wait() == 0
+            rc.barrier()
+
+    run_ranks(2, body)
+
+
+def test_results_come_in_the_order_of_the_handles_once_all_are_over():
+    received = threading.Event()
+
+    def body(rank):
+        met = rc.barrier_async()
+        if rank == 2:
+            assert received.wait(60)
+            rc.send(np.ones(3), 0, tag=2)
+        elif rank == 1:
+            rc.send(np.ones(3), 0, tag=1)
+        else:
+            outs = np.zeros((2, 3))
+            late, soon = rc.irecv(outs[0], tag=2), rc.irecv(outs[1], tag=1)
+            soon.when_done(received.set)
+            assert rc.wait_all([late, met, soon]) == [2, None, 1]
+            assert [each.done() for each in (late, soon)] == [True, True]
+            assert outs.all()
+        met.wait()
+
+    run_ranks(3, body)
+
+
+def test_wait_all_waits_for_all_and_raises_the_first_error():
+    def body(rank):
+        if rank == 1:
+            for tag, n in ((1, LONG), (2, LONG + 1)):
+                with pytest.raises(rc.MismatchError):
+                    rc.send(np.ones(n), 0, tag=tag)
+            time.sleep(0.1)  # not for synchronisation: time to give up too early
+            rc.send(np.ones(3), 0, tag=3)
+            return require_usable(rank)
+        out, unfit = np.zeros(3), np.zeros(4)
+        handles = [rc.irecv(unfit, 1, tag=1), rc.irecv(out, 1, tag=3), rc.irecv(unfit, 1, tag=2)]
+        with pytest.raises(rc.MismatchError, match=rf"\({LONG},\)") as caught:
+            rc.wait_all(handles)
+        assert out.all()
+        [note] = caught.value.__notes__
+        assert "handle 2 failed, too" in note
+        assert f"({LONG + 1},)" in note
+        assert handles[1].wait() == 1
+        assert not unfit.any()
+        return require_usable(rank)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_a_receive_that_has_begun_raises_what_recv_raises(n):
+    begun = threading.Event()
+
+    def mismatch(rank):
+        if rank == 0:
+            assert begun.wait(60)
+            with pytest.raises(rc.MismatchError, match=r"rank 1 receives float64 \(\d+, 1\)"):
+                hear_of_refusal(rc.isend(np.ones(n), 1))
+            return require_usable(0)
+        out = np.zeros((n, 1))
+        received = rc.irecv(out, 0)
+        begun.set()
+        with pytest.raises(rc.MismatchError, match="rank 0 sent float64"):
+            received.wait()
+        assert not out.any()
+        return require_usable(1)
+
+    def hear_of_refusal(sent):
+        sent.wait()
+        rc.recv(np.ones(1), 1)  # a short message has gone before it is refused
+
+    def dies(rank):
+        if rank == 1:
+            raise ValueError("boom")
+        received = rc.irecv(np.zeros(n), 1)
+        with pytest.raises(rc.PeerFailedError, match="boom"):
+            received.wait()
+        return True
+
+    def leaves(rank):
+        if rank == 1:
+            return leave(engine(), "called shutdown()")
+        with pytest.raises(rc.PeerFailedError, match="called shutdown") as caught:
+            rc.irecv(np.zeros(n), 1).wait()
+        raise caught.value
+
+    run_ranks(2, mismatch)
+    assert outcomes(2, dies)[0] is True
+    assert isinstance(outcomes(2, leaves)[0], rc.PeerFailedError)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("timeout_s", [None, 0.2])
+@pytest.mark.parametrize("is_send", [True, False])
+def test_what_nobody_answers_ends_by_the_deadline(is_send, timeout_s, n):
+    if is_send and n == 1:
+        pytest.skip("a short message goes on its way")
+    over = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            return over.wait(60)
+        call = rc.isend if is_send else rc.irecv
+        handle = call(np.zeros(n), 1, timeout_s=timeout_s)
+        with pytest.raises(rc.CommTimeoutError, match="is still under way"):
+            handle.wait(timeout_s=0)
+        with pytest.raises(rc.CommTimeoutError, match=r"(send|recv)\((dest|source)=1, tag=0\)"):
+            handle.wait()
+        over.set()
+        with pytest.raises(rc.RingcommError):
+            rc.barrier()
+        raise ValueError("over")
+
+    settings = Settings(timeout_s=0.2 if timeout_s is None else 60)
+    assert str(outcomes(2, body, settings=settings)[0]) == "over"
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_a_receive_that_nobody_waits_for_is_served(n):
+    served = threading.Event()
+
+    def body(rank):
+        if rank == 0:
+            rc.send(np.ones(n), 1)
+            rc.send(np.ones(n), 1, tag=1)
+            assert served.wait(60)
+            return
+        out, dropped = np.zeros(n), np.zeros(n)
+        received = rc.irecv(out, 0, tag=1)
+        rc.irecv(dropped, 0)
+        received.when_done(served.set)
+        assert served.wait(60)
+        assert out.all()
+        assert dropped.all()
+
+    run_ranks(2, body)
+
+
+def test_a_sender_gets_room_although_the_receiver_waits_for_something_else():
+    sent = threading.Event()
+    many = 60  # messages: more than a pipe has room for
+
+    def body(rank):
+        x = np.ones(1 << 11)  # as much as goes through a pipe as a whole
+        if rank == 0:
+            handles = [rc.isend(x, 1, tag=1) for _ in range(many)]
+            rc.send(np.ones(3), 1)
+            sent.set()
+            return rc.wait_all(handles)
+        received = rc.irecv(np.zeros(3), 0)
+        assert sent.wait(60)
+        for _ in range(many):
+            rc.recv(x, 0, tag=1)
+        return received.wait()
+
+    for _ in range(2):  # the first one prepares the others
+        sent.clear()
+        run_ranks(2, body)
+
+
+def test_leaving_completes_what_was_started():
+    def body(rank):
+        out = np.zeros(MODERATE)
+        handle = rc.isend(np.ones(MODERATE), 1) if rank == 0 else rc.irecv(out, 0)
+        leave(engine(), "called shutdown()")
+        return handle.wait(), out.all()
+
+    assert run_ranks(2, body) == [(None, False), (0, True)]

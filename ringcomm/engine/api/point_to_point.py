@@ -1,4 +1,4 @@
-"""send(), recv() and sendrecv(): messages from one rank to another.
+"""send(), recv(), sendrecv(), isend() and irecv(): messages from one rank to another.
 
 Between ranks that share memory, C++ passes them on: csrc/shm/messages.hpp. Between others, the
 sender offers its message on the control channel, the receiver answers, then the data moves.
@@ -147,33 +147,107 @@ def sendrecv(
     return sender
 
 
-def send_async(
+def isend(
     x: Array,
     dest: int,
     *,
     tag: int = 0,
     group: Group | None = None,
     timeout_s: float | None = None,
-    by_count: bool = False,
 ) -> Handle[None]:
-    """Start send(), also to this rank itself. x must not change until the handle is done.
+    """Start to send x to another rank, and return a handle at once.
 
-    by_count: compare numbers of elements instead of shapes; the same on both sides.
+    handle.wait() returns once x may be changed, as send() does, or raises its errors. Messages that
+    one rank sends to another arrive in the order of the calls, whether by isend() or send().
+
+    Args:
+        x: array, see send(). It must not be changed before the handle is done.
+        dest: rank within the group; it may be this one.
+        tag: any int; the receiver passes the same one.
+        group: the group that numbers the ranks; None: all ranks.
+        timeout_s: deadline in seconds, after which the engine is unusable; None:
+            RINGCOMM_TIMEOUT_S.
+
+    Raises:
+        MismatchError: an earlier message to that rank was refused, see send(). Nothing has begun.
+        ValueError, TypeError: a bad argument.
+        RingcommError: too many operations are pending, or the engine is unusable.
     """
-    return _start(_Outgoing(x, dest, tag, group, by_count=by_count), timeout_s)
+    mail = mail_of(group)
+    rest = None
+    if mail is not None:
+        try:
+            rest = mail.send(x, dest, tag, 0.0)
+        except BaseException as error:
+            _break_after(error)
+            raise
+        if rest is True:
+            sent = CompletedTask(None, 0, lambda: f"send(dest={dest}, tag={tag})")
+            return Handle(mail.completion, sent)
+        if rest is not None and timeout_s is None:
+            begin = lambda: _go_on(_Outgoing(x, dest, tag, group, rest))  # noqa: E731
+            posted = mail.posted_send(rest, x.nbytes, begin)
+            if posted is not None:
+                return posted
+    return start(_Outgoing(x, dest, tag, group, rest), timeout_s)
 
 
-def recv_async(
+def irecv(
     out: Array,
     source: int = ANY_SOURCE,
     *,
     tag: int = 0,
     group: Group | None = None,
     timeout_s: float | None = None,
-    by_count: bool = False,
 ) -> Handle[int]:
-    """Start recv(); the handle's result is the rank that has sent. See send_async()."""
-    return _start(_Incoming(out, source, tag, group, by_count=by_count), timeout_s)
+    """Start to receive a message into `out`, and return a handle at once.
+
+    handle.wait() returns the rank that has sent, or raises the errors of recv(). Receives of one
+    rank and tag are served in the order of the calls, whether by irecv() or recv().
+
+    Args:
+        out: array with the sender's shape and dtype. It must not be used before the handle is done.
+        source: rank within the group, which may be this one, or rc.ANY_SOURCE.
+        tag: the tag that the sender has passed.
+        group: the group that numbers the ranks; None: all ranks.
+        timeout_s: deadline in seconds, after which the engine is unusable; None:
+            RINGCOMM_TIMEOUT_S.
+
+    Raises:
+        MismatchError, ValueError, TypeError, RingcommError: see isend().
+    """
+    mail = mail_of(group)
+    rest = None
+    if mail is not None:
+        try:
+            rest = mail.receive(out, source, tag, 0.0)
+        except BaseException as error:
+            _break_after(error)
+            raise
+        if type(rest) is int:
+            sender = rest
+            received = CompletedTask(sender, 0, lambda: f"recv(source={sender}, tag={tag})")
+            return Handle(mail.completion, received)
+        if isinstance(rest, NodeMessage) and timeout_s is None:
+            begin = lambda: _go_on(_Incoming(out, source, tag, group, rest))  # noqa: E731
+            posted = mail.posted_receive(rest, out, out.nbytes, begin)
+            if posted is not None:
+                return posted
+    return start(_Incoming(out, source, tag, group, rest), timeout_s)
+
+
+def start_send(
+    x: Array, dest: int, *, tag: int, group: Group, timeout_s: float | None
+) -> Handle[None]:
+    """Do what isend() does; but only the number of elements is compared, not the shape."""
+    return start(_Outgoing(x, dest, tag, group, by_count=True), timeout_s)
+
+
+def start_recv(
+    out: Array, source: int, *, tag: int, group: Group, timeout_s: float | None
+) -> Handle[int]:
+    """See start_send()."""
+    return start(_Incoming(out, source, tag, group, by_count=True), timeout_s)
 
 
 def _require_apart(x: Array, out: Array) -> None:
@@ -219,11 +293,20 @@ def _carry_out(*sides: _Outgoing | _Incoming) -> Any:
     return result
 
 
-def _start(side: _Outgoing | _Incoming, timeout_s: float | None) -> Handle[Any]:
+def start(side: _Outgoing | _Incoming, timeout_s: float | None) -> Handle[Any]:
+    """Start one side of a message; return its handle."""
+    if timeout_s is not None and not (hasattr(timeout_s, "__float__") and timeout_s >= 0):
+        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds >= 0")
     current = engine()
     side.require_heard()
-    task = _begun(current, side, [], is_awaited=False, timeout_s=timeout_s)
-    return Handle(current.completion, task)
+    task = _over_at_once(current, side)
+    handle = None if task or timeout_s is not None else side.posted()
+    return handle or Handle(current.completion, task or _go_on(side, timeout_s))
+
+
+def _go_on(side: _Outgoing | _Incoming, timeout_s: float | None = None) -> Task | CompletedTask:
+    """Begin the task of one side of a message."""
+    return _begun(engine(), side, [], is_awaited=False, timeout_s=timeout_s)
 
 
 def _begun(
@@ -235,22 +318,36 @@ def _begun(
     timeout_s: float | None = None,
 ) -> Task | CompletedTask:
     """Begin one side of a message unless it has begun; add the task that it needs to `begun`."""
+    done = _over_at_once(current, side)
+    if done is not None:
+        return done
+    try:
+        task = current.conversations.begin(
+            side.label, side.members, side.talk, is_awaited=is_awaited, timeout_s=timeout_s
+        )
+    except BaseException as error:
+        _break_if_begun(current, side, error)
+        raise
+    begun.append(task)
+    return task
+
+
+def _over_at_once(current: Engine, side: _Outgoing | _Incoming) -> CompletedTask | None:
+    """Begin one side of a message unless it has begun; return None if it is not over then."""
     with current.pending.lock:
         current.state.require_usable()
         current.pending.require_room(current.job_rank)
     try:
         side.begin()
-        if side.is_over:
-            return CompletedTask(side.result, 0, lambda: side.label)
-        task = current.conversations.begin(
-            side.label, side.members, side.talk, is_awaited=is_awaited, timeout_s=timeout_s
-        )
     except BaseException as error:
-        if isinstance(side.rest, NodeMessage):
-            current.completion.break_engine(error, side.label)
+        _break_if_begun(current, side, error)
         raise
-    begun.append(task)
-    return task
+    return CompletedTask(side.result, 0, lambda: side.label) if side.is_over else None
+
+
+def _break_if_begun(current: Engine, side: _Outgoing | _Incoming, error: BaseException) -> None:
+    if isinstance(side.rest, NodeMessage):
+        current.completion.break_engine(error, side.label)
 
 
 class _Side(NamedTuple):
@@ -309,9 +406,16 @@ class _Side(NamedTuple):
         task.channels.append(channel)
         return channel
 
-    def require_heard(self, peer: int) -> None:
-        """Raise MismatchError if an earlier message to a rank of the group was refused."""
-        if peer != ANY_SOURCE and self.mail is not None and self.mail.reaches(peer):
+    def require_heard(self, peer: int, rest: object) -> None:
+        """Raise MismatchError if an earlier message to a rank of the group was refused.
+
+        rest: what shared memory has left to do of this one; None: it has not begun there.
+        """
+        if isinstance(rest, NodeMessage):
+            if rest.is_over and rest.refusal is not None and rest.refusal.is_of_earlier:
+                self.require_fit(rest.refusal)
+        elif rest is None and peer != ANY_SOURCE and self.is_in_node(peer):
+            assert self.mail is not None
             self.require_fit(self.mail.earlier_refusal(peer))
 
     def require_fit(self, refusal: Refusal | None) -> None:
@@ -377,8 +481,15 @@ class _Outgoing:
         return self.rest is True
 
     def require_heard(self) -> None:
-        if self.rest is None:
-            self._side.require_heard(self._dest)
+        self._side.require_heard(self._dest, self.rest)
+
+    def posted(self) -> Handle[None] | None:
+        """Return its handle if it has begun and needs no task yet."""
+        mail, message = self._side.mail, self.rest
+        if mail is None or self._side.staging is not None or not isinstance(message, NodeMessage):
+            return None
+        nbytes = adapter_for(self._x).flat(self._x).bytes.nbytes
+        return mail.posted_send(message, nbytes, lambda: _go_on(self))
 
     def begin(self) -> None:
         """Begin it in shared memory if it goes there, and is in host memory.
@@ -493,8 +604,17 @@ class _Incoming:
         return self.rest
 
     def require_heard(self) -> None:
-        if self.rest is None:
-            self._side.require_heard(self._source)
+        self._side.require_heard(self._source, self.rest)
+
+    def posted(self) -> Handle[int] | None:
+        """Return its handle if it has begun and needs no task yet."""
+        mail, message = self._side.mail, self.rest
+        if mail is None or self._side.staging is not None or not isinstance(message, NodeMessage):
+            return None
+        if self._work is not self._out:
+            return None
+        nbytes = adapter_for(self._out).flat(self._out).bytes.nbytes
+        return mail.posted_receive(message, self._out, nbytes, lambda: _go_on(self))
 
     def begin(self) -> None:
         """Begin it in shared memory if it comes from there alone, and goes to host memory."""

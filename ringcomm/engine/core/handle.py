@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from ringcomm.engine.core.completion import Completion
 from ringcomm.engine.progress.task import CompletedTask, Task
 
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
-class Handle(Generic[R]):
+class Handle(Generic[R_co]):
     """An operation under way. The operation goes on whether or not anybody waits for it.
 
     Any thread of the rank may wait, in any order, more than once, and after shutdown(), which
@@ -24,7 +24,7 @@ class Handle(Generic[R]):
         self._completion = completion
         self._task = task
 
-    def wait(self, timeout_s: float | None = None) -> R:
+    def wait(self, timeout_s: float | None = None) -> R_co:
         """Return the result of the operation.
 
         For arrays on a GPU, this returns once the work is on a stream, before it is computed. Work
@@ -42,7 +42,7 @@ class Handle(Generic[R]):
             MismatchError, PeerFailedError, ...: as in the blocking form.
             ValueError: timeout_s is negative or not a number.
         """
-        result: R = self._completion.result_of(self._task, timeout_s)
+        result: R_co = self._completion.result_of(self._task, timeout_s)
         return result
 
     def wait_unless(self, is_vain: Callable[[Task], bool]) -> bool:
@@ -83,3 +83,35 @@ class Handle(Generic[R]):
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._task.error else "done"
         return f"<Handle of {self._task.label}: {state}>"
+
+
+def wait_all(handles: Iterable[Handle[R_co]]) -> list[R_co]:
+    """Return the results of all handles, in their order, once all operations are over.
+
+    The handles may be of any operations, such as isend() and allreduce_async().
+
+    Raises:
+        TypeError: one is no Handle. Nothing was waited for.
+        MismatchError, PeerFailedError, CommTimeoutError, ...: an operation failed. If several did,
+            this is the error of the first one in the order of the handles; its notes have the
+            others. All were waited for.
+    """
+    checked: list[Handle[R_co]] = []
+    for each in handles:
+        if not isinstance(each, Handle):
+            raise TypeError(f"wait_all: handles must be of ringcomm.Handle, not {each!r}")
+        checked.append(each)
+    results: list[R_co] = []
+    failures: list[tuple[int, Exception]] = []
+    for place, handle in enumerate(checked):
+        try:
+            results.append(handle.wait())
+        except Exception as error:  # noqa: BLE001 - raised once all are over
+            failures.append((place, error))
+    if not failures:
+        return results
+    _, first = failures[0]
+    for place, failure in failures[1:]:
+        if str(failure) != str(first):
+            first.add_note(f"wait_all: the operation of handle {place} failed, too: {failure}")
+    raise first

@@ -7,6 +7,7 @@ sides must agree on is remembered as a Correspondence, and the next ones look th
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -16,13 +17,21 @@ from ringcomm.arrays import adapter_for
 from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle
+from ringcomm.engine.executors.posted_messages import (
+    PostedMessages,
+    posted_messages_of,
+)
 from ringcomm.engine.executors.short_calls import address_of, is_plain
+from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.transport.base import ANY_SOURCE
 from ringcomm.transport.node.shared_memory import SharedNode
 
 _MAX_KNOWN: Final = 4096
 _SHOWN: Final = 4  # messages in a text
 _TAGS: Final = 1 << 64
+_WHOLE: Final = 16 << 10  # bytes that go through a pipe as a whole, as in csrc/shm/messages.cpp
+_POSTED: Final = 256 << 10  # bytes that are copied in less time than a task takes
 
 
 class NodeMail:
@@ -36,10 +45,12 @@ class NodeMail:
         reaches_all: all ranks of the group share it.
         rank: this rank, within the group.
         moment_s: how long the methods stay with a message.
+        completion: of the engine.
     """
 
     def __init__(self, engine: Engine, group: Group, node: SharedNode) -> None:
-        self._state, self._peers = engine.state, engine.watch.peers
+        self._engine, self._state, self._peers = engine, engine.state, engine.watch.peers
+        self.completion = engine.completion
         self._node = node
         self._messages = node.messages(may_read=bool(engine.settings.read_memory))
         self._ranks, self._places = group.ranks, group.ranks.places
@@ -49,6 +60,7 @@ class NodeMail:
         self._receives: dict[Any, Correspondence] = {}
         self.reaches_all = all(node.shares_with(rank) for rank in group.ranks)
         self.moment_s = node.moment_s
+        self._posted: PostedMessages | None = None
 
     def reaches(self, rank: int) -> bool:
         """Return True if a rank of the group, or rc.ANY_SOURCE, is in shared memory alone."""
@@ -101,6 +113,38 @@ class NodeMail:
         )
         return (None, None) if both is None else (both[0], self._received(out, both[1]))
 
+    def posted_send(
+        self, message: NodeMessage, nbytes: int, begin: Callable[[], Task | CompletedTask]
+    ) -> Handle[None] | None:
+        """Return the handle of a send that has begun, see PostedMessage; None if it needs a task.
+
+        It does if it waits for room, or if its receiver would ask for pieces of it.
+        """
+        if message.is_over or not _WHOLE < nbytes <= _POSTED:
+            return None
+        if not self._node.messages.reads_memory:
+            return None
+        return self._all_posted.post(message, _nothing, begin)
+
+    def posted_receive(
+        self, message: NodeMessage, out: Any, nbytes: int, begin: Callable[[], Task | CompletedTask]
+    ) -> Handle[int] | None:
+        """Return the handle of a receive that has begun; see posted_send()."""
+        if message.is_over or nbytes > _POSTED:
+            return None
+
+        def finish() -> int:
+            self._received(out, message.source)
+            return self._places[message.source]
+
+        return self._all_posted.post(message, finish, begin)
+
+    @property
+    def _all_posted(self) -> PostedMessages:
+        if self._posted is None:
+            self._posted = posted_messages_of(self._engine, self.moment_s)
+        return self._posted
+
     @property
     def _must_prepare(self) -> bool:
         """True if the engine is unusable, or a message may be to a rank that is lost."""
@@ -142,6 +186,10 @@ class NodeMail:
         known = self._receives if is_receive else self._sends
         if len(known) < _MAX_KNOWN and x is not None and is_plain(x):
             known[peer, x.dtype, x.shape] = correspondence
+
+
+def _nothing() -> None:
+    pass
 
 
 def mail_of(group: Group | None) -> NodeMail | None:

@@ -26,9 +26,9 @@ from ringcomm.collectives.message_patterns import chunks
 from ringcomm.elastic.current_view_and_listeners import view
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.begin_next_view import ranks_to_stay
-from ringcomm.engine.api.point_to_point import recv_async, send_async, sendrecv
+from ringcomm.engine.api.point_to_point import irecv, isend, sendrecv
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.core.handle import Handle
+from ringcomm.engine.core.handle import Handle, wait_all
 from ringcomm.errors import RingcommError
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.zero.gather_whole_states import start_allgather_into
@@ -136,12 +136,11 @@ class ShareCopies:
         for owner in range(n_stay, group.size - 1):
             keeper = owner % n_stay
             if group.index == owner:
-                pending.append(send_async(own, keeper, group=group))
+                pending.append(isend(own, keeper, group=group))
             elif group.index == keeper:
                 kept[owner] = np.empty(lengths[owner], np.uint8)
-                pending.append(recv_async(kept[owner], owner, group=group))
-        for each in pending:
-            each.wait()
+                pending.append(irecv(kept[owner], owner, group=group))
+        wait_all(pending)
         return kept
 
     def recover(self, commit: int) -> None:

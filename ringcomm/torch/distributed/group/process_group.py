@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.engine.api.point_to_point import recv_async, send_async
+from ringcomm.engine.api.point_to_point import start_recv, start_send
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.short_calls import short_calls_of
@@ -277,7 +277,7 @@ class ProcessGroup(BaseGroup):
         if is_foreign(self, x):
             return self._devices.of(x).send([x], dest, tag)
         line = bytes_of(flatten(x))
-        return self._collected(Work(send_async(line, dest, **self._message(tag)), [x]))
+        return self._collected(Work(start_send(line, dest, **self._message(tag)), [x]))
 
     @traced
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
@@ -286,7 +286,7 @@ class ProcessGroup(BaseGroup):
         if is_foreign(self, out):
             return self._devices.of(out).recv([out], source, tag)
         target = bytes_of(flatten(out)) if out.is_contiguous() else out
-        return self._collected(Work(recv_async(target, source, **self._message(tag)), [out]))
+        return self._collected(Work(start_recv(target, source, **self._message(tag)), [out]))
 
     @traced
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
@@ -295,7 +295,7 @@ class ProcessGroup(BaseGroup):
 
     def _message(self, tag: int) -> dict[str, Any]:
         self._require_open()
-        return {"tag": tag, "group": self.group, "timeout_s": self._timeout_s, "by_count": True}
+        return {"tag": tag, "group": self.group, "timeout_s": self._timeout_s}
 
     def split_group(
         self,
