@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from ringcomm.engine.core.handle import Handle, wait_all
     from ringcomm.errors import *
     from ringcomm.launch.run import run
-    from ringcomm.transport.base import ANY_SOURCE
+    from ringcomm.transport.base import ANY_SOURCE, PROC_NULL
 
 __all__ = [
-    "ANY_SOURCE", "AVERAGE", "BAND", "BOR", "BXOR", "MAX", "MIN", "PRODUCT", "SUM", "CodecError",
-    "CommTimeoutError", "ConfigError", "Group", "Handle", "MismatchError", "NotInitializedError",
-    "Op", "Params", "PeerFailedError", "RingcommError", "ServerLostError", "__version__",
-    "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
+    "ANY_SOURCE", "AVERAGE", "BAND", "BOR", "BXOR", "MAX", "MIN", "PROC_NULL", "PRODUCT", "SUM",
+    "CodecError", "CommTimeoutError", "ConfigError", "Group", "Handle", "MismatchError",
+    "NotInitializedError", "Op", "Params", "PeerFailedError", "RingcommError", "ServerLostError",
+    "__version__", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
     "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "barrier_async",
     "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "codec",
     "cross_rank", "cross_size", "data", "elastic", "empty", "explain", "exscan", "exscan_async",

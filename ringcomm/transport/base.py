@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ringcomm.transport.unannounced_messages import ShortMessages
 
 ANY_SOURCE = -1
+PROC_NULL = -2  # nobody: messages to and from it are none
 
 
 class WireRequest(Protocol):

@@ -716,3 +716,38 @@ def test_leaving_completes_what_was_started():
         return handle.wait(), out.all()
 
     assert run_ranks(2, body) == [(None, False), (0, True)]
+
+
+@pytest.mark.parametrize("nobody", [rc.PROC_NULL, np.int64(rc.PROC_NULL)])
+def test_nothing_comes_from_nobody_and_nothing_goes_there(nobody):
+    def body(rank):
+        for _ in range(2):  # the first messages prepare others
+            out, x = np.full(3, 7.0), np.full(3, 10.0 + rank)
+            rc.send(x, nobody)
+            handles = [rc.isend(x, nobody), rc.irecv(out, nobody)]
+            assert rc.wait_all(handles) == [None, rc.PROC_NULL]
+            assert rc.recv(out, nobody) == rc.PROC_NULL
+            assert rc.sendrecv(x, nobody, out, nobody) == rc.PROC_NULL
+            assert (out == 7).all()
+            dest, source = (1, nobody) if rank == 0 else (nobody, 0)
+            assert rc.sendrecv(x, dest, out, source) == source
+            assert (out == (10 if rank else 7)).all()
+        return True
+
+    run_ranks(2, body)
+    assert rc.PROC_NULL < 0
+    assert rc.PROC_NULL != rc.ANY_SOURCE
+
+
+def test_messages_to_nobody_need_an_engine_that_works():
+    def body(rank):
+        leave(engine(), "called shutdown()")
+        for call in (
+            lambda: rc.send(np.ones(1), rc.PROC_NULL),
+            lambda: rc.recv(np.ones(1), rc.PROC_NULL),
+            lambda: rc.isend(np.ones(1), rc.PROC_NULL),
+        ):
+            with pytest.raises(rc.NotInitializedError):
+                call()
+
+    run_ranks(2, body)

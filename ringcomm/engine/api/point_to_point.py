@@ -37,7 +37,8 @@ from ringcomm.engine.executors.node_mail import (
 from ringcomm.engine.operations.base import int_of, rank_of
 from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine
 from ringcomm.errors import MismatchError
-from ringcomm.transport.base import ANY_SOURCE
+from ringcomm.integers import is_integer
+from ringcomm.transport.base import ANY_SOURCE, PROC_NULL
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.control_header import ControlKind
 from ringcomm.transport.control_messages import Letter
@@ -55,7 +56,7 @@ def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> No
     Args:
         x: numpy array, torch tensor or cupy array; a strided one is copied, and one on a GPU goes
             through host memory.
-        dest: rank within the group, not this one.
+        dest: rank within the group, not this one; or rc.PROC_NULL: nothing is sent.
         tag: any int; the receiver passes the same one.
         group: the group that numbers the ranks; None: all ranks.
 
@@ -77,6 +78,8 @@ def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> No
         except BaseException as error:
             _break_after(error)
             raise
+    if _is_nobody(dest):
+        return
     outgoing = _Outgoing(x, dest, tag, group, rest)
     _refuse_self("dest", dest, group)
     _carry_out(outgoing)
@@ -87,7 +90,8 @@ def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | N
 
     Args:
         out: array with the sender's shape and dtype. It is overwritten, and may be strided.
-        source: rank within the group, not this one, or rc.ANY_SOURCE for the first that sends.
+        source: rank within the group, not this one, or rc.ANY_SOURCE for the first that sends. Or
+            rc.PROC_NULL: `out` stays as it is, and rc.PROC_NULL is returned at once.
         tag: the tag that the sender has passed to send().
         group: the group that numbers the ranks; None: all ranks.
 
@@ -106,6 +110,8 @@ def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | N
         except BaseException as error:
             _break_after(error)
             raise
+    if _is_nobody(source):
+        return PROC_NULL
     incoming = _Incoming(out, source, tag, group, rest)
     _refuse_self("source", source, group)
     sender: int = _carry_out(incoming)
@@ -124,7 +130,8 @@ def sendrecv(
 ) -> int:
     """Send x to `dest` while receiving `out`; return the rank that sent `out`. See send().
 
-    dest and source may be any ranks, also this one, and source may be rc.ANY_SOURCE.
+    dest and source may be any ranks, also this one, or rc.PROC_NULL; and source may be
+    rc.ANY_SOURCE.
 
     Raises:
         ValueError: x and out overlap, or another bad argument.
@@ -139,6 +146,11 @@ def sendrecv(
         except BaseException as error:
             _break_after(error)
             raise
+    if _is_nobody(dest):
+        return recv(out, source, tag=recvtag, group=group)
+    if _is_nobody(source):
+        send(x, dest, tag=sendtag, group=group)
+        return PROC_NULL
     if sent is None:
         _require_apart(x, out)
     incoming = _Incoming(out, source, recvtag, group, rest)  # both are checked before one begins
@@ -162,7 +174,7 @@ def isend(
 
     Args:
         x: array, see send(). It must not be changed before the handle is done.
-        dest: rank within the group; it may be this one.
+        dest: rank within the group, which may be this one, or rc.PROC_NULL.
         tag: any int; the receiver passes the same one.
         group: the group that numbers the ranks; None: all ranks.
         timeout_s: deadline in seconds, after which the engine is unusable; None:
@@ -189,6 +201,10 @@ def isend(
             posted = mail.posted_send(rest, x.nbytes, begin)
             if posted is not None:
                 return posted
+    if _is_nobody(dest):
+        return Handle(
+            engine().completion, CompletedTask(None, 0, lambda: "send(dest=rc.PROC_NULL)")
+        )
     return start(_Outgoing(x, dest, tag, group, rest), timeout_s)
 
 
@@ -207,7 +223,7 @@ def irecv(
 
     Args:
         out: array with the sender's shape and dtype. It must not be used before the handle is done.
-        source: rank within the group, which may be this one, or rc.ANY_SOURCE.
+        source: rank within the group, which may be this one, or rc.ANY_SOURCE, or rc.PROC_NULL.
         tag: the tag that the sender has passed.
         group: the group that numbers the ranks; None: all ranks.
         timeout_s: deadline in seconds, after which the engine is unusable; None:
@@ -233,6 +249,10 @@ def irecv(
             posted = mail.posted_receive(rest, out, out.nbytes, begin)
             if posted is not None:
                 return posted
+    if _is_nobody(source):
+        return Handle(
+            engine().completion, CompletedTask(PROC_NULL, 0, lambda: "recv(source=rc.PROC_NULL)")
+        )
     return start(_Incoming(out, source, tag, group, rest), timeout_s)
 
 
@@ -261,6 +281,14 @@ def _require_apart(x: Array, out: Array) -> None:
             "sendrecv: x and out overlap, so the received data would overwrite data that is still "
             "being sent. Pass x.copy(), or an `out` that does not overlap with x"
         )
+
+
+def _is_nobody(rank: int) -> bool:
+    """Return True for rc.PROC_NULL. Raises an error if the engine is unusable."""
+    if not is_integer(rank) or operator.index(rank) != PROC_NULL:
+        return False
+    engine().state.require_usable()
+    return True
 
 
 def _refuse_self(what: str, rank: int, group: Group | None) -> None:
