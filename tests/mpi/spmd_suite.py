@@ -338,6 +338,9 @@ def test_mismatch_is_agreed_on_and_the_engine_works_on():
 def test_objects_travel():
     assert rc.broadcast_object([rc.rank(), "x" * 100_000], rc.size() - 1)[0] == rc.size() - 1
     assert [len(each) for each in rc.allgather_object("x" * rc.rank())] == list(range(rc.size()))
+    everybody, last = [*range(rc.size())], rc.size() - 1
+    assert rc.gather_object(rc.rank(), last) == (everybody if rc.rank() == last else None)
+    assert rc.scatter_object(everybody if rc.rank() == last else None, last) == rc.rank()
 
 
 def test_the_status_page_says_what_the_rank_does():

@@ -42,6 +42,7 @@ GOOD = {
     "exscan": reduction,
     "explain": lambda _: {"nbytes": 1000},
     "gather": rows,
+    "gather_object": lambda rank: {"obj": rank},
     "grouped_allgather": several,
     "grouped_allreduce": several,
     "grouped_allreduce_": several,
@@ -55,6 +56,7 @@ GOOD = {
     "reduce_scatter_": rows,
     "scan": reduction,
     "scatter": rows,
+    "scatter_object": lambda rank: {"objs": [rank, "x"]},
     "sendrecv": lambda rank: {
         "x": np.ones(3), "dest": rank, "out": np.empty(3), "source": rank
     },

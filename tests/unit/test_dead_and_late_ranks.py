@@ -34,6 +34,8 @@ COLLECTIVES = {
     "alltoall": lambda: rc.alltoall(X[:996]),
     "grouped_allreduce": lambda: rc.grouped_allreduce([X, X]),
     "allgather_object": lambda: rc.allgather_object(1),
+    "gather_object": lambda: rc.gather_object(1, root=1),
+    "scatter_object": lambda: rc.scatter_object([1] * rc.size(), root=1),
     "named": lambda: rc.allreduce(X, name="w"),
     "in a group": lambda: rc.allreduce(X, group=the_group()),
     "asynchronous": lambda: [h.wait() for h in [rc.allreduce_async(X) for _ in range(3)]],

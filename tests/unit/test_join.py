@@ -86,6 +86,8 @@ def test_every_collective_goes_on(size):
         assert rc.alltoall(sent, splits=[1] * n + [0]).tolist() == list(range(n))
         assert rc.broadcast_object({"a": rank}, 0) == {"a": 0}
         assert rc.allgather_object(rank) == [*range(n), None]
+        assert rc.gather_object(rank) == (None if rank else [*range(n), None])
+        assert rc.scatter_object([*"abcdefghij"[:size]]) == "abcdefghij"[rank]
         several = rc.grouped_allreduce([x, np.array([rank])])
         assert np.array_equal(several[0], total)
         assert [len(each) for each in rc.grouped_allgather([x, x[:1]])] == [4 * n, n]

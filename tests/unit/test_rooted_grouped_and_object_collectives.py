@@ -219,6 +219,34 @@ def test_allgather_object_brings_every_object(size):
     assert results == [want] * size
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_objects_go_to_root_and_come_from_there(size):
+    root = size // 2
+    objs = [{"rank": r, "data": "x" * 1000 * r} for r in range(size)]
+
+    def body(rank):
+        for name in (None, "n", "n"):
+            gathered = rc.gather_object(objs[rank], root, name=name)
+            assert gathered == (objs if rank == root else None)
+            mine = rc.scatter_object(objs if rank == root else None, root, name=name and "m")
+            assert mine == objs[rank]
+            assert (mine is objs[rank]) == (rank == root)
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize(
+    ("objs", "error"), [([1], "ValueError"), (None, "TypeError"), ("ab", "TypeError")]
+)
+def test_objects_that_are_not_one_per_rank_are_refused_everywhere(objs, error):
+    def body(rank):
+        with pytest.raises(rc.MismatchError, match=rf"rank 1 .* {error}: scatter_object: "):
+            rc.scatter_object(objs if rank == 1 else None, root=1)
+        return rc.scatter_object([3, 4] if rank == 1 else None, root=1)
+
+    assert run_ranks(2, body) == [3, 4]
+
+
 @pytest.mark.parametrize("kind", [rc.reduce, rc.gather, rc.scatter])
 @pytest.mark.parametrize(("root", "error"), [(2, ValueError), (-1, ValueError), ("0", TypeError)])
 def test_a_root_that_is_no_rank_is_refused(kind, root, error):

@@ -61,7 +61,12 @@ from ringcomm.engine.operations.grouped import (
     plan_grouped_allreduce,
     plan_grouped_reduce_scatter,
 )
-from ringcomm.engine.operations.objects import plan_allgather_object, plan_broadcast_object
+from ringcomm.engine.operations.objects import (
+    plan_allgather_object,
+    plan_broadcast_object,
+    plan_gather_object,
+    plan_scatter_object,
+)
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.engine.operations.scan import plan_exscan, plan_scan
@@ -616,6 +621,53 @@ def allgather_object(obj: Any, *, name: str | None = None, group: Group | None =
     packed = engine().execute("allgather_object", name, plan, group)
     mine = _rank_in(group)
     return [obj if r == mine else pickle.loads(each) for r, each in enumerate(packed)]
+
+
+def gather_object(
+    obj: Any, root: int = 0, *, name: str | None = None, group: Group | None = None
+) -> list[Any] | None:
+    """Return every rank's object, in rank order, on root; None on every other rank.
+
+    Args:
+        obj: anything that can be pickled; root's own is returned as it is.
+        root: the rank that gets the objects.
+        name: matches the operations of this name on the other ranks; None: matched by order.
+        group: the ranks that take part; None: all.
+
+    Unpickling runs code that the others chose: the ranks of a job must trust each other.
+    """
+    plan = lambda g: plan_gather_object(g, name, obj, root)  # noqa: E731
+    packed = engine().execute("gather_object", name, plan, group)
+    mine = _rank_in(group)
+    if mine != root:
+        return None
+    return [obj if r == mine else pickle.loads(each) for r, each in enumerate(packed)]
+
+
+def scatter_object(
+    objs: Sequence[Any] | None = None,
+    root: int = 0,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+) -> Any:
+    """Return this rank's object of root's objs, pickled on the way; on root it is objs[root].
+
+    Args:
+        objs: a list or tuple of one object per rank, each of which can be pickled; used on root
+            only.
+        root: the rank whose objects are distributed.
+        name: matches the operations of this name on the other ranks; None: matched by order.
+        group: the ranks that take part; None: all.
+
+    Unpickling runs code that root chose: the ranks of a job must trust each other.
+    """
+    plan = lambda g: plan_scatter_object(g, name, objs, root)  # noqa: E731
+    data = engine().execute("scatter_object", name, plan, group)
+    if _rank_in(group) != root:
+        return pickle.loads(data)
+    assert objs is not None
+    return objs[root]
 
 
 # The asynchronous forms. handle.wait() returns or raises the same as the blocking form; it also

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives.algorithms import circulant, node, tree
+from ringcomm.collectives.algorithms import circulant, linear, node, tree
 from ringcomm.collectives.message_patterns import consecutive, dissemination_steps
 from ringcomm.engine.core.call import Call, are_wrong_alike, explain_mismatch
 from ringcomm.errors import MismatchError
@@ -106,6 +106,32 @@ async def broadcast_bytes(packed: bytes, root: int, t: Channel) -> bytes:
     data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
     await algorithm.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
     return data.tobytes()
+
+
+async def gather_bytes_at(mine: bytes, root: int, t: Channel) -> list[bytes]:
+    """Return every rank's bytes on root, [] elsewhere."""
+    parts = consecutive(await gather_counts(len(mine), t))
+    own = Flat(np.frombuffer(mine, np.uint8), DTYPES["uint8"])
+    if t.rank != root:
+        await node_or(linear, t).gather_(None, own, parts, root, t)
+        return []
+    everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
+    everything[parts[root]].bytes[:] = own.bytes
+    await node_or(linear, t).gather_(everything, own, parts, root, t)
+    return [everything[part].bytes.tobytes() for part in parts]
+
+
+async def scatter_bytes(packed: list[bytes], root: int, t: Channel) -> bytes:
+    """Return packed[rank] of root; the other ranks pass []."""
+    counts = np.array([len(each) for each in packed], np.int64).tobytes()
+    parts = consecutive(np.frombuffer(await broadcast_bytes(counts, root, t), np.int64).tolist())
+    part = parts[t.rank]
+    out = Flat(np.empty(part.stop - part.start, np.uint8), DTYPES["uint8"])
+    everything = None
+    if t.rank == root:
+        everything = Flat(np.frombuffer(b"".join(packed), np.uint8), DTYPES["uint8"])
+    await node_or(linear, t).scatter_(everything, out, parts, root, t)
+    return out.bytes.tobytes()
 
 
 def node_or(otherwise: Any, t: Channel) -> Any:

@@ -25,7 +25,12 @@ from ringcomm.engine.operations.grouped import (
     plan_grouped_allreduce,
     plan_grouped_reduce_scatter,
 )
-from ringcomm.engine.operations.objects import plan_allgather_object, plan_broadcast_object
+from ringcomm.engine.operations.objects import (
+    plan_allgather_object,
+    plan_broadcast_object,
+    plan_gather_object,
+    plan_scatter_object,
+)
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.engine.operations.scan import plan_exscan, plan_scan
@@ -134,6 +139,7 @@ _STAND_INS: Final[dict[str, _StandIn]] = {
     ),
     "exscan": _reduction(plan_exscan),
     "gather": lambda g, call: plan_gather(g, call.name, _no_rows(g, call)[0], call.root or 0),
+    "gather_object": lambda g, call: plan_gather_object(g, call.name, None, call.root or 0),
     "grouped_allgather": _grouped_gather,
     "grouped_allreduce": _reduction(plan_grouped_allreduce),
     "grouped_reduce_scatter": _reduction(plan_grouped_reduce_scatter),
@@ -143,5 +149,6 @@ _STAND_INS: Final[dict[str, _StandIn]] = {
     "scatter": lambda g, call: plan_scatter(
         g, call.name, None, _other_root(g, call), (call.dtype, call.shape)
     ),
+    "scatter_object": lambda g, call: plan_scatter_object(g, call.name, None, _other_root(g, call)),
     "sparse_allreduce": _grouped_gather,
 }
