@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from ringcomm.engine.api.explain import explain
     from ringcomm.engine.api.init_rank_size import *
     from ringcomm.engine.api.log_metrics import log, log_to, note_event
-    from ringcomm.engine.api.point_to_point import irecv, isend, recv, send, sendrecv
+    from ringcomm.engine.api.point_to_point import (
+        irecv,
+        isend,
+        recv,
+        recv_object,
+        send,
+        send_object,
+        sendrecv,
+    )
     from ringcomm.engine.api.program_parameters import Params, live
     from ringcomm.engine.api.registered_arrays import empty, node_memory, zeros
     from ringcomm.engine.api.steps import on_checkpoint, should_stop, step
@@ -46,11 +54,11 @@ __all__ = [
     "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
     "grouped_allreduce_async_", "grouped_reduce_scatter", "grouped_reduce_scatter_async", "init",
     "irecv", "is_initialized", "isend", "join", "live", "local_rank", "local_size", "log", "log_to",
-    "node_memory", "note_event", "on_checkpoint", "rank", "recv", "reduce", "reduce_",
-    "reduce_async", "reduce_async_", "reduce_scatter", "reduce_scatter_", "reduce_scatter_async",
-    "reduce_scatter_async_", "run", "scan", "scan_async", "scatter", "scatter_async",
-    "scatter_object", "send", "sendrecv", "should_stop", "shutdown", "size", "split",
-    "start_timeline", "step", "stop_timeline", "wait_all", "zeros",
+    "node_memory", "note_event", "on_checkpoint", "rank", "recv", "recv_object", "reduce",
+    "reduce_", "reduce_async", "reduce_async_", "reduce_scatter", "reduce_scatter_",
+    "reduce_scatter_async", "reduce_scatter_async_", "run", "scan", "scan_async", "scatter",
+    "scatter_async", "scatter_object", "send", "send_object", "sendrecv", "should_stop", "shutdown",
+    "size", "split", "start_timeline", "step", "stop_timeline", "wait_all", "zeros",
 ]  # fmt: skip
 
 # The modules of the public names. Each is imported when one of its names is first used, because

@@ -32,6 +32,7 @@ def use(x: Vector, xs: list[Vector]) -> None:
     assert_type(rc.wait_all([rc.irecv(x), rc.irecv(x, 1)]), list[int])
     assert_type(rc.wait_all([rc.isend(x, 1), rc.irecv(x)]), list[int | None])
     assert_type(rc.gather_object(x), list[Any] | None)
+    assert_type(rc.recv_object(1, tag=2), tuple[Any, int])
     assert_type(rc.PROC_NULL, int)
     rc.wait_all(rc.isend(x, 1))  # type: ignore[arg-type]
     rc.broadcast_(x, nmae="n")  # type: ignore[call-arg]

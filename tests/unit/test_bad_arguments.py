@@ -70,7 +70,7 @@ GOOD |= {f"{name}_async": good for name, good in GOOD.items() if hasattr(rc, f"{
 GOOD |= {f"{name[:-1]}_async_": GOOD[name] for name in GOOD if hasattr(rc, f"{name[:-1]}_async_")}
 APART = {
     "init", "shutdown", "run", "join",  # begin or end something
-    "send", "recv", "isend", "irecv",  # need a partner
+    "send", "recv", "isend", "irecv", "send_object", "recv_object",  # need a partner
     "Handle", "Op",  # nobody makes one
     "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",  # no arguments
     "is_initialized", "node_memory",

@@ -751,3 +751,127 @@ def test_messages_to_nobody_need_an_engine_that_works():
                 call()
 
     run_ranks(2, body)
+
+
+THINGS = ["x", {"a": [1, None]}, "y" * 1007, "z" * 5000, np.arange(30_000)]
+
+
+def alike(a, b):
+    return type(a) is type(b) and np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("source", [0, rc.ANY_SOURCE])
+def test_objects_arrive_in_their_order(source):
+    def body(rank):
+        if rank == 0:
+            for thing in THINGS:
+                rc.send_object(thing, 1, tag=3)
+            return
+        for thing in THINGS:
+            found, sender = rc.recv_object(source, tag=3)
+            assert alike(found, thing)
+            assert sender == 0
+
+    run_ranks(2, body)
+
+
+def test_an_object_of_each_length_around_the_first_message_arrives():
+    objects = [bytes(n) for n in range(980, 1010)]
+
+    def body(rank):
+        if rank == 0:
+            return [rc.send_object(each, 1) for each in objects]
+        return [rc.recv_object(0)[0] for _ in objects]
+
+    assert run_ranks(2, body)[1] == objects
+
+
+def test_objects_go_by_their_tag_and_do_not_meet_arrays():
+    def body(rank):
+        out = np.zeros(1024, np.uint8)
+        if rank == 0:
+            threads = [
+                threading.Thread(target=send_as, args=(engine(), tag, thing))
+                for tag, thing in enumerate(THINGS)
+            ]
+            for each in threads:
+                each.start()
+            rc.send(out + 5, 1, tag=2)
+            for each in threads:
+                each.join(60)
+            return
+        found = {tag: rc.recv_object(0, tag=tag)[0] for tag in (4, 2, 0, 3, 1)}
+        assert all(alike(found[tag], thing) for tag, thing in enumerate(THINGS))
+        assert rc.recv(out, tag=2) == 0
+        assert (out == 5).all()
+
+    def send_as(mine, tag, thing):
+        with serve_thread(mine):
+            rc.send_object(thing, 1, tag=tag)
+
+    run_ranks(2, body)
+
+
+def test_threads_may_send_and_receive_objects_of_one_tag():
+    n = 20
+
+    def body(rank):
+        found = []
+        calls = [rc.recv_object, rc.recv_object] if rank == 0 else [rc.send_object]
+        threads = [
+            threading.Thread(target=go, args=(engine(), call, rank, found)) for call in calls
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+        return sorted(found)
+
+    def go(mine, call, rank, found):
+        with serve_thread(mine):
+            for i in range(n):
+                if call is rc.send_object:
+                    call((rank, i, "x" * 3000), 0)
+                else:
+                    (sender, number, _), source = call()
+                    assert source == sender
+                    found.append((sender, number))
+
+    assert run_ranks(3, body)[0] == [(rank, i) for rank in (1, 2) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda _: rc.send_object(threading.Lock(), 1), TypeError, "send_object: obj cannot be"),
+        (lambda _: rc.send_object(1, 2), ValueError, "dest is 2; ranks are 0 to 1"),
+        (lambda _: rc.recv_object(0.5), TypeError, "source must be a rank"),
+        (lambda _: rc.send_object(1, 1, tag="a"), TypeError, "tag must be an int"),
+        (lambda rank: rc.send_object(1, rank), ValueError, "wait for ever$"),
+        (rc.recv_object, ValueError, "wait for ever$"),
+    ],
+)
+def test_bad_arguments_for_objects_are_refused_at_once(call, error, message):
+    def body(rank):
+        with pytest.raises(error, match=message):
+            call(rank)
+        assert rc.recv_object(rc.PROC_NULL) == (None, rc.PROC_NULL)
+        rc.send_object(1, rc.PROC_NULL)
+        rc.barrier()
+
+    run_ranks(2, body)
+
+
+def test_who_waits_for_an_object_in_vain_hears_what_has_come_instead():
+    def body(rank):
+        if rank == 0:
+            rc.send(np.ones(3), 1)
+            rc.send_object("x", 1, tag=4)
+            return leave(engine(), "called shutdown()")
+        with pytest.raises(rc.PeerFailedError, match=r"recv_object\(source=0, tag=7\)") as caught:
+            rc.recv_object(0, tag=7)
+        text = "float64 (3,) of rank 0 with tag=0, an object of rank 0 with tag=4."
+        assert text in str(caught.value)
+        raise caught.value
+
+    assert isinstance(outcomes(2, body, hub=LoopbackHub(2, (0, 0)))[1], rc.PeerFailedError)

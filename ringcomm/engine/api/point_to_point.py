@@ -6,9 +6,13 @@ sender offers its message on the control channel, the receiver answers, then the
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+import pickle
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from ringcomm._core import Correspondence, NodeMessage, Refusal
 from ringcomm.arrays import (
@@ -30,11 +34,13 @@ from ringcomm.engine.core.ledger import base_of
 from ringcomm.engine.core.plan import Deferred
 from ringcomm.engine.executors.gpu_loader import HostStaging, device_executor
 from ringcomm.engine.executors.node_mail import (
+    Kind,
     NodeMail,
     mail_of,
     tag_in_64_bits,
 )
 from ringcomm.engine.operations.base import int_of, rank_of
+from ringcomm.engine.operations.objects import pickled
 from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine
 from ringcomm.errors import MismatchError
 from ringcomm.integers import is_integer
@@ -45,6 +51,10 @@ from ringcomm.transport.control_messages import Letter
 from ringcomm.transport.tags import P2P
 
 _MAILBOXES = 1 << 33  # replaces the id of a group in base_of(), for mailboxes
+# The first message of an object has its number of bytes, a serial number, and as much as there is
+# room for. What is left is a message to a mailbox of that number.
+_HEAD, _BEGIN = 16, 1024  # bytes
+_serials = itertools.count()
 
 
 def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> None:
@@ -157,6 +167,69 @@ def sendrecv(
     outgoing = _Outgoing(x, dest, sendtag, group, sent)
     sender: int = _carry_out(incoming, outgoing)
     return sender
+
+
+def send_object(obj: Any, dest: int, *, tag: int = 0, group: Group | None = None) -> None:
+    """Send an object, pickled on the way, to a rank that calls recv_object(); see send().
+
+    Objects and arrays do not meet: recv() receives no object, and recv_object() no array.
+
+    Args:
+        obj: anything that can be pickled.
+        dest: rank within the group, not this one; or rc.PROC_NULL: nothing is sent.
+        tag: any int; the receiver passes the same one.
+        group: the group that numbers the ranks; None: all ranks.
+
+    Raises:
+        TypeError: obj cannot be pickled, or a bad argument.
+        ValueError: a bad argument.
+        PeerFailedError, CommTimeoutError: see send().
+    """
+    packed, tag = np.frombuffer(pickled("send_object", obj), np.uint8), int_of("tag", tag)
+    if _is_nobody(dest):
+        return
+    serial = next(_serials)
+    begin, head = np.zeros(_BEGIN, np.uint8), packed[: _BEGIN - _HEAD]
+    begin[:_HEAD].view(np.int64)[:] = len(packed), serial
+    begin[_HEAD : _HEAD + len(head)] = head
+    _refuse_self("dest", dest, group, "object")
+    _carry_out(_Outgoing(begin, dest, tag, group, part=_Part(Kind.OBJECT, tag)))
+    if len(packed) > len(head):
+        part = _Part(Kind.REST, serial)
+        _carry_out(_Outgoing(packed[len(head) :], dest, tag, group, part=part, by_count=True))
+
+
+def recv_object(
+    source: int = ANY_SOURCE, *, tag: int = 0, group: Group | None = None
+) -> tuple[Any, int]:
+    """Return an object that another rank sends by send_object(), and that rank.
+
+    Objects of one rank and tag arrive in the order in which they were sent.
+
+    Args:
+        source: rank within the group, not this one, or rc.ANY_SOURCE for the first that sends. Or
+            rc.PROC_NULL: (None, rc.PROC_NULL) is returned at once.
+        tag: the tag that the sender has passed.
+        group: the group that numbers the ranks; None: all ranks.
+
+    Raises:
+        ValueError, TypeError, PeerFailedError, CommTimeoutError: see recv().
+
+    Unpickling runs code that the sender chose: the ranks of a job must trust each other.
+    """
+    tag = int_of("tag", tag)
+    if _is_nobody(source):
+        return None, PROC_NULL
+    _refuse_self("source", source, group, "object")
+    begin = np.empty(_BEGIN, np.uint8)
+    sender = _carry_out(_Incoming(begin, source, tag, group, part=_Part(Kind.OBJECT, tag)))
+    nbytes, serial = begin[:_HEAD].view(np.int64).tolist()
+    packed, head = np.empty(nbytes, np.uint8), begin[_HEAD : _HEAD + nbytes]
+    packed[: len(head)] = head
+    if nbytes > len(head):
+        part, rest = _Part(Kind.REST, serial), packed[len(head) :]
+        _carry_out(_Incoming(rest, sender, tag, group, part=part, by_count=True))
+    return pickle.loads(packed.data), sender
 
 
 def isend(
@@ -291,9 +364,10 @@ def _is_nobody(rank: int) -> bool:
     return True
 
 
-def _refuse_self(what: str, rank: int, group: Group | None) -> None:
-    if operator.index(rank) == engine().groups.or_default(group).rank:
-        raise ValueError(f"{what} is this rank itself, so it would wait for ever: use sendrecv()")
+def _refuse_self(what: str, rank: int, group: Group | None, thing: str = "") -> None:
+    if is_integer(rank) and operator.index(rank) == engine().groups.or_default(group).rank:
+        help_ = "" if thing else ": use sendrecv()"
+        raise ValueError(f"{what} is this rank itself, so it would wait for ever{help_}")
 
 
 def _break_after(error: BaseException) -> None:
@@ -308,7 +382,8 @@ def _carry_out(*sides: _Outgoing | _Incoming) -> Any:
     try:
         for side in sides:
             side.require_heard()
-        results = [_begun(current, side, begun) for side in sides]
+        stays = len(sides) == 1
+        results = [_begun(current, side, begun, stays=stays) for side in sides]
         try:
             result = current.completion.result_of(results[0])
         finally:
@@ -343,10 +418,11 @@ def _begun(
     begun: list[Task],
     *,
     is_awaited: bool = True,
+    stays: bool = False,
     timeout_s: float | None = None,
 ) -> Task | CompletedTask:
     """Begin one side of a message unless it has begun; add the task that it needs to `begun`."""
-    done = _over_at_once(current, side)
+    done = _over_at_once(current, side, stays=stays)
     if done is not None:
         return done
     try:
@@ -360,13 +436,21 @@ def _begun(
     return task
 
 
-def _over_at_once(current: Engine, side: _Outgoing | _Incoming) -> CompletedTask | None:
-    """Begin one side of a message unless it has begun; return None if it is not over then."""
+def _over_at_once(
+    current: Engine, side: _Outgoing | _Incoming, *, stays: bool = False
+) -> CompletedTask | None:
+    """Begin one side of a message unless it has begun; return None if it is not over then.
+
+    stays: stay for a moment with what begins now.
+    """
+    had_begun = side.rest is not None
     with current.pending.lock:
         current.state.require_usable()
         current.pending.require_room(current.job_rank)
     try:
         side.begin()
+        if stays and not had_begun:
+            side.stay()
     except BaseException as error:
         _break_if_begun(current, side, error)
         raise
@@ -378,6 +462,13 @@ def _break_if_begun(current: Engine, side: _Outgoing | _Incoming, error: BaseExc
         current.completion.break_engine(error, side.label)
 
 
+class _Part(NamedTuple):
+    """What a message is of an object, see send_object()."""
+
+    kind: Kind
+    number: int  # replaces the tag in the mailbox
+
+
 class _Side(NamedTuple):
     group: Group  # in which ranks are numbered
     tag: int
@@ -385,21 +476,30 @@ class _Side(NamedTuple):
     staging: HostStaging | None  # moves the array through host memory if it is on a GPU
     by_count: bool  # compare numbers of elements, not shapes
     mail: NodeMail | None  # of the group
+    kind: Kind
+    number: int  # replaces the tag in the mailbox
 
     @classmethod
-    def of(cls, x: Array, tag: int, group: Group | None, *, by_count: bool) -> _Side:
+    def of(
+        cls, x: Array, tag: int, group: Group | None, part: _Part | None, *, by_count: bool
+    ) -> _Side:
         current = engine()
         group = current.groups.or_default(group)
         group.ledger_for(current)
         tag = int_of("tag", tag)
         on_gpu = device_adapter_for(x)
         staging = None if on_gpu is None else device_executor().stage(group, on_gpu, x)
-        return cls(group, tag, on_gpu or adapter_for(x), staging, by_count, mail_of(group))
+        kind, number = part or (Kind.ARRAY, tag)
+        mail = mail_of(group)
+        if mail is not None:
+            mail = mail.of(kind)
+        return cls(group, tag, on_gpu or adapter_for(x), staging, by_count, mail, kind, number)
 
     @property
     def mailbox(self) -> int:
-        """64 bits that identify the group and the tag on the control channel."""
-        return base_of(_MAILBOXES, f"{self.group.ledger.group_id}:{self.tag}")
+        """64 bits that identify the group, the kind and the tag on the control channel."""
+        name = f"{self.group.ledger.group_id}:{self.number}"
+        return base_of(_MAILBOXES, f"{name} {self.kind.value}" if self.kind.value else name)
 
     def outline(self, x: Array) -> str:
         shape = self.adapter.shape(x)
@@ -407,8 +507,12 @@ class _Side(NamedTuple):
             shape = (math.prod(shape),)
         return f"{self.adapter.dtype(x)} {shape_text(shape)}"
 
-    def label(self, call: str) -> str:
+    def label(self, call: str, details: str) -> str:
         """Return the call; append the group unless it has all ranks of the job."""
+        call = f"{call}{'' if self.kind is Kind.ARRAY else '_object'}({details}, tag={self.tag})"
+        return self.of_group(call)
+
+    def of_group(self, call: str) -> str:
         return call if self.group.ledger.context == 0 else f"{call} of {self.group!r}"
 
     def is_in_node(self, peer: int) -> bool:
@@ -446,6 +550,13 @@ class _Side(NamedTuple):
             assert self.mail is not None
             self.require_fit(self.mail.earlier_refusal(peer))
 
+    def is_over_soon(self, message: object) -> bool:
+        """Return True once a message is over, False if it fails, or is not over in a moment."""
+        if self.mail is None or not isinstance(message, NodeMessage):
+            return False
+        is_over = message.drive(self.mail.moment_s)
+        return is_over and message.refusal is None and not message.fault
+
     def require_fit(self, refusal: Refusal | None) -> None:
         """Raise MismatchError if a message in shared memory did not fit its receive."""
         if refusal is None:
@@ -453,7 +564,7 @@ class _Side(NamedTuple):
         label = (
             f"message of rank {refusal.sender} to rank {refusal.receiver} with tag={refusal.tag}"
         )
-        label = f"an earlier {label}" if refusal.is_of_earlier else self.label(label)
+        label = f"an earlier {label}" if refusal.is_of_earlier else self.of_group(label)
         raise MismatchError(
             _text_of_mismatch(
                 label, (refusal.sender, refusal.sent), (refusal.receiver, refusal.wanted)
@@ -485,20 +596,21 @@ class _Outgoing:
         group: Group | None,
         rest: NodeMessage | Literal[True] | None = None,
         *,
+        part: _Part | None = None,
         by_count: bool = False,
     ) -> None:
         x = arrived(x)
         adapter = any_adapter_for(x)
         adapter.dtype(x)  # refuses an array without memory before it is copied
         self._x = x if adapter.is_contiguous(x) else adapter.copy(x)
-        self._side = _Side.of(self._x, tag, group, by_count=by_count)  # stages the copy
+        self._side = _Side.of(self._x, tag, group, part, by_count=by_count)  # stages the copy
         self._dest = rank_of("dest", dest, self._side.group)
         self._outline = self._side.outline(self._x)
         self.rest = rest
 
     @property
     def label(self) -> str:
-        return self._side.label(f"send(dest={self._dest}, tag={self._side.tag})")
+        return self._side.label("send", f"dest={self._dest}")
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -510,6 +622,11 @@ class _Outgoing:
 
     def require_heard(self) -> None:
         self._side.require_heard(self._dest, self.rest)
+
+    def stay(self) -> None:
+        """Stay for a moment with a message that has begun."""
+        if self._side.is_over_soon(self.rest):
+            self.rest = True
 
     def posted(self) -> Handle[None] | None:
         """Return its handle if it has begun and needs no task yet."""
@@ -538,7 +655,7 @@ class _Outgoing:
 
     def _send_in_node(self, data: Bytes) -> Correspondence:
         known = self._side.correspondence(self._dest, self._outline, data.nbytes)
-        self.rest = known.send(data, tag_in_64_bits(self._side.tag), 0.0)
+        self.rest = known.send(data, tag_in_64_bits(self._side.number), 0.0)
         return known
 
     async def _go_on(self, t: Channel, serial: int) -> None:
@@ -590,10 +707,11 @@ class _Incoming:
         group: Group | None,
         rest: NodeMessage | int | None = None,
         *,
+        part: _Part | None = None,
         by_count: bool = False,
     ) -> None:
         self._out = out = arrived(out)
-        self._side = side = _Side.of(out, tag, group, by_count=by_count)
+        self._side = side = _Side.of(out, tag, group, part, by_count=by_count)
         try:
             side.adapter.require_writable(out)
         except ValueError as error:
@@ -614,7 +732,7 @@ class _Incoming:
     @property
     def label(self) -> str:
         name = "rc.ANY_SOURCE" if self._source == ANY_SOURCE else str(self._source)
-        return self._side.label(f"recv(source={name}, tag={self._side.tag})")
+        return self._side.label("recv", f"source={name}")
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -633,6 +751,13 @@ class _Incoming:
 
     def require_heard(self) -> None:
         self._side.require_heard(self._source, self.rest)
+
+    def stay(self) -> None:
+        """Stay for a moment with a message that has begun."""
+        message = self.rest
+        if isinstance(message, NodeMessage) and self._side.is_over_soon(message):
+            self.rest = self._side.group.ranks.places[message.source]
+            self._finish()
 
     def posted(self) -> Handle[int] | None:
         """Return its handle if it has begun and needs no task yet."""
@@ -663,7 +788,7 @@ class _Incoming:
 
     def _receive_in_node(self, out: Bytes) -> Correspondence:
         known = self._side.correspondence(self._source, self._wanted, out.nbytes)
-        rest = known.receive(out, tag_in_64_bits(self._side.tag), 0.0)
+        rest = known.receive(out, tag_in_64_bits(self._side.number), 0.0)
         places = self._side.group.ranks.places
         assert rest is not None
         self.rest = rest if isinstance(rest, NodeMessage) else places[rest]

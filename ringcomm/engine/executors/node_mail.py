@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from enum import Enum
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -18,6 +20,7 @@ from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
+from ringcomm.engine.core.ledger import base_of
 from ringcomm.engine.executors.posted_messages import (
     PostedMessages,
     posted_messages_of,
@@ -34,6 +37,14 @@ _WHOLE: Final = 16 << 10  # bytes that go through a pipe as a whole, as in csrc/
 _POSTED: Final = 256 << 10  # bytes that are copied in less time than a task takes
 
 
+class Kind(Enum):
+    """What a message is part of; those of different kinds do not meet, whatever their tags."""
+
+    ARRAY = ""
+    OBJECT = "object"  # its beginning
+    REST = "rest of object"  # with a tag that no other has
+
+
 class NodeMail:
     """The messages of a group between this rank and others that share its node's memory.
 
@@ -48,19 +59,30 @@ class NodeMail:
         completion: of the engine.
     """
 
-    def __init__(self, engine: Engine, group: Group, node: SharedNode) -> None:
+    def __init__(
+        self, engine: Engine, group: Group, node: SharedNode, kind: Kind = Kind.ARRAY
+    ) -> None:
         self._engine, self._state, self._peers = engine, engine.state, engine.watch.peers
         self.completion = engine.completion
         self._node = node
         self._messages = node.messages(may_read=bool(engine.settings.read_memory))
         self._ranks, self._places = group.ranks, group.ranks.places
         self.rank = group.index
-        self._id = group.ledger_for(engine).group_id % _TAGS
+        group_id = group.ledger_for(engine).group_id
+        self._id = base_of(group_id, kind.value) if kind.value else group_id % _TAGS
         self._sends: dict[Any, Correspondence] = {}
         self._receives: dict[Any, Correspondence] = {}
         self.reaches_all = all(node.shares_with(rank) for rank in group.ranks)
         self.moment_s = node.moment_s
         self._posted: PostedMessages | None = None
+        self._of_kinds = {kind: self}
+        self._make = partial(NodeMail, engine, group, node)
+
+    def of(self, kind: Kind) -> NodeMail:
+        """Return the mail of the same group for another kind of messages."""
+        if kind not in self._of_kinds:
+            self._of_kinds[kind] = self._make(kind)
+        return self._of_kinds[kind]
 
     def reaches(self, rank: int) -> bool:
         """Return True if a rank of the group, or rc.ANY_SOURCE, is in shared memory alone."""
@@ -122,7 +144,7 @@ class NodeMail:
         """
         if message.is_over or not _WHOLE < nbytes <= _POSTED:
             return None
-        if not self._node.messages.reads_memory:
+        if not self._messages.reads_memory:
             return None
         return self._all_posted.post(message, _nothing, begin)
 
@@ -158,12 +180,18 @@ class NodeMail:
         return self._places[rest]
 
     def unasked(self) -> str:
-        """Return a text: the messages that no recv() has asked for; "" if there are none."""
-        found = self._messages.unasked(self._id, _SHOWN)
-        texts = [f"{outline} of rank {sender} with tag={tag}" for sender, tag, outline in found]
+        """Return a text: what has come that nobody has asked for; "" if there is nothing."""
+        texts = [
+            f"{outline} of rank {sender} with tag={tag}"
+            for sender, tag, outline in self._messages.unasked(self.of(Kind.ARRAY)._id, _SHOWN)
+        ]
+        texts += [
+            f"an object of rank {sender} with tag={tag}"
+            for sender, tag, _ in self._messages.unasked(self.of(Kind.OBJECT)._id, _SHOWN)
+        ]
         if not texts:
             return ""
-        return f"What has waited here, and no recv() has asked for: {', '.join(texts)}."
+        return f"What has waited here, and nobody has asked for: {', '.join(texts[:_SHOWN])}."
 
     @property
     def how_long_ones_come(self) -> str:
