@@ -9,13 +9,13 @@ from harness import run_script
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = [
     block
-    for page in ("collectives.md", "torch.md", "elastic.md")
+    for page in ("collectives.md", "from_mpi4py.md", "torch.md", "elastic.md")
     for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 ]
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 11
+    assert len(BLOCKS) == 12
 
 
 # With one start of python and torch for all.
@@ -42,6 +42,7 @@ def test_the_blocks_run_one_after_another(tmp_path):
         "async",
         "messages",
         "registered",
+        "mpi4py",
         "torch",
         "elastic",
         "kept",

@@ -53,7 +53,7 @@ from ringcomm.transport.tags import P2P
 _MAILBOXES = 1 << 33  # replaces the id of a group in base_of(), for mailboxes
 # The first message of an object has its number of bytes, a serial number, and as much as there is
 # room for. What is left is a message to a mailbox of that number.
-_HEAD, _BEGIN = 16, 1024  # bytes
+_HEAD, _BEGIN = 16, 4096  # bytes
 _serials = itertools.count()
 
 
@@ -193,7 +193,7 @@ def send_object(obj: Any, dest: int, *, tag: int = 0, group: Group | None = None
     begin[:_HEAD].view(np.int64)[:] = len(packed), serial
     begin[_HEAD : _HEAD + len(head)] = head
     _refuse_self("dest", dest, group, "object")
-    _carry_out(_Outgoing(begin, dest, tag, group, part=_Part(Kind.OBJECT, tag)))
+    _send_begin(begin, dest, tag, group)
     if len(packed) > len(head):
         part = _Part(Kind.REST, serial)
         _carry_out(_Outgoing(packed[len(head) :], dest, tag, group, part=part, by_count=True))
@@ -222,7 +222,7 @@ def recv_object(
         return None, PROC_NULL
     _refuse_self("source", source, group, "object")
     begin = np.empty(_BEGIN, np.uint8)
-    sender = _carry_out(_Incoming(begin, source, tag, group, part=_Part(Kind.OBJECT, tag)))
+    sender = _recv_begin(begin, source, tag, group)
     nbytes, serial = begin[:_HEAD].view(np.int64).tolist()
     packed, head = np.empty(nbytes, np.uint8), begin[_HEAD : _HEAD + nbytes]
     packed[: len(head)] = head
@@ -341,6 +341,35 @@ def start_recv(
 ) -> Handle[int]:
     """See start_send()."""
     return start(_Incoming(out, source, tag, group, by_count=True), timeout_s)
+
+
+def _send_begin(x: Array, dest: int, tag: int, group: Group | None) -> None:
+    """Send the first message of an object; as send()."""
+    mail, rest = mail_of(group), None
+    if mail is not None:
+        try:
+            rest = mail.of(Kind.OBJECT).send(x, dest, tag, mail.moment_s)
+            if rest is True:
+                return
+        except BaseException as error:
+            _break_after(error)
+            raise
+    _carry_out(_Outgoing(x, dest, tag, group, rest, part=_Part(Kind.OBJECT, tag)))
+
+
+def _recv_begin(out: Array, source: int, tag: int, group: Group | None) -> int:
+    mail, rest = mail_of(group), None
+    if mail is not None:
+        try:
+            rest = mail.of(Kind.OBJECT).receive(out, source, tag, mail.moment_s)
+            if type(rest) is int:
+                return rest
+        except BaseException as error:
+            _break_after(error)
+            raise
+    part = _Part(Kind.OBJECT, tag)
+    sender: int = _carry_out(_Incoming(out, source, tag, group, rest, part=part))
+    return sender
 
 
 def _require_apart(x: Array, out: Array) -> None:
