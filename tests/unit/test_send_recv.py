@@ -535,15 +535,18 @@ def test_neither_messages_nor_receives_overtake():
         run_ranks(2, body)
 
 
-def test_what_has_come_is_received_at_once(wire):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_has_come_is_received_at_once(is_late, wire):
     def body(rank):
         out = np.zeros(5)
         for _ in range(2):
+            received = rc.irecv(out, 0) if rank and not is_late else None
+            rc.barrier()
             if rank == 0:
                 assert rc.isend(np.ones(5), 1).done() or wire != "node"
             rc.barrier()
             if rank == 1:
-                received = rc.irecv(out, 0)
+                received = received or rc.irecv(out, 0)
                 assert received.done() or wire != "node"
                 assert received.wait() == 0
             rc.barrier()
@@ -708,6 +711,25 @@ def test_a_sender_gets_room_although_the_receiver_waits_for_something_else():
         run_ranks(2, body)
 
 
+def test_no_message_overtakes_those_that_wait_for_room():
+    begun = threading.Event()
+    lengths = [1 if i % 3 == 0 else 1 << 11 for i in range(100)]  # more than a pipe has room for
+
+    def body(rank):
+        if rank == 0:
+            handles = [rc.isend(np.full(n, float(i)), 1) for i, n in enumerate(lengths)]
+            begun.set()
+            return rc.wait_all(handles)
+        assert begun.wait(60)
+        for i, n in enumerate(lengths):
+            out = np.zeros(n)
+            rc.recv(out, 0)
+            assert (out == i).all()
+        return None
+
+    run_ranks(2, body)
+
+
 def test_leaving_completes_what_was_started():
     def body(rank):
         out = np.zeros(MODERATE)
@@ -831,9 +853,10 @@ def test_threads_may_send_and_receive_objects_of_one_tag():
         with serve_thread(mine):
             for i in range(n):
                 if call is rc.send_object:
-                    call((rank, i, "x" * 3000), 0)
+                    call((rank, i, "x" * 9000, rank, i), 0)
                 else:
-                    (sender, number, _), source = call()
+                    (*head, _, sender, number), source = call()
+                    assert head == [sender, number]
                     assert source == sender
                     found.append((sender, number))
 
