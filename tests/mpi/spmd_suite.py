@@ -303,6 +303,10 @@ def test_messages_between_pairs(count):
     out = np.zeros(count, np.float32)
     assert rc.sendrecv(whole_numbers(rc.rank(), count), right, out, left) == left
     assert np.array_equal(out, whole_numbers(left, count))
+    again = np.zeros(count, np.float32)
+    handles = [rc.irecv(again, left, tag=1), rc.isend(out, right, tag=1), rc.barrier_async()]
+    assert rc.wait_all(handles) == [left, None, None]
+    assert np.array_equal(again, whole_numbers((left - 1) % rc.size(), count))
     if rc.rank() == 0:
         sources = {rc.recv(out, rc.ANY_SOURCE, tag=5) for _ in range(rc.size() - 1)}
         assert sources == set(range(1, rc.size()))
@@ -341,6 +345,11 @@ def test_objects_travel():
     everybody, last = [*range(rc.size())], rc.size() - 1
     assert rc.gather_object(rc.rank(), last) == (everybody if rc.rank() == last else None)
     assert rc.scatter_object(everybody if rc.rank() == last else None, last) == rc.rank()
+    if rc.rank() == last:
+        found = [rc.recv_object(tag=9) for _ in range(last)]
+        assert sorted(found) == [(str(rank) * 9000, rank) for rank in range(last)]
+    else:
+        rc.send_object(str(rc.rank()) * 9000, last, tag=9)
 
 
 def test_the_status_page_says_what_the_rank_does():

@@ -251,13 +251,15 @@ def isend(
         tag: any int; the receiver passes the same one.
         group: the group that numbers the ranks; None: all ranks.
         timeout_s: deadline in seconds, after which the engine is unusable; None:
-            RINGCOMM_TIMEOUT_S.
+            RINGCOMM_TIMEOUT_S. It may begin to count 0.3 s after the call.
 
     Raises:
         MismatchError: an earlier message to that rank was refused, see send(). Nothing has begun.
         ValueError, TypeError: a bad argument.
         RingcommError: too many operations are pending, or the engine is unusable.
     """
+    if timeout_s is not None:
+        _require_seconds(timeout_s)
     mail = mail_of(group)
     rest = None
     if mail is not None:
@@ -269,8 +271,8 @@ def isend(
         if rest is True:
             sent = CompletedTask(None, 0, lambda: f"send(dest={dest}, tag={tag})")
             return Handle(mail.completion, sent)
-        if rest is not None and timeout_s is None:
-            begin = lambda: _go_on(_Outgoing(x, dest, tag, group, rest))  # noqa: E731
+        if rest is not None:
+            begin = lambda: _go_on(_Outgoing(x, dest, tag, group, rest), timeout_s)  # noqa: E731
             posted = mail.posted_send(rest, x.nbytes, begin)
             if posted is not None:
                 return posted
@@ -300,11 +302,13 @@ def irecv(
         tag: the tag that the sender has passed.
         group: the group that numbers the ranks; None: all ranks.
         timeout_s: deadline in seconds, after which the engine is unusable; None:
-            RINGCOMM_TIMEOUT_S.
+            RINGCOMM_TIMEOUT_S. It may begin to count 0.3 s after the call.
 
     Raises:
         MismatchError, ValueError, TypeError, RingcommError: see isend().
     """
+    if timeout_s is not None:
+        _require_seconds(timeout_s)
     mail = mail_of(group)
     rest = None
     if mail is not None:
@@ -317,8 +321,8 @@ def irecv(
             sender = rest
             received = CompletedTask(sender, 0, lambda: f"recv(source={sender}, tag={tag})")
             return Handle(mail.completion, received)
-        if isinstance(rest, NodeMessage) and timeout_s is None:
-            begin = lambda: _go_on(_Incoming(out, source, tag, group, rest))  # noqa: E731
+        if isinstance(rest, NodeMessage):
+            begin = lambda: _go_on(_Incoming(out, source, tag, group, rest), timeout_s)  # noqa: E731
             posted = mail.posted_receive(rest, out, out.nbytes, begin)
             if posted is not None:
                 return posted
@@ -385,6 +389,11 @@ def _require_apart(x: Array, out: Array) -> None:
         )
 
 
+def _require_seconds(timeout_s: float) -> None:
+    if not (hasattr(timeout_s, "__float__") and timeout_s >= 0):
+        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds >= 0")
+
+
 def _is_nobody(rank: int) -> bool:
     """Return True for rc.PROC_NULL. Raises an error if the engine is unusable."""
     if not is_integer(rank) or operator.index(rank) != PROC_NULL:
@@ -427,12 +436,10 @@ def _carry_out(*sides: _Outgoing | _Incoming) -> Any:
 
 def start(side: _Outgoing | _Incoming, timeout_s: float | None) -> Handle[Any]:
     """Start one side of a message; return its handle."""
-    if timeout_s is not None and not (hasattr(timeout_s, "__float__") and timeout_s >= 0):
-        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds >= 0")
     current = engine()
     side.require_heard()
     task = _over_at_once(current, side)
-    handle = None if task or timeout_s is not None else side.posted()
+    handle = None if task else side.posted(timeout_s)
     return handle or Handle(current.completion, task or _go_on(side, timeout_s))
 
 
@@ -657,13 +664,13 @@ class _Outgoing:
         if self._side.is_over_soon(self.rest):
             self.rest = True
 
-    def posted(self) -> Handle[None] | None:
+    def posted(self, timeout_s: float | None) -> Handle[None] | None:
         """Return its handle if it has begun and needs no task yet."""
         mail, message = self._side.mail, self.rest
         if mail is None or self._side.staging is not None or not isinstance(message, NodeMessage):
             return None
         nbytes = adapter_for(self._x).flat(self._x).bytes.nbytes
-        return mail.posted_send(message, nbytes, lambda: _go_on(self))
+        return mail.posted_send(message, nbytes, lambda: _go_on(self, timeout_s))
 
     def begin(self) -> None:
         """Begin it in shared memory if it goes there, and is in host memory.
@@ -788,7 +795,7 @@ class _Incoming:
             self.rest = self._side.group.ranks.places[message.source]
             self._finish()
 
-    def posted(self) -> Handle[int] | None:
+    def posted(self, timeout_s: float | None) -> Handle[int] | None:
         """Return its handle if it has begun and needs no task yet."""
         mail, message = self._side.mail, self.rest
         if mail is None or self._side.staging is not None or not isinstance(message, NodeMessage):
@@ -796,7 +803,7 @@ class _Incoming:
         if self._work is not self._out:
             return None
         nbytes = adapter_for(self._out).flat(self._out).bytes.nbytes
-        return mail.posted_receive(message, self._out, nbytes, lambda: _go_on(self))
+        return mail.posted_receive(message, self._out, nbytes, lambda: _go_on(self, timeout_s))
 
     def begin(self) -> None:
         """Begin it in shared memory if it comes from there alone, and goes to host memory."""
