@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ringcomm.collectives.operators import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
     from ringcomm.engine.api.collectives import *
     from ringcomm.engine.api.explain import explain
+    from ringcomm.engine.api.grid import Grid
     from ringcomm.engine.api.init_rank_size import *
     from ringcomm.engine.api.log_metrics import log, log_to, note_event
     from ringcomm.engine.api.point_to_point import (
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANY_SOURCE", "AVERAGE", "BAND", "BOR", "BXOR", "MAX", "MIN", "PROC_NULL", "PRODUCT", "SUM",
-    "CodecError", "CommTimeoutError", "ConfigError", "Group", "Handle", "MismatchError",
+    "CodecError", "CommTimeoutError", "ConfigError", "Grid", "Group", "Handle", "MismatchError",
     "NotInitializedError", "Op", "Params", "PeerFailedError", "RingcommError", "ServerLostError",
     "__version__", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
     "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "barrier_async",
@@ -72,6 +73,7 @@ _HOMES = (
     "engine.core.handle",
     "engine.api.collectives",
     "engine.api.point_to_point",
+    "engine.api.grid",
     "engine.api.registered_arrays",
     "engine.api.explain",
     "engine.api.log_metrics",

@@ -35,5 +35,8 @@ def use(x: Vector, xs: list[Vector]) -> None:
     assert_type(rc.recv_object(1, tag=2), tuple[Any, int])
     assert_type(rc.PROC_NULL, int)
     rc.wait_all(rc.isend(x, 1))  # type: ignore[arg-type]
+    grid = rc.Grid((2, None), periodic=[True, False])
+    assert_type(grid.shift(0), tuple[int, int])
+    assert_type(rc.allreduce(x, group=grid), Vector)
     rc.broadcast_(x, nmae="n")  # type: ignore[call-arg]
     rc.allgather_async(x, group=3)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ WHAT = {
     "compare_saved_runs": "files of --json side by side, against the goals; without mpirun",
     "torch_distributed_call_overhead": "what a call of torch.distributed costs in Python",
     "step": "a step of training, beside DDP over gloo",
+    "halo": "a step of the heat equation on a grid of ranks, beside mpi4py",
     "gpu_call_overhead": "processor time of an allreduce on simulated GPUs; without mpirun",
     "cost_per_rank_of_large_jobs": "one rank of a job of thousands, simulated; without mpirun",
     "ps": "pushes and pulls of the parameter server, beside torch.distributed.rpc",

@@ -3,6 +3,7 @@
 LAYOUT, if set, names the host that each rank is to be on.
 """
 
+import itertools
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from sample_values import total, whole_numbers
 
 import ringcomm as rc
 from ringcomm._core import WireFault
+from ringcomm.collectives import cartesian
 from ringcomm.collectives.algorithms import ring
 from ringcomm.collectives.recording import perform
 from ringcomm.engine.api import init_rank_size, world
@@ -312,6 +314,44 @@ def test_messages_between_pairs(count):
         assert sources == set(range(1, rc.size()))
     else:
         rc.send(out, 0, tag=5)
+
+
+def test_chosen_dims_are_those_of_mpi(mpi):
+    for size, n in itertools.product(range(1, 65), (1, 2, 3)):
+        assert list(cartesian.completed(size, [0] * n)) == mpi.Compute_dims(size, n)
+    for size, dims in ((12, [0, 2, 0]), (60, [0, 0, 5]), (12, [2, 0])):
+        assert list(cartesian.completed(size, dims)) == mpi.Compute_dims(size, dims)
+
+
+@pytest.mark.parametrize("periodic", [True, False])
+def test_a_grid_is_that_of_mpi(periodic, mpi):
+    grid = rc.Grid((0, 0), (periodic, not periodic))
+    comm = mpi.COMM_WORLD.Create_cart(grid.dims, grid.periodic)
+    assert [comm.Get_coords(r) for r in range(rc.size())] == [
+        list(grid.coords_of(r)) for r in range(rc.size())
+    ]
+    nobody = {mpi.PROC_NULL: rc.PROC_NULL}
+    for dimension, displacement in itertools.product((0, 1), (1, -2, 3)):
+        expected = comm.Shift(dimension, displacement)
+        found = grid.shift(dimension, displacement)
+        assert found == tuple(nobody.get(rank, rank) for rank in expected)
+    comm.Free()
+
+
+@pytest.mark.parametrize("n", [3, 3000])
+def test_ghost_cells_are_the_edges_of_neighbours(n):
+    grid = rc.Grid((0, 0), True)
+    for turn in range(3):
+        x = np.full((6, n + 2), -1.0)
+        x[1:-1, 1:-1] = 100 * rc.rank() + turn + np.arange(4)[:, None]
+        grid.exchange_halo(x)
+        (up, down), (left, right) = grid.neighbours
+        assert (x[0, 1:-1] == 100 * up + turn + 3).all()
+        assert (x[-1, 1:-1] == 100 * down + turn).all()
+        for side, rank in ((0, left), (-1, right)):
+            assert x[1:-1, side].tolist() == [100 * rank + turn + i for i in range(4)]
+            corner = grid.rank_of((grid.coords[0] + 1, grid.coords_of(rank)[1]))
+            assert x[-1, side] == 100 * corner + turn
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ BLOCKS = [
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 12
+    assert len(BLOCKS) == 13
 
 
 # With one start of python and torch for all.
@@ -41,6 +41,7 @@ def test_the_blocks_run_one_after_another(tmp_path):
         "arrays",
         "async",
         "messages",
+        "grids",
         "registered",
         "mpi4py",
         "torch",

@@ -47,6 +47,7 @@ GOOD = {
     "grouped_allreduce": several,
     "grouped_allreduce_": several,
     "grouped_reduce_scatter": several,
+    "Grid": lambda _: {"dims": [0, 1]},
     "Group": lambda _: {"ranks": [0, 1]},
     "log": lambda _: {"step": 3, "loss": 0.5},
     "note_event": lambda _: {"text": "epoch 2 begins"},

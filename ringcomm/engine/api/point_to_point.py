@@ -10,6 +10,7 @@ import itertools
 import math
 import operator
 import pickle
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -232,6 +233,37 @@ def recv_object(
     return pickle.loads(packed.data), sender
 
 
+def exchange(
+    sends: Sequence[tuple[Array, int, int]],
+    receives: Sequence[tuple[Array, int, int]],
+    group: Group,
+) -> None:
+    """Send and receive several arrays, each (array, rank, tag), all at once.
+
+    Raises the errors of sendrecv(), once none of the messages is under way any more.
+    """
+    mail = mail_of(group)
+    sent: list[NodeMessage | Literal[True] | None] = [None] * len(sends)
+    came: list[NodeMessage | int | None] = [None] * len(receives)
+    if mail is not None:
+        try:
+            for i, (x, dest, tag) in enumerate(sends):
+                sent[i] = mail.send(x, dest, tag, 0.0)
+            for i, (out, source, tag) in enumerate(receives):
+                came[i] = mail.receive(out, source, tag, mail.moment_s)
+            if all(rest is True for rest in sent) and all(type(rest) is int for rest in came):
+                return
+        except BaseException as error:
+            _break_after(error)
+            raise
+    sides: list[_Incoming | _Outgoing] = []
+    for (out, source, tag), arrived_from in zip(receives, came, strict=True):
+        sides.append(_Incoming(out, source, tag, group, arrived_from))
+    for (x, dest, tag), rest in zip(sends, sent, strict=True):
+        sides.append(_Outgoing(x, dest, tag, group, rest))
+    _carry_out_all(sides)
+
+
 def isend(
     x: Array,
     dest: int,
@@ -432,6 +464,28 @@ def _carry_out(*sides: _Outgoing | _Incoming) -> Any:
             current.completion.break_unless_over(task, error)
         raise
     return result
+
+
+def _carry_out_all(sides: Sequence[_Outgoing | _Incoming]) -> None:
+    current = engine()
+    begun: list[Task] = []
+    mismatch = None
+    try:
+        for side in sides:
+            side.require_heard()
+        for task in [_begun(current, side, begun) for side in sides]:
+            try:
+                current.completion.result_of(task)
+            except MismatchError as error:  # the others come to an end
+                mismatch = mismatch or error
+    except BaseException as error:
+        if len(begun) < len(sides) and any(isinstance(s.rest, NodeMessage) for s in sides):
+            _break_after(error)  # their other sides would wait for ever
+        for task in begun:
+            current.completion.break_unless_over(task, error)
+        raise
+    if mismatch is not None:
+        raise mismatch
 
 
 def start(side: _Outgoing | _Incoming, timeout_s: float | None) -> Handle[Any]:

@@ -307,7 +307,7 @@ class Engine(EngineContext):
         # An operation with a deadline of its own must not queue behind others.
         task.needs_admission = ticket.name is None and timeout_s is None
         task.ends_alone = plan.call.place is None  # what a GPU uses is not given up
-        teams = group.team, group.neighbours, group.wire
+        teams = group.team, group.node_team, group.wire
         work = PendingOperation(
             task, ledger, ticket, plan.nbytes, plan.call, problem, group, *teams, is_awaited
         )

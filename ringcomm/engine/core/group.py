@@ -60,7 +60,7 @@ class Group:
 
     rank: int | None
     team: NodeTeam | None = None  # of all members, if they share a node's memory
-    neighbours: NodeTeam | None = None  # of the members on this rank's node
+    node_team: NodeTeam | None = None  # of the members on this rank's node
     wire: WireTeam | None = None  # of all members, if they take steps by messages
     ledger: Ledger  # numbers its operations, in a member's process; see ledger_for()
     short_calls: BlockingCalls | None = None  # made by its first blocking call
@@ -111,9 +111,9 @@ class Group:
         if node is not None:
             here = tuple(rank for rank in self.ranks if nodes[rank] == nodes[engine.job_rank])
             self.team = node.team_or_none(ledger.context, self.ranks)
-            self.neighbours = node.team_or_none(ledger.context, here)
+            self.node_team = node.team_or_none(ledger.context, here)
         if self.team is None:
-            self.wire = WireTeam.of(engine.transport, ledger.context, self.ranks, self.neighbours)
+            self.wire = WireTeam.of(engine.transport, ledger.context, self.ranks, self.node_team)
 
     def __repr__(self) -> str:
         return self._text
