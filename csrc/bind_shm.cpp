@@ -3,11 +3,13 @@
 // keeps its arrays alive until it is over.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -15,6 +17,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bind_arrays.hpp"
@@ -23,6 +26,7 @@
 #include "loop/run_schedule.hpp"
 #include "loop/wire_step.hpp"
 #include "shm/copy_step.hpp"
+#include "shm/halo.hpp"
 #include "shm/known_call.hpp"
 #include "shm/messages.hpp"
 
@@ -236,6 +240,45 @@ nb::object exchange_messages(const Correspondence& to, nb::handle x, nb::handle 
   return nb::make_tuple(sent(rest.first), received(rest.second, source));
 }
 
+using CellsAsTuple = std::tuple<std::ptrdiff_t, std::vector<std::pair<std::size_t, std::ptrdiff_t>>, std::size_t,
+                               std::uintptr_t>;
+using HaloSides = std::vector<std::tuple<const Correspondence*, std::int64_t, CellsAsTuple>>;
+
+std::vector<KnownHalo::Side> halo_sides(const HaloSides& sides) {
+  std::vector<KnownHalo::Side> made;
+  for (const auto& [known, tag, cells] : sides) {
+    const auto& [offset, outer, run_nbytes, buffer] = cells;
+    std::size_t nbytes = run_nbytes;
+    for (const auto& [length, stride] : outer) nbytes *= length;
+    if (nbytes != known->envelope->nbytes || (buffer != 0 && outer.empty()) || known->envelope->rank == kAnyRank)
+      throw std::invalid_argument("these cells are no message of that correspondence");
+    made.push_back({known->envelope, tag, {offset, outer, run_nbytes, reinterpret_cast<std::byte*>(buffer)}});
+  }
+  return made;
+}
+
+// True if all of it is over. What is left, of receives and of sends: null where nothing is. A refusal, if
+// nothing has begun. None, if nothing has begun as C++ cannot take the array.
+nb::object run_halo(const KnownHalo& self, nb::handle x, double seconds) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(x.ptr(), &view, PyBUF_STRIDED) != 0) {
+    PyErr_Clear();
+    return nb::none();
+  }
+  auto* const array = static_cast<std::byte*>(view.buf);
+  PyBuffer_Release(&view);
+  std::vector<std::shared_ptr<NodeMessage>> rests;
+  std::optional<Refusal> refusal;
+  {
+    nb::gil_scoped_release unlocked;
+    refusal = self.run(array, nanoseconds(seconds), rests);
+  }
+  if (refusal) return nb::cast(*refusal);
+  if (std::all_of(rests.begin(), rests.end(), [](const auto& rest) { return rest == nullptr; })) return nb::bool_(true);
+  const auto middle = rests.begin() + static_cast<std::ptrdiff_t>(self.n_receives());
+  return nb::make_tuple(std::vector(rests.begin(), middle), std::vector(middle, rests.end()));
+}
+
 }  // namespace
 
 void bind_shm(nb::module_& m) {
@@ -397,6 +440,14 @@ void bind_shm(nb::module_& m) {
           return read_private(pid, place, reinterpret_cast<std::byte*>(out.data()), out.nbytes());
         },
         "pid"_a, "place"_a, "out"_a.noconvert());
+  nb::class_<KnownHalo>(m, "KnownHalo")
+      .def("__init__",
+           [](KnownHalo* self, std::shared_ptr<NodeMessages> messages, const HaloSides& sends,
+              const HaloSides& receives) {
+             new (self) KnownHalo(std::move(messages), halo_sides(sends), halo_sides(receives));
+           },
+           "messages"_a, "sends"_a, "receives"_a)
+      .def("run", &run_halo, "x"_a, "seconds"_a);
   m.def("exchange_messages", &exchange_messages, "to"_a, "x"_a.none(), "sendtag"_a.none(),
         "source"_a, "out"_a.none(), "recvtag"_a.none(), "seconds"_a);
 

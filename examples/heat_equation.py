@@ -46,9 +46,8 @@ def main():
     plate = gathered(x[1:-1, 1:-1], grid, options.cells)
     if rc.rank() == 0:
         print(f"{options.cells} x {options.cells} cells on {grid.dims[0]} x {grid.dims[1]} ranks")
-        print(
-            f"{options.steps} steps of {step_us:.0f} us; {heat / heat_at_start:.0%} of the heat is left"
-        )
+        left = heat / heat_at_start
+        print(f"{options.steps} steps of {step_us:.0f} us; {left:.0%} of the heat is left")
         if options.picture:
             write_png(options.picture, colors(np.sqrt(plate / plate.max())))
             print(f"picture: {options.picture}")

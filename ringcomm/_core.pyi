@@ -184,6 +184,19 @@ def exchange_messages(
     seconds: float,
 ) -> tuple[NodeMessage | Literal[True], NodeMessage | int] | None: ...
 
+class KnownHalo:
+    def __init__(
+        self,
+        messages: NodeMessages,
+        sends: list[tuple[Correspondence, int, tuple[int, list[tuple[int, int]], int, int]]],
+        receives: list[tuple[Correspondence, int, tuple[int, list[tuple[int, int]], int, int]]],
+    ) -> None: ...
+    def run(
+        self, x: Any, seconds: float
+    ) -> (
+        Literal[True] | tuple[list[NodeMessage | None], list[NodeMessage | None]] | Refusal | None
+    ): ...
+
 class Places:
     def __init__(self) -> None: ...
     def take(self) -> int: ...

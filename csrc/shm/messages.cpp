@@ -186,6 +186,35 @@ std::pair<std::shared_ptr<NodeMessage>, std::shared_ptr<NodeMessage>> NodeMessag
   return {std::move(send), std::move(rest)};
 }
 
+std::optional<Refusal> NodeMessages::exchange_all(const std::vector<Parcel>& sends, const std::vector<Parcel>& receives,
+                                                  std::int64_t limit_ns,
+                                                  std::vector<std::shared_ptr<NodeMessage>>& rests) {
+  rests.reserve(sends.size() + receives.size());
+  {
+    const std::lock_guard lock(mutex_);
+    require_open();
+    for (const auto* side : {&sends, &receives}) {
+      for (const Parcel& each : *side) {
+        Mate& mate = mate_of(each.envelope->rank);
+        hear(mate);
+        if (mate.refusals.empty()) continue;
+        Refusal refusal = std::move(mate.refusals.front());
+        mate.refusals.pop_front();
+        tell_own_threads();
+        return refusal;
+      }
+    }
+    for (const Parcel& each : receives) rests.push_back(begin_receive(each.envelope, each.tag, each.data));
+    for (const Parcel& each : sends) rests.push_back(begin_send(each.envelope, each.tag, each.data));
+    tell_own_threads();
+  }
+  for (auto& each : rests) {
+    each = rest_of(std::move(each), limit_ns);
+    if (each != nullptr) limit_ns = 0;  // the moment is over
+  }
+  return {};
+}
+
 // Stays with a message for a moment. Null if it is over, and nothing is to be said about it.
 std::shared_ptr<NodeMessage> NodeMessages::rest_of(std::shared_ptr<NodeMessage> message,
                                            std::int64_t limit_ns) const {

@@ -61,6 +61,13 @@ struct Envelope {
 
 using SharedEnvelope = std::shared_ptr<const Envelope>;
 
+// What is sent, or received, with others at once.
+struct Parcel {
+  SharedEnvelope envelope;
+  std::int64_t tag;
+  std::byte* data;
+};
+
 class NodeMessages;
 
 // One send or receive.
@@ -126,6 +133,11 @@ class NodeMessages : public std::enable_shared_from_this<NodeMessages> {
   std::pair<std::shared_ptr<NodeMessage>, std::shared_ptr<NodeMessage>> exchange(
       const SharedEnvelope& to, std::int64_t sendtag, const std::byte* data, const SharedEnvelope& from,
       std::int64_t recvtag, std::byte* out, std::int64_t limit_ns, std::uint32_t& source);
+
+  // The same for several. `rests` become those of the receives, then those of the sends; or an earlier
+  // refusal is returned, and nothing has begun.
+  std::optional<Refusal> exchange_all(const std::vector<Parcel>& sends, const std::vector<Parcel>& receives,
+                                      std::int64_t limit_ns, std::vector<std::shared_ptr<NodeMessage>>& rests);
 
   // A message to that rank, whose send was over before it was refused; each is told once.
   std::optional<Refusal> earlier_refusal(std::uint32_t rank);

@@ -18,6 +18,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.point_to_point import send_async
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.executors.node_mail import mail_of
 
 on_both_wires = pytest.mark.usefixtures("wire")
 SHAPES = [(3,), (1,), (2, 2), (1, 4), (3, 2), (2, 1, 2)]
@@ -236,6 +237,55 @@ def test_one_dimension_may_be_periodic_alone(periodic):
         require_fills(rc.Grid((2, 2), periodic), (3, 4), 1)
 
     run_ranks(4, body)
+
+
+def on_one_node(size):
+    return LoopbackHub(size, (0,) * size)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("make", [np.array, np.asfortranarray])
+def test_within_a_node_messages_need_no_python(dtype, make, monkeypatch):
+    monkeypatch.delattr("ringcomm.engine.api.grid.exchange")
+
+    def body(_):
+        grid = rc.Grid((2, 2), True)
+        mail_of(grid).moment_s = 60.0
+        for turn in range(3):
+            require_fills(grid, (5, 4), 2, parts=(3,), turn=turn, dtype=dtype, make=make)
+
+    run_ranks(4, body, hub=on_one_node(4))
+
+
+@pytest.mark.parametrize("own", [(3, 4), (3000, 5), (7, 4000)])
+def test_who_is_late_is_waited_for(own):
+    def body(rank):
+        grid = rc.Grid((2, 1), True)
+        mail_of(grid).moment_s = 0.0
+        for turn in range(5):
+            require_fills(grid, own, 2, turn=turn)
+
+    run_ranks(2, body, hub=on_one_node(2))
+
+
+def test_an_earlier_mismatch_is_told_before_an_exchange_begins():
+    heard = threading.Barrier(2)
+
+    def body(rank):
+        grid = rc.Grid((1, 2))
+        for turn in range(3):
+            if rank == 1:
+                with pytest.raises(rc.MismatchError):
+                    rc.recv(np.zeros(4), 0, tag=9)
+                heard.wait(60)
+            else:
+                rc.send(np.ones(3), 1, tag=9)
+                heard.wait(60)
+                with pytest.raises(rc.MismatchError, match=r"an earlier message .* tag=9: rank 0"):
+                    grid.exchange_halo(np.full((5, 5), 99.0))
+            require_fills(grid, (3, 3), 1, turn=turn)
+
+    run_ranks(2, body, hub=on_one_node(2), settings=Settings(timeout_s=30))
 
 
 @on_both_wires

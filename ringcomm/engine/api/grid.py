@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ringcomm._core import KnownHalo
 from ringcomm.arrays import Array, adapter_for, arrived
 from ringcomm.arrays.numpy import NUMPY
 from ringcomm.collectives import cartesian
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.api.point_to_point import exchange
-from ringcomm.engine.core.call import Call, require_flag
+from ringcomm.engine.api.point_to_point import Begun, begin_halo, exchange
+from ringcomm.engine.core.call import Call, require_flag, shape_text
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.node_mail import KnownCells, NodeMail, mail_of
 from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.engine.operations.base import int_of, rank_of
 from ringcomm.transport.base import PROC_NULL
@@ -200,15 +202,17 @@ class Grid(Group):
         high_edge, high_ghost = cells(length - 2 * width), cells(length - width)
         lower, upper = self._at(dimension, -1), self._at(dimension, 1)
         if lower == upper == self.rank:
-            return _Step([(low_ghost, high_edge), (high_ghost, low_edge)], [], [])
+            return _Step([(low_ghost, high_edge), (high_ghost, low_edge)], [], [], None, None)
         down, up = -2 * dimension - 1, -2 * dimension - 2  # tags, by the way of the message
         sides = (lower, low_edge, down, low_ghost, up), (upper, high_edge, up, high_ghost, down)
         there = [side for side in sides if side[0] != PROC_NULL]
-        return _Step(
-            [],
-            [_Message(edge, buffer(edge), rank, tag) for rank, edge, tag, _, _ in there],
-            [_Message(ghost, buffer(ghost), rank, tag) for rank, _, _, ghost, tag in there],
-        )
+        sends = [_Message(edge, buffer(edge), rank, tag) for rank, edge, tag, _, _ in there]
+        receives = [_Message(ghost, buffer(ghost), rank, tag) for rank, _, _, ghost, tag in there]
+        mail = mail_of(self) if there else None
+        known = None
+        if mail is not None:
+            known = mail.known_halo([e.known(x) for e in sends], [e.known(x) for e in receives])
+        return _Step([], sends, receives, known, mail)
 
     def _dimension(self, dimension: int) -> int:
         number = int_of("dimension", dimension)
@@ -234,6 +238,21 @@ class _Message(NamedTuple):
     rank: int  # of the other side
     tag: int
 
+    def known(self, x: NDArray[Any]) -> KnownCells:
+        """Return the same as C++ takes it."""
+        region = x[self.cells]
+        begin = self.cells[-1].start * x.strides[len(self.cells) - 1]
+        outer = [(n, step) for n, step in zip(region.shape, region.strides, strict=True) if n != 1]
+        run = x.itemsize
+        while outer and outer[-1][1] == run:
+            run *= outer.pop()[0]
+        address = 0
+        if self.buffer is not None:
+            address = self.buffer.ctypes.data
+            outer = outer or [(1, run)]
+        outline = f"{NUMPY.dtype(x)} {shape_text(region.shape)}"
+        return KnownCells(self.rank, self.tag, outline, region.nbytes, (begin, outer, run, address))
+
 
 class _Step(NamedTuple):
     """What happens along one dimension, for arrays of one layout."""
@@ -241,22 +260,30 @@ class _Step(NamedTuple):
     copies: list[tuple[_Cells, _Cells]]  # to ghost cells, from edges of the same block
     sends: list[_Message]
     receives: list[_Message]
+    known: KnownHalo | None  # the messages, if they are all within this node
+    mail: NodeMail | None
 
     def run(self, x: NDArray[Any], group: Group) -> None:
         for ghost, edge in self.copies:
             x[ghost] = x[edge]
         if not self.sends:
             return
+        begun: Literal[True] | Begun | None = None
+        if self.known is not None and self.mail is not None:
+            begun = begin_halo(self.known, x, self.mail)
+        if begun is True:
+            return
         sent, received = [], []
         for cells, buffer, rank, tag in self.sends:
             data = x[cells]
             if buffer is not None:
-                buffer[...] = data
+                if begun is None:
+                    buffer[...] = data
                 data = buffer
             sent.append((data, rank, tag))
         for cells, buffer, rank, tag in self.receives:
             received.append((x[cells] if buffer is None else buffer, rank, tag))
-        exchange(sent, received, group)
+        exchange(sent, received, group, begun)
         for cells, buffer, _, _ in self.receives:
             if buffer is not None:
                 x[cells] = buffer

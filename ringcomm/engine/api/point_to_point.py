@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ringcomm._core import Correspondence, NodeMessage, Refusal
+from ringcomm._core import Correspondence, KnownHalo, NodeMessage, Refusal
 from ringcomm.arrays import (
     AnyAdapter,
     Array,
@@ -233,33 +233,49 @@ def recv_object(
     return pickle.loads(packed.data), sender
 
 
+class Begun(NamedTuple):
+    """What shared memory has left to do of an exchange(): None where nothing."""
+
+    receives: list[NodeMessage | None]
+    sends: list[NodeMessage | None]
+
+
+def begin_halo(known: KnownHalo, x: Array, mail: NodeMail) -> Literal[True] | Begun | None:
+    """Begin an exchange of cells of x in shared memory; True: it is over; None: it has not begun.
+
+    Raises:
+        MismatchError: an earlier message did not fit; this exchange has not begun.
+    """
+    try:
+        begun = mail.run_halo(known, x)
+    except BaseException as error:
+        _break_after(error)
+        raise
+    if begun is None or begun is True:
+        return begun
+    if isinstance(begun, Refusal):
+        raise _mismatch_of(begun, "")
+    return Begun(*begun)
+
+
 def exchange(
     sends: Sequence[tuple[Array, int, int]],
     receives: Sequence[tuple[Array, int, int]],
     group: Group,
+    begun: Begun | None,
 ) -> None:
     """Send and receive several arrays, each (array, rank, tag), all at once.
 
     Raises the errors of sendrecv(), once none of the messages is under way any more.
     """
-    mail = mail_of(group)
-    sent: list[NodeMessage | Literal[True] | None] = [None] * len(sends)
-    came: list[NodeMessage | int | None] = [None] * len(receives)
-    if mail is not None:
-        try:
-            for i, (x, dest, tag) in enumerate(sends):
-                sent[i] = mail.send(x, dest, tag, 0.0)
-            for i, (out, source, tag) in enumerate(receives):
-                came[i] = mail.receive(out, source, tag, mail.moment_s)
-            if all(rest is True for rest in sent) and all(type(rest) is int for rest in came):
-                return
-        except BaseException as error:
-            _break_after(error)
-            raise
     sides: list[_Incoming | _Outgoing] = []
-    for (out, source, tag), arrived_from in zip(receives, came, strict=True):
-        sides.append(_Incoming(out, source, tag, group, arrived_from))
-    for (x, dest, tag), rest in zip(sends, sent, strict=True):
+    for i, (out, source, tag) in enumerate(receives):
+        left = None if begun is None else begun.receives[i] or source
+        sides.append(_Incoming(out, source, tag, group, left))
+    for i, (x, dest, tag) in enumerate(sends):
+        rest: NodeMessage | Literal[True] | None = None
+        if begun is not None:
+            rest = begun.sends[i] or True
         sides.append(_Outgoing(x, dest, tag, group, rest))
     _carry_out_all(sides)
 
@@ -651,15 +667,15 @@ class _Side(NamedTuple):
         """Raise MismatchError if a message in shared memory did not fit its receive."""
         if refusal is None:
             return
-        label = (
-            f"message of rank {refusal.sender} to rank {refusal.receiver} with tag={refusal.tag}"
-        )
-        label = f"an earlier {label}" if refusal.is_of_earlier else self.of_group(label)
-        raise MismatchError(
-            _text_of_mismatch(
-                label, (refusal.sender, refusal.sent), (refusal.receiver, refusal.wanted)
-            )
-        )
+        raise _mismatch_of(refusal, self.of_group(""))
+
+
+def _mismatch_of(refusal: Refusal, of_group: str) -> MismatchError:
+    label = f"message of rank {refusal.sender} to rank {refusal.receiver} with tag={refusal.tag}"
+    label = f"an earlier {label}" if refusal.is_of_earlier else f"{label}{of_group}"
+    return MismatchError(
+        _text_of_mismatch(label, (refusal.sender, refusal.sent), (refusal.receiver, refusal.wanted))
+    )
 
 
 def _text_of_mismatch(label: str, sent: tuple[int, str], wanted: tuple[int, str]) -> str:

@@ -10,11 +10,12 @@ import errno
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ringcomm._core import Correspondence, NodeMessage, Refusal, exchange_messages
+from ringcomm._core import Correspondence, KnownHalo, NodeMessage, Refusal, exchange_messages
 from ringcomm.arrays import adapter_for
 from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.engine import Engine
@@ -43,6 +44,21 @@ class Kind(Enum):
     ARRAY = ""
     OBJECT = "object"  # its beginning
     REST = "rest of object"  # with a tag that no other has
+
+
+class KnownCells(NamedTuple):
+    """Cells of an array that are sent to a rank of a group, or received from it.
+
+    Attributes:
+        layout: offset in bytes, (length, stride in bytes) of each outer dimension, bytes of a run,
+            and address of the buffer, or 0: as csrc/shm/halo.hpp has it.
+    """
+
+    rank: int
+    tag: int
+    outline: str
+    nbytes: int
+    layout: tuple[int, list[tuple[int, int]], int, int]
 
 
 class NodeMail:
@@ -166,6 +182,28 @@ class NodeMail:
         if self._posted is None:
             self._posted = posted_messages_of(self._engine, self.moment_s)
         return self._posted
+
+    def known_halo(self, sends: list[KnownCells], receives: list[KnownCells]) -> KnownHalo | None:
+        """Return an exchange of cells that C++ can carry out; None if a rank is on another node."""
+        if not all(self.reaches(each.rank) for each in (*sends, *receives)):
+            return None
+        sides = [
+            [
+                (self.correspondence(each.rank, each.outline, each.nbytes), each.tag, each.layout)
+                for each in side
+            ]
+            for side in (sends, receives)
+        ]
+        return KnownHalo(self._messages, *sides)
+
+    def run_halo(
+        self, known: KnownHalo, x: NDArray[Any]
+    ) -> Literal[True] | tuple[list[NodeMessage | None], list[NodeMessage | None]] | Refusal | None:
+        """Carry out an exchange of cells of x. See KnownHalo in csrc/bind_shm.cpp."""
+        if self._must_prepare:
+            return None
+        is_buffer = x.dtype.kind != "V"  # bfloat16 is none
+        return known.run(x if is_buffer else x.view(np.uint16), self.moment_s)
 
     @property
     def _must_prepare(self) -> bool:
