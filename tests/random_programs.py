@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 
 import ringcomm as rc
-from ringcomm.engine.api.point_to_point import recv_async, send_async
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
@@ -312,9 +311,9 @@ def _pass_messages(op, x, group, library, form):
     tag = _tag(op)
     options = {"tag": tag, "group": group}
     if form == "async":
-        sends = [send_async(x, dest, **options) for dest in to]
+        sends = [rc.isend(x, dest, **options) for dest in to]
         receives = [
-            (recv_async(out, source, **options), out)
+            (rc.irecv(out, source, **options), out)
             for source, out in zip(sources, outs, strict=True)
         ]
         return Received(sends, receives)

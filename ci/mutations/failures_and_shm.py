@@ -215,6 +215,17 @@ FAULT = [
 
 NODE = [
     Mutation(
+        "left-unnoticed-between-hosts",
+        "fault",
+        "engine/executors/routes.py",
+        "work.task.asks_who_left = True",
+        "pass",
+        "between hosts, a rank waits for one that has left until its deadline",
+        (
+            "unit/test_dead_and_late_ranks.py::test_departure_is_a_failure_for_who_still_needs_the_rank",
+        ),
+    ),
+    Mutation(
         "left-unnoticed-in-memory",
         "fault",
         "engine/progress/deadlines.py",

@@ -267,7 +267,8 @@ def test_the_end_waits_for_ever_but_says_for_whom(caplog):
     assert run_ranks(2, body, settings=Settings(stall_warning_s=0.3, timeout_s=0.2)) == [True] * 2
 
 
-def test_departure_is_a_failure_for_who_still_needs_the_rank():
+@pytest.mark.parametrize("name", [None, "one more"])
+def test_departure_is_a_failure_for_who_still_needs_the_rank(name):
     def body(rank):
         if rank == 1:
             rc.allreduce(X)
@@ -276,7 +277,7 @@ def test_departure_is_a_failure_for_who_still_needs_the_rank():
         with pytest.raises(
             rc.PeerFailedError, match=r"rank 1 left the job.*call join\(\)"
         ) as caught:
-            rc.allreduce(X, name="one more")
+            rc.allreduce(X, name=name)
         assert caught.value.rank == 1
         raise caught.value
 
@@ -347,10 +348,10 @@ class StarvingHub(LoopbackHub):
 
 def test_a_death_is_no_failure_for_the_operation_whose_part_was_done():
     def body(rank):
-        x = rc.broadcast(np.array([rank]), root=1).tolist()
+        x = rc.broadcast_async(np.array([rank]), root=1).wait()
         if rank == 1:
             raise ValueError("boom")
-        return x
+        return x.tolist()
 
     assert outcomes(2, body, hub=StarvingHub())[0] == [1]
 

@@ -15,7 +15,6 @@ import ringcomm as rc
 from ringcomm.collectives import cartesian
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.api.point_to_point import send_async
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.executors.node_mail import mail_of
@@ -372,7 +371,7 @@ def test_blocks_of_other_length_fit_if_their_edges_do():
 def test_a_grid_takes_no_message_of_its_ranks_outside_of_it():
     def body(rank):
         grids = [rc.Grid((2,), True) for _ in range(2)]
-        others = [send_async(np.full(1, 99.0), 1 - rank, tag=tag) for tag in (-1, -2)]
+        others = [rc.isend(np.full(1, 99.0), 1 - rank, tag=tag) for tag in (-1, -2)]
         for turn in range(3):
             for number, grid in enumerate(grids):
                 require_fills(grid, (4,), 1, turn=2 * turn + number)

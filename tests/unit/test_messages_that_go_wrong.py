@@ -12,7 +12,6 @@ from loopback import LoopbackHub
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.api.point_to_point import recv_async, send_async
 
 SHORT, LONG = 8, 1 << 17  # doubles
 
@@ -38,8 +37,8 @@ CALLS = {
     "sendrecv, short": lambda: rc.sendrecv(array(SHORT), 1, array(SHORT), 1),
     "sendrecv, long": lambda: rc.sendrecv(array(LONG), 1, array(LONG), 1),
     "sendrecv with two ranks": lambda: rc.sendrecv(array(LONG), 2, array(LONG), 1),
-    "recv_async": lambda: recv_async(array(LONG), 1).wait(),
-    "send_async": lambda: send_async(array(LONG), 1).wait(),
+    "irecv": lambda: rc.irecv(array(LONG), 1).wait(),
+    "isend": lambda: rc.isend(array(LONG), 1).wait(),
     "in a group": lambda: rc.recv(array(LONG), 0, group=engine().group_of_test),
 }
 
@@ -118,7 +117,7 @@ def test_of_the_dead_what_had_come_is_received_and_the_rest_fails(
 
     def body(rank):
         if rank == 1:
-            letter = send_async(array(count, 7, is_registered=is_registered), 0)
+            letter = rc.isend(array(count, 7, is_registered=is_registered), 0)
             sent.set()
             assert letter.done() == (count == SHORT)
             raise ValueError("boom")

@@ -86,12 +86,14 @@ def test_mismatch_is_the_same_error_on_every_rank_and_the_engine_works_on(case):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
-def test_any_single_dissenter_is_found_by_all(size):
+@pytest.mark.parametrize("is_named", [False, True])  # with a new name, control messages agree
+def test_any_single_dissenter_is_found_by_all(size, is_named):
     def body(rank):
         found = 0
         for dissenter in range(size):
+            name = f"n{dissenter}" if is_named else None
             with pytest.raises(rc.MismatchError, match=f"rank {dissenter}"):
-                rc.allreduce(np.ones(1 + (rank == dissenter)))
+                rc.allreduce(np.ones(1 + (rank == dissenter)), name=name)
             found += 1
         return found
 

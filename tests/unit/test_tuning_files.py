@@ -14,6 +14,7 @@ from ringcomm import config
 from ringcomm._version import __version__
 from ringcomm.arrays import DTYPES, Flat
 from ringcomm.collectives.measured_times import TimeTable
+from ringcomm.collectives.select_algorithm import Case
 from ringcomm.config import Settings
 from ringcomm.engine.api import tuning_files
 from ringcomm.engine.api.init_rank_size import engine
@@ -129,7 +130,11 @@ def test_tables_are_in_the_user_s_cache_or_where_the_user_says(settings, environ
 def test_all_ranks_choose_by_the_table_of_rank_0():
     def body(rank):
         meet(engine(), __version__, TABLE.dumps() if rank == 0 else "")
-        return [rc.explain(nbytes).choice.algorithm for nbytes in (1000, 2000)]
+        choice = engine().selection.choice
+        return [
+            choice(Case("allreduce", nbytes, DTYPES["float32"], (0, 1))).algorithm
+            for nbytes in (1000, 2000)
+        ]
 
     assert run_ranks(2, body) == [["ring", "direct"]] * 2
 

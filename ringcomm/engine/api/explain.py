@@ -127,7 +127,8 @@ def explain(
         return _explain_gpu(current, group)
     nodes = group.ranks.nodes
     own = nbytes // group.size if collective == "allgather" else nbytes
-    is_short = current.transport.runner is not None and own <= most_brought(group.size)
+    most = most_brought(group.size) if current.transport.runner is not None else 0
+    is_short = 0 < most >= own
     case = Case(collective, nbytes, known, nodes, deterministic, group.shares_memory, op, is_short)
     return Explanation(case, current.selection.choice(case))
 

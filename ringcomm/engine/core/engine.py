@@ -239,7 +239,7 @@ class Engine(EngineContext):
                     task = self._make_task(ready, entered, problem)
             if is_one_step:
                 return self._take_step(ready, entered)
-            begins_here = group.takes_steps is not None or group.size == 1
+            begins_here = group.team is not None or group.size == 1
             self.progress.begin(task, is_awaited=is_awaited, at_once=begins_here)
         except BaseException as error:
             if has_place:  # an interrupt, or no memory: other ranks wait for this operation

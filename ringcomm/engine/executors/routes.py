@@ -135,6 +135,7 @@ class Routes:
     def _talk(self, work: PendingOperation, stream: int) -> Channel:
         talk = self._channel(work, stream, CALLS)
         talk.phase_of_steps = "negotiation"
+        work.task.asks_who_left = True
         return talk
 
     def _step(self, plan: Plan[Any], problem: Exception | None) -> NodeWork:

@@ -82,7 +82,7 @@ class Patience:
     def check(self, now: float) -> None:
         """Warn or give up if that is due, by the time in which this process ran."""
         now = self._running.at(now)
-        if self._watch.peers.left:
+        if self._task.asks_who_left and self._watch.peers.left:
             self._ask_who_left()
         if now >= self._ask_at:
             self._ask_at = math.inf

@@ -51,6 +51,7 @@ class Task:
         self.what_came_instead: Callable[[], str] = str
         self.needs_admission = False  # see Admission
         self.ends_alone = False  # if a rank dies and the job goes on, only its group ends
+        self.asks_who_left = False  # ranks that leave without it do not say so by themselves
         self.ends_alone_if_left = False  # likewise if a rank leaves: no data moves
         # Gives up what began before the coroutines, and may be over.
         self.give_up: Callable[[], None] = _nothing
