@@ -653,7 +653,7 @@ def test_the_error_of_a_dropped_handle_is_a_warning(caplog):
         asked = rc.allreduce_async(np.ones(1 + rank), name="v")
         with pytest.raises(rc.MismatchError):
             asked.wait()
-        wait_until(lambda: len(caplog.records) == 2)
+        wait_until(lambda: len(caplog.records) == 2, "a warning of each rank")
         rc.barrier()
 
     run_ranks(2, body)
