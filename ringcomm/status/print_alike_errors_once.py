@@ -21,7 +21,7 @@ from ringcomm.launched.launcher import job_on_this_host, launched_size
 _PRINTING_S: Final = 2.0
 _SKEW_S: Final = 1.0
 _OF_ALL: Final = "is raised on all ranks"
-_claimed: list[socket.socket] = []
+_claimed: list[str] = []
 
 
 def print_alike_errors_once(is_watched: Callable[[], bool]) -> None:
@@ -70,7 +70,8 @@ def _claim(name: str) -> bool:
     except OSError:
         claim.close()
         return False
-    _claimed.append(claim)
+    claim.detach()  # the descriptor stays open: it is the claim, and python -X dev is silent
+    _claimed.append(name)
     return True
 
 

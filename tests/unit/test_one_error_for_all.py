@@ -105,6 +105,16 @@ one_error_for_all.raise_together(RingcommError("refused"))
 """
 
 
+def test_a_claim_is_held_until_the_process_ends_and_no_warning_is_about_it():
+    code = (
+        "import os; from ringcomm.status.print_alike_errors_once import _claim; "
+        "name = f'ringcomm.test.{os.getpid()}'; assert _claim(name); assert not _claim(name)"
+    )
+    command = [sys.executable, "-P", "-X", "dev", "-W", "error", "-c", code]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_who_prints_it_stays_until_late_ranks_have_found_it_printed(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("PMIX_NAMESPACE", "a-job")
