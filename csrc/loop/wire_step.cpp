@@ -175,7 +175,7 @@ void WireStep::choose(std::vector<Pull> pulls) {
 void WireStep::work() {
   if (!agrees_ || !is_whole_) return;
   if (const auto* reduction = std::get_if<NodeReduction>(&what_)) {
-    std::vector<const std::byte*> sources;
+    std::vector<const void*> sources;
     for (std::size_t member = 0; member < size(); ++member) {
       if (head_of(member).nbytes != reduction->bounds.back())
         throw std::runtime_error("a rank shows another number of bytes than this one");

@@ -15,15 +15,14 @@ namespace {
 constexpr std::size_t kInlineTotal = 64u << 10;  // the most that a rank reads to do it all itself
 
 void reduce_to(const NodeReduction& what, std::size_t nbytes, const std::vector<const void*>& sources,
-               const std::vector<void*>& targets) {
+               void* const* targets, std::size_t n_targets) {
   if (nbytes == 0) return;
   const std::size_t count = nbytes / itemsize(what.dtype);
   if (what.is_widened)
     reduce_to_float32(what.op, what.dtype, static_cast<float*>(targets[0]), sources.data(), sources.size(),
                       count);
   else
-    reduce_many(what.op, what.dtype, targets.data(), targets.size(), sources.data(), sources.size(), count,
-                what.divisor);
+    reduce_many(what.op, what.dtype, targets, n_targets, sources.data(), sources.size(), count, what.divisor);
 }
 
 }  // namespace
@@ -54,16 +53,14 @@ void require_cut(const NodeReduction& what, std::size_t n) {
     throw std::invalid_argument("only 16-bit sums for their owners are widened, and not divided");
 }
 
-void reduce_what_is_due(const NodeReduction& what, std::size_t member,
-                        const std::vector<const std::byte*>& sources) {
+void reduce_what_is_due(const NodeReduction& what, std::size_t member, std::vector<const void*>& sources) {
   if (what.due_nbytes(member) == 0) return;
   const bool is_owner = what.to == Target::owner;
   const std::size_t begin = is_owner ? what.bounds[member] : 0;
   const std::size_t end = is_owner ? what.bounds[member + 1] : what.bounds.back();
-  std::vector<const void*> from;
-  from.reserve(sources.size());
-  for (const std::byte* source : sources) from.push_back(source + begin);
-  reduce_to(what, end - begin, from, {what.target});
+  for (const void*& source : sources) source = static_cast<const std::byte*>(source) + begin;
+  void* const target = what.target;
+  reduce_to(what, end - begin, sources, &target, 1);
 }
 
 ReduceStep::ReduceStep(Meeting meeting, NodeReduction reduction)
@@ -143,14 +140,12 @@ std::byte* ReduceStep::own_target(std::size_t begin) const {
 }
 
 void ReduceStep::reduce(std::size_t nbytes) const {
-  if (!targets_.empty()) reduce_to(what_, nbytes, sources_, targets_);
+  if (!targets_.empty()) reduce_to(what_, nbytes, sources_, targets_.data(), targets_.size());
 }
 
 Program::Step ReduceStep::Inlined::work() {
-  std::vector<const std::byte*> sources;
-  sources.reserve(step_.size());
-  for (std::size_t member = 0; member < step_.size(); ++member) sources.push_back(step_.payload(member));
-  reduce_what_is_due(step_.what_, step_.index(), sources);
+  for (std::size_t member = 0; member < step_.size(); ++member) step_.sources_[member] = step_.payload(member);
+  reduce_what_is_due(step_.what_, step_.index(), step_.sources_);
   step_.finish();
   return Step::moved;
 }

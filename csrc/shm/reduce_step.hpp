@@ -38,9 +38,8 @@ std::vector<std::size_t> equal_bounds(std::size_t nbytes, std::size_t n);
 // root, divisor and is_widened have a meaning.
 void require_cut(const NodeReduction& what, std::size_t n);
 
-// Reduces what is due to a member: sources has what all members bring, by member.
-void reduce_what_is_due(const NodeReduction& what, std::size_t member,
-                        const std::vector<const std::byte*>& sources);
+// Reduces what is due to a member. sources: by member, what it brings; they are moved on to what is due.
+void reduce_what_is_due(const NodeReduction& what, std::size_t member, std::vector<const void*>& sources);
 
 // Reduces in member order, ((0 op 1) op 2) ..., whoever does the work and whatever the buffers: the
 // same bits on all ranks, always. One of the four algorithms below does it; all members take the
