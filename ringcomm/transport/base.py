@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ringcomm.transport.unannounced_messages import ShortMessages
 
 ANY_SOURCE = -1
-PROC_NULL = -2  # nobody: messages to and from it are none
+PROC_NULL = -1000  # nobody. Not MPI's number: in MPICH, that is ANY_SOURCE here
 
 
 class WireRequest(Protocol):
