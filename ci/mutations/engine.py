@@ -158,7 +158,7 @@ ORDER = [
         "all_agree = all_agree and heard.flag and heard.fingerprint == fingerprint",
         "all_agree = all_agree and heard.fingerprint == fingerprint",
         "of more than two ranks some take a mismatch for an agreement, and hang or mix data",
-        ("unit/test_mismatched_calls.py",),
+        ("unit/test_agreement.py",),
     ),
     Mutation(
         "own-contexts-alone",

@@ -222,7 +222,7 @@ NODE = [
         "pass",
         "between hosts, a rank waits for one that has left until its deadline",
         (
-            "unit/test_dead_and_late_ranks.py::test_departure_is_a_failure_for_who_still_needs_the_rank",
+            "unit/test_dead_and_late_ranks.py::test_who_has_left_is_asked_at_once_and_not_only_at_a_warning_or_the_deadline",
         ),
     ),
     Mutation(

@@ -286,6 +286,24 @@ def test_departure_is_a_failure_for_who_still_needs_the_rank(name):
     assert [type(results[r]) for r in (0, 2)] == [rc.PeerFailedError] * 2, results
 
 
+def test_who_has_left_is_asked_at_once_and_not_only_at_a_warning_or_the_deadline():
+    elapsed = []
+
+    def body(rank):
+        rc.allreduce(X)
+        if rank == 1:
+            return leave(engine(), PROGRAM_ENDED)
+        start = time.monotonic()
+        try:
+            return rc.allreduce(X)
+        finally:
+            elapsed.append(time.monotonic() - start)
+
+    results = outcomes(3, body, settings=Settings(timeout_s=60, stall_warning_s=0))
+    assert [type(results[r]) for r in (0, 2)] == [rc.PeerFailedError] * 2, results
+    assert max(elapsed) < 30
+
+
 def test_departure_is_no_failure_for_the_operation_it_took_part_in():
     """A rank may be out of its last collective, and away, while others are still inside it."""
 
