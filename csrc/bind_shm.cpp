@@ -26,9 +26,9 @@
 #include "loop/run_schedule.hpp"
 #include "loop/wire_step.hpp"
 #include "shm/copy_step.hpp"
-#include "shm/halo.hpp"
+#include "p2p/halo.hpp"
 #include "shm/known_call.hpp"
-#include "shm/messages.hpp"
+#include "p2p/peer_messages.hpp"
 
 namespace ringcomm {
 namespace {
@@ -153,13 +153,13 @@ std::shared_ptr<CollectiveStep> start_copy(
 
 // What is alike in many messages, and who carries them.
 struct Correspondence {
-  std::shared_ptr<NodeMessages> messages;
+  std::shared_ptr<PeerMessages> messages;
   SharedEnvelope envelope;
 };
 
-Correspondence correspondence(std::shared_ptr<NodeMessages> messages, std::optional<std::uint32_t> rank,
+Correspondence correspondence(std::shared_ptr<PeerMessages> messages, std::optional<std::uint32_t> rank,
                 std::uint64_t group, nb::bytes outline, std::size_t nbytes) {
-  if (rank && !messages->reaches(*rank)) throw std::invalid_argument("that rank is not on this node");
+  if (rank && !messages->reaches(*rank)) throw std::invalid_argument("there is no such rank");
   return {std::move(messages),
           std::make_shared<const Envelope>(
               Envelope{rank.value_or(kAnyRank), group,
@@ -185,11 +185,11 @@ std::int64_t tag_of(nb::handle tag) {
   return static_cast<std::int64_t>(PyLong_AsUnsignedLongLongMask(tag.ptr()));
 }
 
-nb::object sent(const std::shared_ptr<NodeMessage>& rest) {
+nb::object sent(const std::shared_ptr<PeerMessage>& rest) {
   return rest == nullptr ? nb::bool_(true) : nb::cast(rest);
 }
 
-nb::object received(const std::shared_ptr<NodeMessage>& rest, std::uint32_t source) {
+nb::object received(const std::shared_ptr<PeerMessage>& rest, std::uint32_t source) {
   return rest == nullptr ? nb::int_(source) : nb::cast(rest);
 }
 
@@ -198,7 +198,7 @@ nb::object send_message(const Correspondence& self, nb::handle x, nb::handle tag
   const auto data = plain_address_of(x, self.envelope->nbytes, PyBUF_SIMPLE);
   if (!data || !PyLong_CheckExact(tag.ptr())) return nb::none();
   const std::int64_t number = tag_of(tag);
-  std::shared_ptr<NodeMessage> rest;
+  std::shared_ptr<PeerMessage> rest;
   {
     nb::gil_scoped_release unlocked;
     rest = self.messages->send(self.envelope, number, *data, nanoseconds(seconds));
@@ -212,7 +212,7 @@ nb::object receive_message(const Correspondence& self, nb::handle out, nb::handl
   if (!to || !PyLong_CheckExact(tag.ptr())) return nb::none();
   const std::int64_t number = tag_of(tag);
   std::uint32_t source = kAnyRank;
-  std::shared_ptr<NodeMessage> rest;
+  std::shared_ptr<PeerMessage> rest;
   {
     nb::gil_scoped_release unlocked;
     rest = self.messages->receive(self.envelope, number, *to, nanoseconds(seconds), source);
@@ -231,7 +231,7 @@ nb::object exchange_messages(const Correspondence& to, nb::handle x, nb::handle 
   if (*data < *target + from.envelope->nbytes && *target < *data + to.envelope->nbytes) return nb::none();
   const std::int64_t tags[] = {tag_of(sendtag), tag_of(recvtag)};
   std::uint32_t source = kAnyRank;
-  std::pair<std::shared_ptr<NodeMessage>, std::shared_ptr<NodeMessage>> rest;
+  std::pair<std::shared_ptr<PeerMessage>, std::shared_ptr<PeerMessage>> rest;
   {
     nb::gil_scoped_release unlocked;
     rest = to.messages->exchange(to.envelope, tags[0], *data, from.envelope, tags[1], *target,
@@ -267,7 +267,7 @@ nb::object run_halo(const KnownHalo& self, nb::handle x, double seconds) {
   }
   auto* const array = static_cast<std::byte*>(view.buf);
   PyBuffer_Release(&view);
-  std::vector<std::shared_ptr<NodeMessage>> rests;
+  std::vector<std::shared_ptr<PeerMessage>> rests;
   std::optional<Refusal> refusal;
   {
     nb::gil_scoped_release unlocked;
@@ -395,39 +395,54 @@ void bind_shm(nb::module_& m) {
       .def_ro("sent", &Refusal::sent)
       .def_ro("wanted", &Refusal::wanted)
       .def_ro("is_of_earlier", &Refusal::is_of_earlier);
-  nb::class_<NodeMessages>(m, "NodeMessages")
+  nb::class_<PeerMessages>(m, "PeerMessages")
       .def("__init__",
-           [](NodeMessages* self, std::uint32_t rank,
+           [](PeerMessages* self, std::uint32_t rank,
               std::map<std::uint32_t, std::shared_ptr<NodeMemory>> memories, bool is_crowded,
-              bool may_read) {
-             new (self) NodeMessages(rank, std::move(memories), is_crowded ? kCrowded : kRoomy, may_read);
+              bool may_read, std::shared_ptr<Runner> runner, std::map<std::uint32_t, int> wire_ranks,
+              std::tuple<int, int, int, std::size_t> tags) {
+             WirePeers others;
+             if (!wire_ranks.empty()) {
+               if (runner == nullptr) throw std::invalid_argument("there is no wire");
+               const auto [pipe_tag, first_tag, tag_stride, n_tags] = tags;
+               if (n_tags == 0) throw std::invalid_argument("there are no tags");
+               others = {runner->wire(), std::move(wire_ranks), pipe_tag, first_tag, tag_stride, n_tags};
+             }
+             new (self) PeerMessages(rank, std::move(memories), is_crowded ? kCrowded : kRoomy, may_read,
+                                     std::move(others));
            },
-           "rank"_a, "memories"_a, "is_crowded"_a, "may_read"_a)
-      .def_prop_ro("reads_memory", &NodeMessages::reads_memory)
-      .def_prop_ro("reading_error", &NodeMessages::reading_error)
+           "rank"_a, "memories"_a, "is_crowded"_a, "may_read"_a, "runner"_a.none() = nb::none(),
+           "wire_ranks"_a = std::map<std::uint32_t, int>(), "tags"_a = std::tuple<int, int, int, std::size_t>(0, 0, 0, 0))
+      .def_prop_ro("reads_memory", &PeerMessages::reads_memory)
+      .def_prop_ro("reading_error", &PeerMessages::reading_error)
       .def("unasked",
-           [](NodeMessages& self, std::uint64_t group, std::size_t most) {
+           [](PeerMessages& self, std::uint64_t group, std::size_t most) {
              std::vector<std::tuple<std::uint32_t, std::int64_t, std::string>> found;
              for (auto& [sender, tag, outline] : self.unasked(group, most))
                found.emplace_back(sender, tag, std::move(outline));
              return found;
            },
            "group"_a, "most"_a)
-      .def("earlier_refusal", &NodeMessages::earlier_refusal, "rank"_a)
-      .def("retire", &NodeMessages::retire);
-  nb::class_<NodeMessage, Program>(m, "NodeMessage")
-      .def_prop_ro("source", &NodeMessage::source)
-      .def_prop_ro("refusal", [](const NodeMessage& self) { return self.refusal(); })
-      .def("withdraw", &NodeMessage::withdraw, nb::call_guard<nb::gil_scoped_release>())
+      .def("earlier_refusal", &PeerMessages::earlier_refusal, "rank"_a)
+      .def_prop_ro("most_whole_by_wire", &PeerMessages::most_whole_by_wire)
+      .def("close_wires",
+           [](PeerMessages& self, double seconds) { self.close_wires(nanoseconds(seconds)); }, "seconds"_a,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("retire", &PeerMessages::retire);
+  nb::class_<PeerMessage, Program>(m, "PeerMessage")
+      .def_prop_ro("source", &PeerMessage::source)
+      .def_prop_ro("is_by_wire", &PeerMessage::is_by_wire)
+      .def_prop_ro("waits_for_room", &PeerMessage::waits_for_room)
+      .def_prop_ro("refusal", [](const PeerMessage& self) { return self.refusal(); })
       .def("drive",
-           [](const std::shared_ptr<NodeMessage>& self, double seconds) {
+           [](const std::shared_ptr<PeerMessage>& self, double seconds) {
              nb::gil_scoped_release unlocked;
              return self->drive_for(nanoseconds(seconds));
            },
            "seconds"_a);
   nb::class_<Correspondence>(m, "Correspondence")
       .def("__init__",
-           [](Correspondence* self, std::shared_ptr<NodeMessages> messages,
+           [](Correspondence* self, std::shared_ptr<PeerMessages> messages,
               std::optional<std::uint32_t> rank, std::uint64_t group, nb::bytes outline,
               std::size_t nbytes) {
              new (self) Correspondence(correspondence(std::move(messages), rank, group, outline, nbytes));
@@ -442,7 +457,7 @@ void bind_shm(nb::module_& m) {
         "pid"_a, "place"_a, "out"_a.noconvert());
   nb::class_<KnownHalo>(m, "KnownHalo")
       .def("__init__",
-           [](KnownHalo* self, std::shared_ptr<NodeMessages> messages, const HaloSides& sends,
+           [](KnownHalo* self, std::shared_ptr<PeerMessages> messages, const HaloSides& sends,
               const HaloSides& receives) {
              new (self) KnownHalo(std::move(messages), halo_sides(sends), halo_sides(receives));
            },

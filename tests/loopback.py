@@ -13,11 +13,12 @@ from collections import deque
 from typing import Any
 
 from ringcomm import _core
-from ringcomm._core import NodeMemory
+from ringcomm._core import NodeMemory, PeerMessages
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import ArrivedMessage, Event, PeerDied, WireRequest
 from ringcomm.transport.membership.view import View
 from ringcomm.transport.node.shared_memory import SharedNode
+from ringcomm.transport.peer_messages import make_peer_messages
 from ringcomm.transport.tags import WIDEST
 from ringcomm.transport.unannounced_messages import ShortMessage, ShortMessages, require_fit
 
@@ -106,7 +107,9 @@ class LoopbackTransport:
         self.view = View.first(hub.size)
         self.node = node
         self.loop = _core.Loop(None if node is None else node.memory, is_crowded=True)
-        self.runner = hub.messages.runner(rank) if hub.is_native else None
+        self._runner = hub.messages.runner(rank)
+        self.runner = self._runner if hub.is_native else None
+        self._messages: PeerMessages | None = None
         self._hub = hub
 
     def isend(self, data: Bytes, dest: int, tag: int) -> WireRequest:
@@ -125,6 +128,12 @@ class LoopbackTransport:
         if not 0 <= tag <= self.tags.largest_tag:  # as MPI does
             raise ValueError(f"tag {tag}: there are tags up to {self.tags.largest_tag}")
         return tag
+
+    def messages(self, *, may_read: bool) -> PeerMessages:
+        """Return the messages of send() and recv()."""
+        if self._messages is None:
+            self._messages = make_peer_messages(self, self._runner, may_read=may_read)
+        return self._messages
 
     def wire_ranks(self, ranks: list[int]) -> list[int]:
         """Return the ranks: their numbers never change."""
@@ -167,8 +176,9 @@ class LoopbackTransport:
     def close(self, *, is_clean: bool) -> None:
         """A rank that does not leave in order is dead to the others."""
         self.loop.stop()
-        if self.runner is not None:
-            self.runner.close()
+        if self._messages is not None:
+            self._messages.close_wires(0.0)
+        self._runner.close()
         if not is_clean:
             self._hub.kill(self.rank, "closed its transport")
 

@@ -22,7 +22,8 @@ SCANS = ["scan", "exscan"]
 # One rank to another; all others to a root, which takes them from anyone; each to the next.
 MESSAGES = ["message", "to_root", "shift"]
 TAGS = [0, 0, 7, -1, 1 << 40]
-# Short messages are passed on whole, long ones read, or cut into pieces; see csrc/shm/messages.cpp.
+# Short messages are passed on whole, long ones read, or cut into pieces, or sent by the wire; see
+# csrc/p2p/peer_messages.cpp.
 NBYTES = [0, 8, (16 << 10) - 1, 16 << 10, (16 << 10) + 1, 300_007, 1 << 20]
 KINDS = [
     *MESSAGES,

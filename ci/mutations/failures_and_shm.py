@@ -142,16 +142,16 @@ FAULT = [
     Mutation(
         "who-reads-nobody-lets-others-in",
         "node",
-        "transport/node/shared_memory.py",
-        "            if may_read:\n                let_siblings_read(",
-        "            if True:\n                let_siblings_read(",
+        "transport/peer_messages.py",
+        "if node is not None and may_read:",
+        "if node is not None:",
         "RINGCOMM_READ_MEMORY=0 opens ranks all the same",
         ("unit/test_private_memory.py",),
     ),
     Mutation(
         "reads-that-the-user-forbids",
         "node",
-        "engine/executors/node_mail.py",
+        "engine/executors/mail.py",
         "may_read=bool(engine.settings.read_memory)",
         "may_read=True",
         "RINGCOMM_READ_MEMORY=0 has no effect",
@@ -169,7 +169,7 @@ FAULT = [
     Mutation(
         "senders-have-the-numbers-of-another-group",
         "node",
-        "engine/executors/node_mail.py",
+        "engine/executors/mail.py",
         "            return self._places[rest] if type(rest) is int else rest\n",
         "            return rest\n",
         "recv() in a group returns a rank of the job, from the second message of a kind on",
@@ -178,7 +178,7 @@ FAULT = [
     Mutation(
         "messages-to-the-dead-begin",
         "node",
-        "engine/executors/node_mail.py",
+        "engine/executors/mail.py",
         "return not self._state.is_usable or self._peers.has_lost",
         "return not self._state.is_usable",
         "a short message to a rank that has died counts as sent",

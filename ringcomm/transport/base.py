@@ -8,7 +8,7 @@ from ringcomm._core import Runner
 from ringcomm.arrays.base import Bytes
 
 if TYPE_CHECKING:
-    from ringcomm._core import Loop
+    from ringcomm._core import Loop, PeerMessages
     from ringcomm.transport.membership.view import View
     from ringcomm.transport.node.shared_memory import SharedNode
     from ringcomm.transport.tags import TagLayout
@@ -83,6 +83,10 @@ class Transport(Protocol):
     @property
     def view(self) -> View:
         """The view of the job whose members this transport connects."""
+        ...
+
+    def messages(self, *, may_read: bool) -> PeerMessages:
+        """Return the messages of send(), see make_peer_messages(). The first call decides."""
         ...
 
     def wire_ranks(self, ranks: list[int]) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 from ringcomm._core import (
     CollectiveStep,
     CopyStep,
-    NodeMessage,
+    PeerMessage,
     Places,
     Schedule,
     WireFault,
@@ -77,17 +77,6 @@ class Until:
         self.test = test
 
     def cancel(self) -> None: ...
-
-
-@dataclass(eq=False)
-class EitherOf(WireRequest):
-    """Request that is complete once a message is over, or else a letter has come."""
-
-    message: MessageRequest
-    letter: Letter
-
-    def test(self) -> bool:
-        return self.message.test() or self.letter.test()
 
 
 class Disagreement(Exception):
@@ -242,29 +231,16 @@ class Channel(Performer):
             raise Disagreement
         self.has_met = True
 
-    async def pass_on(
-        self, message: NodeMessage, *buffers: Any, unless: Letter | None = None
-    ) -> bool:
-        """Return True once a message in shared memory is over; keep its buffers alive.
-
-        unless: return False if this letter comes before; then the message, a receive, is withdrawn.
-        """
-        request = MessageRequest(message, self.transport.loop, buffers)
+    async def pass_on(self, message: PeerMessage, *buffers: Any) -> None:
+        """Return once a message is over; keep its buffers alive."""
         if not message.is_over:
+            request = MessageRequest(message, self.transport.loop, buffers)
             self._posted.add(request)
             self.transport.loop.add(message)
-            await Wait((request if unless is None else EitherOf(request, unless),))
-            if not message.is_over and message.withdraw():
-                self._posted.discard(request)
-                return False
-            if not message.is_over:  # it began meanwhile
-                await Wait((request,))
+            await Wait((request,))
             self._posted.discard(request)
-            if unless is not None and unless.header is not None:
-                unless.put_back()
         if message.fault:
             raise WireFault(message.fault)
-        return True
 
     def _text_of_fault(self, step: CollectiveStep) -> str:
         if step.quitter is None:

@@ -23,8 +23,6 @@ class ControlKind(IntEnum):
     LEFT = 6  # ranks leave; text says how
     FAILED = 7  # rank `about` failed; text says how
     GAVE_UP = 8  # the deadline of some ranks passed; text: see GaveUp
-    OFFER = 9  # send(): a message for the receiver of `key`; `value` is its serial number
-    ANSWER = 10  # recv(): the offer `key` is accepted if `flag`; else text says why not
     BROKE = 11  # ranks take part in no operation any more, as rank `about` failed; text says how
     JOINED = 12  # the sender has called join() for the `value`-th time, at `key` us of its clock,
     # after `fingerprint` operations; `flag`: it knows that all others have joined, and has made
@@ -37,11 +35,7 @@ class ControlKind(IntEnum):
     WORK = 16  # question number `value` about a WorkQueue; `flag`: its answer. The text is JSON
 
 
-LETTERS = (
-    ControlKind.AGREE,
-    ControlKind.OFFER,
-    ControlKind.ANSWER,
-)  # an operation waits for these, as for data
+LETTERS = (ControlKind.AGREE,)  # an operation waits for these, as for data
 # Ranks pass these on, see News. The last line of the text lists the ranks from which they come.
 OF_NEWS = (
     ControlKind.ABSENT,

@@ -16,16 +16,19 @@ from ringcomm._core import Loop, WireFault
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
 from ringcomm.transport.base import ArrivedMessage, Event, PeerDied, WireRequest
+from ringcomm.transport.peer_messages import make_peer_messages
 from ringcomm.transport.presence import Presence
 from ringcomm.transport.programs_as_requests import StepRequest
 from ringcomm.transport.start_mpi import runner_over
 from ringcomm.transport.unannounced_messages import ShortMessages
 
 if TYPE_CHECKING:
+    from ringcomm._core import PeerMessages
     from ringcomm.transport.start_mpi import MPI
 
 _CONTROL_TAG, _FIRST_SHORT_TAG = 1, 2
 _CONTROL_MAX = 4096
+_LAST_MESSAGES_S = 5.0  # for what is on its way when all ranks have left
 _SEGMENT = 1 << 30  # MPI counts are C ints: a message of 2 GiB fails in mpi4py and in MPI-3
 
 # Requests and buffers that MPI may touch after a failure, even when the transport is gone.
@@ -110,7 +113,9 @@ class MpiTransport:
         if view.number and presence.is_fault_tolerant:
             for comm in (self._data, self._control):
                 comm.Ack_failed()  # else receives from any rank fail
-        self.runner = runner_over(self._mpi, self._data, _SEGMENT) if is_native else None
+        self._runner = runner_over(self._mpi, self._data, _SEGMENT)
+        self.runner = self._runner if is_native else None
+        self._messages: PeerMessages | None = None
         self.places = presence.places_in(view)
         self.nodes = tuple(self.places["node"].tolist())
         self.node = presence.node_in(view)
@@ -120,6 +125,18 @@ class MpiTransport:
 
     def wire_ranks(self, ranks: list[int]) -> list[int]:
         return [self.view.members[rank] for rank in ranks]
+
+    def messages(self, *, may_read: bool) -> PeerMessages:
+        if self._messages is None:
+            self._messages = make_peer_messages(self, self._runner, may_read=may_read)
+        return self._messages
+
+    def clear_memory(self) -> None:
+        """Prepare what the ranks of this node share for the next view; no rank uses it any more."""
+        if self._messages is not None:
+            self._messages.retire()
+        if self.node is not None:
+            self.node.clear_all()
 
     def ranks_of(self, comm: MPI.Comm) -> tuple[int, ...]:
         ranks = [self._rank_of.get(number) for number in self.presence.numbers_of(comm)]
@@ -220,6 +237,8 @@ class MpiTransport:
         return f"rank {rank} ({before}{self.presence.label(number)})"
 
     def close(self, *, is_clean: bool) -> None:
+        if is_clean and self._messages is not None:
+            self._messages.close_wires(_LAST_MESSAGES_S)
         self.stop()
         if is_clean:
             if self._short_messages is not None:
@@ -235,8 +254,9 @@ class MpiTransport:
     def stop(self) -> None:
         """Stop to advance operations. What is sent to this rank from now on is not received."""
         self.loop.stop()
-        if self.runner is not None:
-            self.runner.close()
+        if self._messages is not None:
+            self._messages.close_wires(0.0)
+        self._runner.close()
 
     def bury(self) -> None:
         """Keep for ever what other ranks may still use: messages that were given up."""

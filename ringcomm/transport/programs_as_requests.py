@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ringcomm._core import CollectiveStep, Loop, NodeMessage, Run, WireFault
+from ringcomm._core import CollectiveStep, Loop, PeerMessage, Run, WireFault
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import WireRequest
 
@@ -72,7 +72,7 @@ class StepRequest(WireRequest):
 class MessageRequest(WireRequest):
     """Request that waits for a message between ranks of the node."""
 
-    message: NodeMessage
+    message: PeerMessage
     loop: Loop  # advances `message`
     buffers: tuple[Any, ...]  # kept alive by this request
     is_in_cpp = True

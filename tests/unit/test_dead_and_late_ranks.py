@@ -42,7 +42,6 @@ COLLECTIVES = {
     "asynchronous, named": lambda: [
         h.wait() for h in [rc.allreduce_async(X, name=f"n{i}") for i in range(3)]
     ],
-    "sendrecv": lambda: rc.sendrecv(X, *ring_neighbours()),
 }
 
 
@@ -52,11 +51,6 @@ def the_group():
     if not hasattr(mine, "group_of_test"):
         mine.group_of_test = rc.Group(reversed(range(mine.size)))
     return mine.group_of_test
-
-
-def ring_neighbours():
-    rank, size = rc.rank(), rc.size()
-    return (rank + 1) % size, np.empty_like(X), (rank - 1) % size
 
 
 def repeat(call):

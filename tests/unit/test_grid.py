@@ -17,7 +17,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.executors.node_mail import mail_of
+from ringcomm.engine.executors.mail import mail_of
 
 on_both_wires = pytest.mark.usefixtures("wire")
 SHAPES = [(3,), (1,), (2, 2), (1, 4), (3, 2), (2, 1, 2)]

@@ -1,4 +1,4 @@
-"""What goes wrong with messages inside a node: deaths, late ranks, deadlines; ranks as threads."""
+"""What goes wrong with messages: deaths, late ranks, deadlines; ranks as threads."""
 
 import contextlib
 import threading
@@ -7,17 +7,13 @@ import time
 import numpy as np
 import pytest
 from harness import DEADLINE_S, listen, outcomes, run_ranks, wait_until
-from loopback import LoopbackHub
 
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 
 SHORT, LONG = 8, 1 << 17  # doubles
-
-
-def in_node(size=3):
-    return LoopbackHub(size, (0,) * size)
+pytestmark = pytest.mark.usefixtures("wire")
 
 
 def array(count, value=0.0, *, is_registered=False):
@@ -86,7 +82,7 @@ def test_a_death_ends_the_message_with_the_dead_rank(call, when):
             is_over.set()
         return caught.value.rank
 
-    assert outcomes(3, body, hub=in_node())[0] == 1
+    assert outcomes(3, body)[0] == 1
 
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
@@ -103,7 +99,7 @@ def test_what_is_sent_to_the_dead_is_no_success(count):
                 call(x, 1)
         return "told"
 
-    assert outcomes(2, body, hub=in_node(2))[0] == "told"
+    assert outcomes(2, body)[0] == "told"
 
 
 @pytest.mark.parametrize("read_memory", [0, 1])
@@ -133,7 +129,7 @@ def test_of_the_dead_what_had_come_is_received_and_the_rest_fails(
             rc.recv(out, 1)
         return "told"
 
-    assert outcomes(2, body, hub=in_node(2), settings=patient(read_memory))[0] == "told"
+    assert outcomes(2, body, settings=patient(read_memory))[0] == "told"
 
 
 def patient(read_memory):
@@ -172,7 +168,7 @@ def test_a_message_that_nobody_answers_ends_by_the_deadline_and_the_late_rank_is
         return None
 
     settings = Settings(timeout_s=0.15)
-    assert outcomes(3, body, hub=in_node(), settings=settings)[1]
+    assert outcomes(3, body, settings=settings)[1]
 
 
 @pytest.mark.parametrize("read_memory", [0, 1])
@@ -188,7 +184,7 @@ def test_a_late_rank_is_named_once_and_its_message_comes(late, read_memory, capl
         return (out == 7).all()
 
     settings = Settings(timeout_s=DEADLINE_S, stall_warning_s=0.2, read_memory=read_memory)
-    assert run_ranks(2, body, hub=in_node(2), settings=settings)[0]
+    assert run_ranks(2, body, settings=settings)[0]
     (text,) = (text for text in caplog.messages if "has waited" in text)
     waiter, waited_for = (0, 1) if late == "sender" else (1, 0)
     assert f"rank {waiter} has waited" in text
@@ -215,4 +211,4 @@ def test_one_half_of_a_sendrecv_that_does_not_fit_is_told_to_both_and_the_other_
         call()
         rc.recv(array(1), 0, tag=9)  # of a short message it hears in its next call
 
-    run_ranks(2, body, hub=in_node(2))
+    run_ranks(2, body)

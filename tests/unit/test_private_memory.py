@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loopback import LoopbackHub
 from sample_values import whole_numbers
 
-from ringcomm._core import Correspondence, NodeMemory, NodeMessages
+from ringcomm._core import Correspondence, NodeMemory, PeerMessages
 from ringcomm.transport.node import private_memory
 from ringcomm.transport.node.private_memory import common_ancestor, let_siblings_read
 from ringcomm.transport.node.shared_memory import SharedNode
@@ -30,7 +31,7 @@ import json, os, sys, time
 sys.path.insert(0, sys.argv[2])
 import numpy as np
 from refused_system_calls import PROCESS_VM_READV, refuse
-from ringcomm._core import Correspondence, NodeMemory, NodeMessages
+from ringcomm._core import Correspondence, NodeMemory, PeerMessages
 LONG, N = int(sys.argv[3]), int(sys.argv[4])
 if sys.argv[1] == "refused":
     refuse(PROCESS_VM_READV)
@@ -38,7 +39,7 @@ mine = NodeMemory.create(2, 64 << 20)
 print(os.getpid(), mine.board_fd, mine.arena_fd, flush=True)
 pid, board, arena = map(int, input().split())
 memories = {0: NodeMemory.open(pid, board, arena, 1), 1: mine}
-messages = NodeMessages(1, memories, is_crowded=True, may_read=sys.argv[1] != "off")
+messages = PeerMessages(1, memories, is_crowded=True, may_read=sys.argv[1] != "off")
 source = Correspondence(messages, 0, 7, b"bytes", LONG)
 sums, deadline = [], time.monotonic() + 20
 for _ in range(N):
@@ -80,7 +81,7 @@ def receiver(how, n=N):
 
 def sent(memories):
     """Send, as rank 0, without a look at what becomes of it."""
-    messages = NodeMessages(0, dict(enumerate(memories)), is_crowded=True, may_read=True)
+    messages = PeerMessages(0, dict(enumerate(memories)), is_crowded=True, may_read=True)
     xs = [whole_numbers(i, LONG, np.uint8) for i in range(N)]
     to = Correspondence(messages, 1, 7, b"bytes", LONG)
     return xs, [to.send(x, 0, 0.0) for x in xs]
@@ -163,10 +164,11 @@ def test_a_rank_lets_the_others_in_before_its_first_message_unless_the_user_forb
     may_read, named, scope
 ):
     with receiver("off", 0) as (_, memories):
-        node = SharedNode(memories[0], 0, 2)
-        node.adopt(1, memories[1])
+        transport = LoopbackHub(1).transport(0)
+        transport.size, transport.node = 2, SharedNode(memories[0], 0, 2)
+        transport.node.adopt(1, memories[1])
         assert named == []
-        assert node.messages(may_read=may_read).reads_memory is may_read
+        assert transport.messages(may_read=may_read).reads_memory is may_read
         assert named == ([os.getpid()] if may_read else [])
 
 

@@ -16,7 +16,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.meet_and_leave import leave
-from ringcomm.engine.executors.node_mail import how_long_messages_come
+from ringcomm.engine.executors.mail import how_long_messages_come
 
 pytestmark = pytest.mark.usefixtures("wire")
 LONG = 1 << 17  # doubles: more than goes through a pipe at once

@@ -266,8 +266,7 @@ def _refuse_if_others_end(membership: MembershipService) -> None:
 
 def clear_memory(world: World, membership: MembershipService) -> None:
     membership.must_clear = False
-    if world.transport.node is not None:
-        world.transport.node.clear_all()
+    world.transport.clear_memory()
     membership.handle(Cleared())
 
 

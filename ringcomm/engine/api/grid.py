@@ -19,7 +19,7 @@ from ringcomm.engine.api.point_to_point import Begun, begin_halo, exchange
 from ringcomm.engine.core.call import Call, require_flag, shape_text
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.executors.node_mail import KnownCells, NodeMail, mail_of
+from ringcomm.engine.executors.mail import KnownCells, Mail, mail_of
 from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.engine.operations.base import int_of, rank_of
 from ringcomm.transport.base import PROC_NULL
@@ -208,10 +208,8 @@ class Grid(Group):
         there = [side for side in sides if side[0] != PROC_NULL]
         sends = [_Message(edge, buffer(edge), rank, tag) for rank, edge, tag, _, _ in there]
         receives = [_Message(ghost, buffer(ghost), rank, tag) for rank, _, _, ghost, tag in there]
-        mail = mail_of(self) if there else None
-        known = None
-        if mail is not None:
-            known = mail.known_halo([e.known(x) for e in sends], [e.known(x) for e in receives])
+        mail = mail_of(self)
+        known = mail.known_halo([e.known(x) for e in sends], [e.known(x) for e in receives])
         return _Step([], sends, receives, known, mail)
 
     def _dimension(self, dimension: int) -> int:
@@ -260,8 +258,8 @@ class _Step(NamedTuple):
     copies: list[tuple[_Cells, _Cells]]  # to ghost cells, from edges of the same block
     sends: list[_Message]
     receives: list[_Message]
-    known: KnownHalo | None  # the messages, if they are all within this node
-    mail: NodeMail | None
+    known: KnownHalo | None  # the messages, if there are any
+    mail: Mail | None
 
     def run(self, x: NDArray[Any], group: Group) -> None:
         for ghost, edge in self.copies:

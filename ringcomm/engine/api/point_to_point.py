@@ -1,7 +1,6 @@
 """send(), recv(), sendrecv(), isend() and irecv(): messages from one rank to another.
 
-Between ranks that share memory, C++ passes them on: csrc/shm/messages.hpp. Between others, the
-sender offers its message on the control channel, the receiver answers, then the data moves.
+C++ passes them on, through shared memory or by messages of the wire: csrc/p2p/peer_messages.hpp.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ringcomm._core import Correspondence, KnownHalo, NodeMessage, Refusal
+from ringcomm._core import Correspondence, KnownHalo, PeerMessage, Refusal
 from ringcomm.arrays import (
     AnyAdapter,
     Array,
@@ -31,12 +30,11 @@ from ringcomm.engine.core.call import shape_text
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
-from ringcomm.engine.core.ledger import base_of
 from ringcomm.engine.core.plan import Deferred
 from ringcomm.engine.executors.gpu_loader import HostStaging, device_executor
-from ringcomm.engine.executors.node_mail import (
+from ringcomm.engine.executors.mail import (
     Kind,
-    NodeMail,
+    Mail,
     mail_of,
     tag_in_64_bits,
 )
@@ -47,11 +45,7 @@ from ringcomm.errors import MismatchError
 from ringcomm.integers import is_integer
 from ringcomm.transport.base import ANY_SOURCE, PROC_NULL
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.control_header import ControlKind
-from ringcomm.transport.control_messages import Letter
-from ringcomm.transport.tags import P2P
 
-_MAILBOXES = 1 << 33  # replaces the id of a group in base_of(), for mailboxes
 # The first message of an object has its number of bytes, a serial number, and as much as there is
 # room for. What is left is a message to a mailbox of that number.
 _HEAD, _BEGIN = 16, 4096  # bytes
@@ -81,7 +75,7 @@ def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> No
     """
     mail = mail_of(group)
     rest = None
-    if mail is not None and dest != mail.rank:
+    if dest != mail.rank:
         try:
             rest = mail.send(x, dest, tag, mail.moment_s)
             if rest is True:
@@ -113,7 +107,7 @@ def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | N
     """
     mail = mail_of(group)
     rest = None
-    if mail is not None and source != mail.rank:
+    if source != mail.rank:
         try:
             rest = mail.receive(out, source, tag, mail.moment_s)
             if type(rest) is int:
@@ -149,14 +143,13 @@ def sendrecv(
     """
     mail = mail_of(group)
     sent = rest = None
-    if mail is not None:
-        try:
-            sent, rest = mail.exchange(x, dest, sendtag, out, source, recvtag)
-            if sent is True and type(rest) is int:
-                return rest
-        except BaseException as error:
-            _break_after(error)
-            raise
+    try:
+        sent, rest = mail.exchange(x, dest, sendtag, out, source, recvtag)
+        if sent is True and type(rest) is int:
+            return rest
+    except BaseException as error:
+        _break_after(error)
+        raise
     if _is_nobody(dest):
         return recv(out, source, tag=recvtag, group=group)
     if _is_nobody(source):
@@ -234,14 +227,14 @@ def recv_object(
 
 
 class Begun(NamedTuple):
-    """What shared memory has left to do of an exchange(): None where nothing."""
+    """What is left to do of an exchange(): None where nothing."""
 
-    receives: list[NodeMessage | None]
-    sends: list[NodeMessage | None]
+    receives: list[PeerMessage | None]
+    sends: list[PeerMessage | None]
 
 
-def begin_halo(known: KnownHalo, x: Array, mail: NodeMail) -> Literal[True] | Begun | None:
-    """Begin an exchange of cells of x in shared memory; True: it is over; None: it has not begun.
+def begin_halo(known: KnownHalo, x: Array, mail: Mail) -> Literal[True] | Begun | None:
+    """Begin an exchange of cells of x; True: it is over; None: it has not begun.
 
     Raises:
         MismatchError: an earlier message did not fit; this exchange has not begun.
@@ -273,7 +266,7 @@ def exchange(
         left = None if begun is None else begun.receives[i] or source
         sides.append(_Incoming(out, source, tag, group, left))
     for i, (x, dest, tag) in enumerate(sends):
-        rest: NodeMessage | Literal[True] | None = None
+        rest: PeerMessage | Literal[True] | None = None
         if begun is not None:
             rest = begun.sends[i] or True
         sides.append(_Outgoing(x, dest, tag, group, rest))
@@ -310,20 +303,19 @@ def isend(
         _require_seconds(timeout_s)
     mail = mail_of(group)
     rest = None
-    if mail is not None:
-        try:
-            rest = mail.send(x, dest, tag, 0.0)
-        except BaseException as error:
-            _break_after(error)
-            raise
-        if rest is True:
-            sent = CompletedTask(None, 0, lambda: f"send(dest={dest}, tag={tag})")
-            return Handle(mail.completion, sent)
-        if rest is not None:
-            begin = lambda: _go_on(_Outgoing(x, dest, tag, group, rest), timeout_s)  # noqa: E731
-            posted = mail.posted_send(rest, x.nbytes, begin)
-            if posted is not None:
-                return posted
+    try:
+        rest = mail.send(x, dest, tag, 0.0)
+    except BaseException as error:
+        _break_after(error)
+        raise
+    if rest is True:
+        sent = CompletedTask(None, 0, lambda: f"send(dest={dest}, tag={tag})")
+        return Handle(mail.completion, sent)
+    if rest is not None:
+        begin = lambda: _go_on(_Outgoing(x, dest, tag, group, rest), timeout_s)  # noqa: E731
+        posted = mail.posted_send(rest, x.nbytes, begin)
+        if posted is not None:
+            return posted
     if _is_nobody(dest):
         return Handle(
             engine().completion, CompletedTask(None, 0, lambda: "send(dest=rc.PROC_NULL)")
@@ -359,21 +351,20 @@ def irecv(
         _require_seconds(timeout_s)
     mail = mail_of(group)
     rest = None
-    if mail is not None:
-        try:
-            rest = mail.receive(out, source, tag, 0.0)
-        except BaseException as error:
-            _break_after(error)
-            raise
-        if type(rest) is int:
-            sender = rest
-            received = CompletedTask(sender, 0, lambda: f"recv(source={sender}, tag={tag})")
-            return Handle(mail.completion, received)
-        if isinstance(rest, NodeMessage):
-            begin = lambda: _go_on(_Incoming(out, source, tag, group, rest), timeout_s)  # noqa: E731
-            posted = mail.posted_receive(rest, out, out.nbytes, begin)
-            if posted is not None:
-                return posted
+    try:
+        rest = mail.receive(out, source, tag, 0.0)
+    except BaseException as error:
+        _break_after(error)
+        raise
+    if type(rest) is int:
+        sender = rest
+        received = CompletedTask(sender, 0, lambda: f"recv(source={sender}, tag={tag})")
+        return Handle(mail.completion, received)
+    if isinstance(rest, PeerMessage):
+        begin = lambda: _go_on(_Incoming(out, source, tag, group, rest), timeout_s)  # noqa: E731
+        posted = mail.posted_receive(rest, out, out.nbytes, begin)
+        if posted is not None:
+            return posted
     if _is_nobody(source):
         return Handle(
             engine().completion, CompletedTask(PROC_NULL, 0, lambda: "recv(source=rc.PROC_NULL)")
@@ -398,27 +389,25 @@ def start_recv(
 def _send_begin(x: Array, dest: int, tag: int, group: Group | None) -> None:
     """Send the first message of an object; as send()."""
     mail, rest = mail_of(group), None
-    if mail is not None:
-        try:
-            rest = mail.of(Kind.OBJECT).send(x, dest, tag, mail.moment_s)
-            if rest is True:
-                return
-        except BaseException as error:
-            _break_after(error)
-            raise
+    try:
+        rest = mail.of(Kind.OBJECT).send(x, dest, tag, mail.moment_s)
+        if rest is True:
+            return
+    except BaseException as error:
+        _break_after(error)
+        raise
     _carry_out(_Outgoing(x, dest, tag, group, rest, part=_Part(Kind.OBJECT, tag)))
 
 
 def _recv_begin(out: Array, source: int, tag: int, group: Group | None) -> int:
     mail, rest = mail_of(group), None
-    if mail is not None:
-        try:
-            rest = mail.of(Kind.OBJECT).receive(out, source, tag, mail.moment_s)
-            if type(rest) is int:
-                return rest
-        except BaseException as error:
-            _break_after(error)
-            raise
+    try:
+        rest = mail.of(Kind.OBJECT).receive(out, source, tag, mail.moment_s)
+        if type(rest) is int:
+            return rest
+    except BaseException as error:
+        _break_after(error)
+        raise
     part = _Part(Kind.OBJECT, tag)
     sender: int = _carry_out(_Incoming(out, source, tag, group, rest, part=part))
     return sender
@@ -495,7 +484,7 @@ def _carry_out_all(sides: Sequence[_Outgoing | _Incoming]) -> None:
             except MismatchError as error:  # the others come to an end
                 mismatch = mismatch or error
     except BaseException as error:
-        if len(begun) < len(sides) and any(isinstance(s.rest, NodeMessage) for s in sides):
+        if len(begun) < len(sides) and any(isinstance(s.rest, PeerMessage) for s in sides):
             _break_after(error)  # their other sides would wait for ever
         for task in begun:
             current.completion.break_unless_over(task, error)
@@ -564,7 +553,7 @@ def _over_at_once(
 
 
 def _break_if_begun(current: Engine, side: _Outgoing | _Incoming, error: BaseException) -> None:
-    if isinstance(side.rest, NodeMessage):
+    if isinstance(side.rest, PeerMessage):
         current.completion.break_engine(error, side.label)
 
 
@@ -581,7 +570,7 @@ class _Side(NamedTuple):
     adapter: AnyAdapter  # of the array that is sent or received
     staging: HostStaging | None  # moves the array through host memory if it is on a GPU
     by_count: bool  # compare numbers of elements, not shapes
-    mail: NodeMail | None  # of the group
+    mail: Mail  # of the group
     kind: Kind
     number: int  # replaces the tag in the mailbox
 
@@ -591,21 +580,14 @@ class _Side(NamedTuple):
     ) -> _Side:
         current = engine()
         group = current.groups.or_default(group)
-        group.ledger_for(current)
+        mail = mail_of(group)
         tag = int_of("tag", tag)
         on_gpu = device_adapter_for(x)
         staging = None if on_gpu is None else device_executor().stage(group, on_gpu, x)
         kind, number = part or (Kind.ARRAY, tag)
-        mail = mail_of(group)
-        if mail is not None:
-            mail = mail.of(kind)
-        return cls(group, tag, on_gpu or adapter_for(x), staging, by_count, mail, kind, number)
-
-    @property
-    def mailbox(self) -> int:
-        """64 bits that identify the group, the kind and the tag on the control channel."""
-        name = f"{self.group.ledger.group_id}:{self.number}"
-        return base_of(_MAILBOXES, f"{name} {self.kind.value}" if self.kind.value else name)
+        return cls(
+            group, tag, on_gpu or adapter_for(x), staging, by_count, mail.of(kind), kind, number
+        )
 
     def outline(self, x: Array) -> str:
         shape = self.adapter.shape(x)
@@ -621,50 +603,37 @@ class _Side(NamedTuple):
     def of_group(self, call: str) -> str:
         return call if self.group.ledger.context == 0 else f"{call} of {self.group!r}"
 
-    def is_in_node(self, peer: int) -> bool:
-        return self.mail is not None and self.mail.reaches(peer)
-
     def pair(self, peer: int) -> tuple[int, ...]:
         return tuple({self.group.ranks[self.group.index], self.group.ranks[peer]})
 
     def correspondence(self, peer: int, outline: str, nbytes: int) -> Correspondence:
-        assert self.mail is not None
         return self.mail.correspondence(peer, outline, nbytes)
 
-    def channel(self, task: Task, serial: int) -> Channel:
-        watch = self.group.engine.watch
-        channel = Channel(
-            watch,
-            task.key,
-            self.group.ranks,
-            context=self.group.ledger.context,
-            stream=serial % watch.transport.tags.n_streams,
-            channel=P2P,
-        )
+    def channel(self, task: Task) -> Channel:
+        channel = Channel(self.group.engine.watch, task.key, self.group.ranks)
         task.channels.append(channel)
         return channel
 
     def require_heard(self, peer: int, rest: object) -> None:
         """Raise MismatchError if an earlier message to a rank of the group was refused.
 
-        rest: what shared memory has left to do of this one; None: it has not begun there.
+        rest: what is left to do of this one; None: it has not begun.
         """
-        if isinstance(rest, NodeMessage):
+        if isinstance(rest, PeerMessage):
             if rest.is_over and rest.refusal is not None and rest.refusal.is_of_earlier:
                 self.require_fit(rest.refusal)
-        elif rest is None and peer != ANY_SOURCE and self.is_in_node(peer):
-            assert self.mail is not None
+        elif rest is None and peer != ANY_SOURCE:
             self.require_fit(self.mail.earlier_refusal(peer))
 
     def is_over_soon(self, message: object) -> bool:
         """Return True once a message is over, False if it fails, or is not over in a moment."""
-        if self.mail is None or not isinstance(message, NodeMessage):
+        if not isinstance(message, PeerMessage):
             return False
         is_over = message.drive(self.mail.moment_s)
         return is_over and message.refusal is None and not message.fault
 
     def require_fit(self, refusal: Refusal | None) -> None:
-        """Raise MismatchError if a message in shared memory did not fit its receive."""
+        """Raise MismatchError if a message did not fit its receive."""
         if refusal is None:
             return
         raise _mismatch_of(refusal, self.of_group(""))
@@ -689,7 +658,7 @@ class _Outgoing:
     """A message to send, with checked arguments.
 
     Attributes:
-        rest: what shared memory has left to do; True: nothing; None: it has not begun there.
+        rest: what is left to do; True: nothing; None: it has not begun.
     """
 
     result = None
@@ -700,7 +669,7 @@ class _Outgoing:
         dest: int,
         tag: int,
         group: Group | None,
-        rest: NodeMessage | Literal[True] | None = None,
+        rest: PeerMessage | Literal[True] | None = None,
         *,
         part: _Part | None = None,
         by_count: bool = False,
@@ -737,72 +706,52 @@ class _Outgoing:
     def posted(self, timeout_s: float | None) -> Handle[None] | None:
         """Return its handle if it has begun and needs no task yet."""
         mail, message = self._side.mail, self.rest
-        if mail is None or self._side.staging is not None or not isinstance(message, NodeMessage):
+        if self._side.staging is not None or not isinstance(message, PeerMessage):
             return None
         nbytes = adapter_for(self._x).flat(self._x).bytes.nbytes
         return mail.posted_send(message, nbytes, lambda: _go_on(self, timeout_s))
 
     def begin(self) -> None:
-        """Begin it in shared memory if it goes there, and is in host memory.
+        """Begin it if it is in host memory.
 
         Once a rank is lost, its task begins it: a message to that rank is refused.
         """
         side = self._side
         if self.rest is not None or side.staging is not None:
             return
-        if side.is_in_node(self._dest) and not side.group.engine.watch.peers.has_lost:
-            known = self._send_in_node(adapter_for(self._x).flat(self._x).bytes)
-            if side.mail is not None and not side.by_count:
+        if not side.group.engine.watch.peers.has_lost:
+            known = self._send(adapter_for(self._x).flat(self._x).bytes)
+            if not side.by_count:
                 side.mail.learn(self._x, self._dest, known, is_receive=False)
 
-    def talk(self, task: Task, serial: int) -> TaskCoroutine:
+    def talk(self, task: Task, _: int) -> TaskCoroutine:
         task.ends_alone = self._side.staging is None
-        return self._go_on(self._side.channel(task, serial), serial)
+        return self._go_on(self._side.channel(task))
 
-    def _send_in_node(self, data: Bytes) -> Correspondence:
+    def _send(self, data: Bytes) -> Correspondence:
         known = self._side.correspondence(self._dest, self._outline, data.nbytes)
         self.rest = known.send(data, tag_in_64_bits(self._side.number), 0.0)
         return known
 
-    async def _go_on(self, t: Channel, serial: int) -> None:
-        if not self._side.is_in_node(self._dest):
-            await self._offer(t, serial)
-            return
+    async def _go_on(self, t: Channel) -> None:
         t.awaited = (t.members[self._dest],)
         lease: object = None
         if self._side.staging is not None:
             mirror, lease = await self._side.staging.fetch(self._x)
-            self._send_in_node(mirror.flat.bytes)
+            self._send(mirror.flat.bytes)
         elif self.rest is None:
-            self._send_in_node(adapter_for(self._x).flat(self._x).bytes)
-        if isinstance(self.rest, NodeMessage):
+            self._send(adapter_for(self._x).flat(self._x).bytes)
+        if isinstance(self.rest, PeerMessage):
             await t.pass_on(self.rest, self._x, lease)
             self._side.require_fit(self.rest.refusal)
         t.awaited = ()
-
-    async def _offer(self, t: Channel, serial: int) -> None:
-        t.tell(self._dest, ControlKind.OFFER, self._outline, key=self._side.mailbox, value=serial)
-        t.awaited = (t.members[self._dest],)
-        answer = await t.hear(ControlKind.ANSWER, serial, self._dest)
-        t.awaited = ()
-        assert answer.header is not None
-        if not answer.header.flag:
-            raise MismatchError(answer.text)
-        if self._side.staging is None:
-            data = adapter_for(self._x).flat(self._x).bytes
-            await t.wait(t.isend(data, self._dest))
-            return
-        mirror, lease = await self._side.staging.fetch(self._x)
-        await t.wait(t.isend(mirror.flat.bytes, self._dest))
-        del lease
 
 
 class _Incoming:
     """A message to receive, with checked arguments.
 
     Attributes:
-        rest: what shared memory has left to do, or the rank of the group that has sent; None: it
-            has not begun there.
+        rest: what is left to do, or the rank of the group that has sent; None: it has not begun.
     """
 
     def __init__(
@@ -811,7 +760,7 @@ class _Incoming:
         source: int,
         tag: int,
         group: Group | None,
-        rest: NodeMessage | int | None = None,
+        rest: PeerMessage | int | None = None,
         *,
         part: _Part | None = None,
         by_count: bool = False,
@@ -861,14 +810,14 @@ class _Incoming:
     def stay(self) -> None:
         """Stay for a moment with a message that has begun."""
         message = self.rest
-        if isinstance(message, NodeMessage) and self._side.is_over_soon(message):
+        if isinstance(message, PeerMessage) and self._side.is_over_soon(message):
             self.rest = self._side.group.ranks.places[message.source]
             self._finish()
 
     def posted(self, timeout_s: float | None) -> Handle[int] | None:
         """Return its handle if it has begun and needs no task yet."""
         mail, message = self._side.mail, self.rest
-        if mail is None or self._side.staging is not None or not isinstance(message, NodeMessage):
+        if self._side.staging is not None or not isinstance(message, PeerMessage):
             return None
         if self._work is not self._out:
             return None
@@ -876,43 +825,41 @@ class _Incoming:
         return mail.posted_receive(message, self._out, nbytes, lambda: _go_on(self, timeout_s))
 
     def begin(self) -> None:
-        """Begin it in shared memory if it comes from there alone, and goes to host memory."""
+        """Begin it if it goes to host memory."""
         if self.rest is not None or self._side.staging is not None:
             return
-        if self._side.is_in_node(self._source):
-            known = self._receive_in_node(adapter_for(self._work).flat(self._work).bytes)
-            if self._side.mail is not None and not self._side.by_count:
-                self._side.mail.learn(self._out, self._source, known, is_receive=True)
-            if self.is_over:
-                self._finish()
+        known = self._receive(adapter_for(self._work).flat(self._work).bytes)
+        if not self._side.by_count:
+            self._side.mail.learn(self._out, self._source, known, is_receive=True)
+        if self.is_over:
+            self._finish()
 
     def talk(self, task: Task, _: int) -> TaskCoroutine:
         task.ends_alone = self._side.staging is None
-        if self._side.mail is not None:
-            task.what_came_instead = self._side.mail.unasked
+        task.what_came_instead = self._side.mail.unasked
         return self._go_on(task)
 
-    def _receive_in_node(self, out: Bytes) -> Correspondence:
+    def _receive(self, out: Bytes) -> Correspondence:
         known = self._side.correspondence(self._source, self._wanted, out.nbytes)
         rest = known.receive(out, tag_in_64_bits(self._side.number), 0.0)
         places = self._side.group.ranks.places
         assert rest is not None
-        self.rest = rest if isinstance(rest, NodeMessage) else places[rest]
+        self.rest = rest if isinstance(rest, PeerMessage) else places[rest]
         return known
 
     async def _go_on(self, task: Task) -> int | Deferred:
-        t = self._side.channel(task, 0)
+        t = self._side.channel(task)
         if self._source == ANY_SOURCE:
             t.awaited = t.members.others
         elif self._source != t.rank:
             t.awaited = (t.members[self._source],)
         if self._side.staging is None:
-            await self._fill(t, task, adapter_for(self._work).flat(self._work).bytes)
+            await self._fill(t, adapter_for(self._work).flat(self._work).bytes)
             return self._finish()
         return await self._side.staging.bring(
             t,
             out=self._work,
-            fill=lambda mirror: self._fill(t, task, mirror.flat.bytes),
+            fill=lambda mirror: self._fill(t, mirror.flat.bytes),
             finish=self._finish,
         )
 
@@ -923,38 +870,13 @@ class _Incoming:
             self._side.adapter.assign(self._out, self._work)
         return self.result
 
-    async def _fill(self, t: Channel, task: Task, out: Bytes) -> None:
+    async def _fill(self, t: Channel, out: Bytes) -> None:
         """Receive the message into `out`; then `rest` is the rank that has sent it."""
-        offer = None
-        side, mail = self._side, self._side.mail
-        is_in_node = side.is_in_node(self._source)
-        if not is_in_node:
-            offer = t.expect(ControlKind.OFFER, side.mailbox, self._source)
-        if self.rest is None and mail is not None and (is_in_node or self._source == ANY_SOURCE):
-            self._receive_in_node(out)
-        message = self.rest
-        if isinstance(message, NodeMessage) and await t.pass_on(message, out, unless=offer):
-            side.require_fit(message.refusal)
+        if self.rest is None:
+            self._receive(out)
+        if isinstance(self.rest, PeerMessage):
+            message = self.rest
+            await t.pass_on(message, out)
+            self._side.require_fit(message.refusal)
             self.rest = t.members.places[message.source]
-        if isinstance(self.rest, int):
-            t.awaited = ()
-            return
-        assert offer is not None
-        await t.wait(offer)
         t.awaited = ()
-        await self._accept(t, task, offer, out)
-
-    async def _accept(self, t: Channel, task: Task, offer: Letter, out: Bytes) -> None:
-        assert offer.header is not None
-        serial = offer.header.value
-        sender = t.members.places[offer.source]
-        if offer.text != self._wanted:
-            text = _text_of_mismatch(
-                task.label, (offer.source, offer.text), (t.members[t.rank], self._wanted)
-            )
-            t.tell(sender, ControlKind.ANSWER, text, key=serial, flag=False)
-            raise MismatchError(text)
-        data = self._side.channel(task, serial)
-        t.tell(sender, ControlKind.ANSWER, key=serial, flag=True)
-        await data.wait(data.irecv(out, sender))
-        self.rest = sender

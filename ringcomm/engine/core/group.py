@@ -64,7 +64,7 @@ class Group:
     wire: WireTeam | None = None  # of all members, if they take steps by messages
     ledger: Ledger  # numbers its operations, in a member's process; see ledger_for()
     short_calls: BlockingCalls | None = None  # made by its first blocking call
-    mail: Any = None  # a NodeMail, made by its first message; False: no rank shares memory with it
+    mail: Any = None  # a Mail, made by its first message
 
     def __init__(self, ranks: Iterable[int]) -> None:
         current = engine()

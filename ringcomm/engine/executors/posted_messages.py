@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from ringcomm._core import NodeMessage
+from ringcomm._core import PeerMessage
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.handle import Handle
@@ -37,7 +37,7 @@ class PostedMessage(Handle[R_co]):
     def __init__(
         self,
         posted: PostedMessages,
-        message: NodeMessage,
+        message: PeerMessage,
         finish: Callable[[], R_co],
         begin: Callable[[], Task | CompletedTask],
     ) -> None:
@@ -113,7 +113,7 @@ class PostedMessages:
 
     def post(
         self,
-        message: NodeMessage,
+        message: PeerMessage,
         finish: Callable[[], R_co],
         begin: Callable[[], Task | CompletedTask],
     ) -> PostedMessage[R_co]:

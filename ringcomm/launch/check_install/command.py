@@ -90,7 +90,7 @@ _TAIL = 12  # lines of a failure's output
 _JOB: Final = f"""
 import numpy as np
 import ringcomm as rc
-from ringcomm.engine.executors.node_mail import how_long_messages_come
+from ringcomm.engine.executors.mail import how_long_messages_come
 from ringcomm.launch.check_install.gather_facts import listening_ports
 rc.init()
 x = np.arange(300007, dtype=np.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ringcomm._core import NodeMemory, NodeMessages, Team, make_team, take, view
+from ringcomm._core import NodeMemory, Team, make_team, take, view
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.node import N_UNNAMED
 from ringcomm.transport.node.private_memory import let_siblings_read
@@ -31,21 +31,15 @@ class SharedNode:
         self._memories = {rank: memory}
         self._rank = rank
         self._teams: dict[tuple[int, tuple[int, ...]], NodeTeam | None] = {}
-        self._messages: NodeMessages | None = None
 
-    def messages(self, *, may_read: bool) -> NodeMessages:
-        """Return the messages between this rank and others of its node, and with itself.
+    def let_read(self) -> None:
+        """Let the ranks of this node read this rank's memory, where the system allows it."""
+        let_siblings_read(memory.pid for memory in self._memories.values())
 
-        may_read: this rank reads long ones in the private memory of their senders, and lets others
-            read in its own, where the system allows it. The first call decides.
-        """
-        if self._messages is None:
-            if may_read:
-                let_siblings_read(memory.pid for memory in self._memories.values())
-            self._messages = NodeMessages(
-                self._rank, self._memories, self.is_crowded, may_read=may_read
-            )
-        return self._messages
+    @property
+    def memories(self) -> dict[int, NodeMemory]:
+        """The memories of the ranks of this node, by rank."""
+        return self._memories
 
     def shares_with(self, rank: int) -> bool:
         """Return True if a rank, which may be this one, and this one map each other's memory."""
@@ -90,8 +84,6 @@ class SharedNode:
         """Prepare the contexts of all groups for the next view, once no rank uses them any more."""
         for context in {0, *(context for context, _ in self._teams)}:
             self.clear(context)
-        if self._messages is not None:
-            self._messages.retire()
 
     def abandon(self) -> None:
         """Give up all operations of this rank in shared memory.

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "../loop/loop.hpp"
-#include "../shm/messages.hpp"
+#include "../p2p/peer_messages.hpp"
 #include "ranks_as_threads.hpp"
 
 using namespace ringcomm;
@@ -26,7 +26,7 @@ constexpr unsigned kPerMailbox = 12;
 constexpr std::int64_t kFromAny = 2, kLong = 3;  // tags
 
 struct Letter {
-  std::shared_ptr<NodeMessage> rest;  // null: it is over
+  std::shared_ptr<PeerMessage> rest;  // null: it is over
   std::unique_ptr<Array> array;
 };
 
@@ -37,7 +37,7 @@ class Rank {
     std::map<std::uint32_t, std::shared_ptr<NodeMemory>> memories;
     for (std::size_t i = 0; i < node.memories.size(); ++i)
       memories[static_cast<std::uint32_t>(i)] = node.memories[i];
-    messages_ = std::make_shared<NodeMessages>(static_cast<std::uint32_t>(rank), std::move(memories),
+    messages_ = std::make_shared<PeerMessages>(static_cast<std::uint32_t>(rank), std::move(memories),
                                                kCrowded, may_read);
     loop_.start_thread();
   }
@@ -151,7 +151,7 @@ class Rank {
 
   const std::size_t rank_;
   Node& node_;
-  std::shared_ptr<NodeMessages> messages_;
+  std::shared_ptr<PeerMessages> messages_;
   Loop loop_;
   std::vector<Letter> given_up_;
 };

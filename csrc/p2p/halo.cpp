@@ -63,7 +63,7 @@ void Cells::unpack(std::byte* array) const {
 }
 
 std::optional<Refusal> KnownHalo::run(std::byte* array, std::int64_t limit_ns,
-                                      std::vector<std::shared_ptr<NodeMessage>>& rests) const {
+                                      std::vector<std::shared_ptr<PeerMessage>>& rests) const {
   const auto parcels_of = [&](const std::vector<Side>& sides) {
     std::vector<Parcel> parcels;
     parcels.reserve(sides.size());

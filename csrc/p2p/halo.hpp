@@ -1,4 +1,4 @@
-// An exchange of cells of an array with other ranks of the node, again and again with arrays of one layout.
+// An exchange of cells of an array with other ranks, again and again with arrays of one layout.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "messages.hpp"
+#include "peer_messages.hpp"
 
 namespace ringcomm {
 
@@ -30,18 +30,18 @@ class KnownHalo {
     Cells cells;
   };
 
-  KnownHalo(std::shared_ptr<NodeMessages> messages, std::vector<Side> sends, std::vector<Side> receives)
+  KnownHalo(std::shared_ptr<PeerMessages> messages, std::vector<Side> sends, std::vector<Side> receives)
       : messages_(std::move(messages)), sends_(std::move(sends)), receives_(std::move(receives)) {}
 
-  // As NodeMessages::exchange_all(). If no rests are left, the cells of the array are what was received;
+  // As PeerMessages::exchange_all(). If no rests are left, the cells of the array are what was received;
   // else they are in the buffers once the rests are over.
   std::optional<Refusal> run(std::byte* array, std::int64_t limit_ns,
-                             std::vector<std::shared_ptr<NodeMessage>>& rests) const;
+                             std::vector<std::shared_ptr<PeerMessage>>& rests) const;
 
   std::size_t n_receives() const { return receives_.size(); }
 
  private:
-  const std::shared_ptr<NodeMessages> messages_;
+  const std::shared_ptr<PeerMessages> messages_;
   const std::vector<Side> sends_, receives_;
 };
 

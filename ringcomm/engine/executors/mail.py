@@ -1,4 +1,4 @@
-"""Messages between ranks of a node: one that is over within a moment takes one call of C++.
+"""Messages between ranks: one that is over within a moment takes one call of C++.
 
 The first message with an array of some dtype and shape is prepared like any other. What its two
 sides must agree on is remembered as a Correspondence, and the next ones look that up.
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm._core import Correspondence, KnownHalo, NodeMessage, Refusal, exchange_messages
+from ringcomm._core import Correspondence, KnownHalo, PeerMessage, Refusal, exchange_messages
 from ringcomm.arrays import adapter_for
 from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.engine import Engine
@@ -29,12 +29,11 @@ from ringcomm.engine.executors.posted_messages import (
 from ringcomm.engine.executors.short_calls import address_of, is_plain
 from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.transport.base import ANY_SOURCE
-from ringcomm.transport.node.shared_memory import SharedNode
 
 _MAX_KNOWN: Final = 4096
 _SHOWN: Final = 4  # messages in a text
+_MOMENT_S: Final = 1e-3  # where no memory is shared
 _TAGS: Final = 1 << 64
-_WHOLE: Final = 16 << 10  # bytes that go through a pipe as a whole, as in csrc/shm/messages.cpp
 _POSTED: Final = 256 << 10  # bytes that are copied in less time than a task takes
 
 
@@ -51,7 +50,7 @@ class KnownCells(NamedTuple):
 
     Attributes:
         layout: offset in bytes, (length, stride in bytes) of each outer dimension, bytes of a run,
-            and address of the buffer, or 0: as csrc/shm/halo.hpp has it.
+            and address of the buffer, or 0: as csrc/p2p/halo.hpp has it.
     """
 
     rank: int
@@ -61,54 +60,46 @@ class KnownCells(NamedTuple):
     layout: tuple[int, list[tuple[int, int]], int, int]
 
 
-class NodeMail:
-    """The messages of a group between this rank and others that share its node's memory.
+class Mail:
+    """The messages of a group between this rank and the others.
 
     Methods that send return True once the array may be changed; those that receive, the rank that
-    has sent. Or they return the NodeMessage that is left to wait for; or None: nothing has begun,
+    has sent. Or they return the PeerMessage that is left to wait for; or None: nothing has begun,
     as the message must be prepared first.
 
     Attributes:
-        reaches_all: all ranks of the group share it.
+        is_in_node: all ranks of the group share memory.
         rank: this rank, within the group.
         moment_s: how long the methods stay with a message.
         completion: of the engine.
     """
 
-    def __init__(
-        self, engine: Engine, group: Group, node: SharedNode, kind: Kind = Kind.ARRAY
-    ) -> None:
+    def __init__(self, engine: Engine, group: Group, kind: Kind = Kind.ARRAY) -> None:
         self._engine, self._state, self._peers = engine, engine.state, engine.watch.peers
         self.completion = engine.completion
-        self._node = node
-        self._messages = node.messages(may_read=bool(engine.settings.read_memory))
+        node = engine.transport.node
+        self._messages = engine.transport.messages(may_read=bool(engine.settings.read_memory))
         self._ranks, self._places = group.ranks, group.ranks.places
         self.rank = group.index
         group_id = group.ledger_for(engine).group_id
         self._id = base_of(group_id, kind.value) if kind.value else group_id % _TAGS
         self._sends: dict[Any, Correspondence] = {}
         self._receives: dict[Any, Correspondence] = {}
-        self.reaches_all = all(node.shares_with(rank) for rank in group.ranks)
-        self.moment_s = node.moment_s
+        self.is_in_node = node is not None and all(node.shares_with(rank) for rank in group.ranks)
+        self.moment_s = _MOMENT_S if node is None else node.moment_s
         self._posted: PostedMessages | None = None
         self._of_kinds = {kind: self}
-        self._make = partial(NodeMail, engine, group, node)
+        self._make = partial(Mail, engine, group)
 
-    def of(self, kind: Kind) -> NodeMail:
+    def of(self, kind: Kind) -> Mail:
         """Return the mail of the same group for another kind of messages."""
         if kind not in self._of_kinds:
             self._of_kinds[kind] = self._make(kind)
         return self._of_kinds[kind]
 
-    def reaches(self, rank: int) -> bool:
-        """Return True if a rank of the group, or rc.ANY_SOURCE, is in shared memory alone."""
-        if rank == ANY_SOURCE:
-            return self.reaches_all
-        return self._node.shares_with(self._ranks[rank])
-
     def send(
         self, x: Any, dest: Any, tag: Any, seconds: float
-    ) -> NodeMessage | Literal[True] | None:
+    ) -> PeerMessage | Literal[True] | None:
         try:
             known = self._sends[dest, x.dtype, x.shape]
         except (AttributeError, KeyError, TypeError):  # no array, or what cannot be a key
@@ -117,7 +108,7 @@ class NodeMail:
             return None
         return known.send(x if type(x) is np.ndarray else address_of(x), tag, seconds)
 
-    def receive(self, out: Any, source: Any, tag: Any, seconds: float) -> NodeMessage | int | None:
+    def receive(self, out: Any, source: Any, tag: Any, seconds: float) -> PeerMessage | int | None:
         try:
             known = self._receives[source, out.dtype, out.shape]
         except (AttributeError, KeyError, TypeError):
@@ -131,7 +122,7 @@ class NodeMail:
 
     def exchange(  # noqa: PLR0917 - keywords take time
         self, x: Any, dest: Any, sendtag: Any, out: Any, source: Any, recvtag: Any
-    ) -> tuple[NodeMessage | Literal[True] | None, NodeMessage | int | None]:
+    ) -> tuple[PeerMessage | Literal[True] | None, PeerMessage | int | None]:
         """Send x and receive out. Both are begun, or neither."""
         try:
             to = self._sends[dest, x.dtype, x.shape]
@@ -152,23 +143,25 @@ class NodeMail:
         return (None, None) if both is None else (both[0], self._received(out, both[1]))
 
     def posted_send(
-        self, message: NodeMessage, nbytes: int, begin: Callable[[], Task | CompletedTask]
+        self, message: PeerMessage, nbytes: int, begin: Callable[[], Task | CompletedTask]
     ) -> Handle[None] | None:
         """Return the handle of a send that has begun, see PostedMessage; None if it needs a task.
 
-        It does if it waits for room, or if its receiver would ask for pieces of it.
+        It does if it waits for room, or if its receiver would ask for its data.
         """
-        if message.is_over or not _WHOLE < nbytes <= _POSTED:
+        if message.is_over or message.waits_for_room or nbytes > _POSTED:
             return None
-        if not self._messages.reads_memory:
+        if message.is_by_wire or not self._messages.reads_memory:
             return None
         return self._all_posted.post(message, _nothing, begin)
 
     def posted_receive(
-        self, message: NodeMessage, out: Any, nbytes: int, begin: Callable[[], Task | CompletedTask]
+        self, message: PeerMessage, out: Any, nbytes: int, begin: Callable[[], Task | CompletedTask]
     ) -> Handle[int] | None:
         """Return the handle of a receive that has begun; see posted_send()."""
         if message.is_over or nbytes > _POSTED:
+            return None
+        if message.is_by_wire and nbytes > self._messages.most_whole_by_wire:
             return None
 
         def finish() -> int:
@@ -183,10 +176,8 @@ class NodeMail:
             self._posted = posted_messages_of(self._engine, self.moment_s)
         return self._posted
 
-    def known_halo(self, sends: list[KnownCells], receives: list[KnownCells]) -> KnownHalo | None:
-        """Return an exchange of cells that C++ can carry out; None if a rank is on another node."""
-        if not all(self.reaches(each.rank) for each in (*sends, *receives)):
-            return None
+    def known_halo(self, sends: list[KnownCells], receives: list[KnownCells]) -> KnownHalo:
+        """Return an exchange of cells that C++ can carry out."""
         sides = [
             [
                 (self.correspondence(each.rank, each.outline, each.nbytes), each.tag, each.layout)
@@ -198,7 +189,7 @@ class NodeMail:
 
     def run_halo(
         self, known: KnownHalo, x: NDArray[Any]
-    ) -> Literal[True] | tuple[list[NodeMessage | None], list[NodeMessage | None]] | Refusal | None:
+    ) -> Literal[True] | tuple[list[PeerMessage | None], list[PeerMessage | None]] | Refusal | None:
         """Carry out an exchange of cells of x. See KnownHalo in csrc/bind_shm.cpp."""
         if self._must_prepare:
             return None
@@ -210,7 +201,7 @@ class NodeMail:
         """True if the engine is unusable, or a message may be to a rank that is lost."""
         return not self._state.is_usable or self._peers.has_lost
 
-    def _received(self, out: Any, rest: NodeMessage | int | None) -> NodeMessage | int | None:
+    def _received(self, out: Any, rest: PeerMessage | int | None) -> PeerMessage | int | None:
         if type(rest) is not int:
             return rest
         if type(out) is not np.ndarray:
@@ -258,21 +249,15 @@ def _nothing() -> None:
     pass
 
 
-def mail_of(group: Group | None) -> NodeMail | None:
-    """Return the mail of a group (None: all ranks); None if its ranks share no memory with this."""
+def mail_of(group: Group | None) -> Mail:
+    """Return the mail of a group, or of all ranks. Raises ValueError, see Group.ledger_for()."""
     current = engine()
     group = current.groups.or_default(group)
     if group.mail is None:
-        group.mail = _make_mail(current, group)
-    mail: NodeMail | None = group.mail or None
+        group.ledger_for(current)
+        group.mail = Mail(current, group)
+    mail: Mail = group.mail
     return mail
-
-
-def _make_mail(current: Engine, group: Group) -> NodeMail | bool:
-    node = current.transport.node
-    if node is None or group.rank is None or group.ledger_for(current) is None:
-        return False
-    return NodeMail(current, group, node)
 
 
 def how_long_messages_come() -> str:
@@ -281,7 +266,7 @@ def how_long_messages_come() -> str:
     If no long message has come yet, what is hoped for counts.
     """
     mail = mail_of(None)
-    if mail is None or not mail.reaches_all:
+    if not mail.is_in_node:
         return "sent by MPI"
     return mail.how_long_ones_come
 
