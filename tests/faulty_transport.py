@@ -3,8 +3,8 @@
 It wraps any Transport and does to the messages that this rank sends what networks, and MPI within
 its rules, do: loses them, holds them back, lets those of different peers or tags overtake each
 other; or lets the rank die at a chosen one. Control messages of an agreement and of join()
-count as messages, for operations depend on them; the others, which speak of faults, do not. Those of
-send() and recv() pass it by: C++ passes them on.
+count as messages, for operations depend on them; the others, which speak of faults, do not.
+The messages of send() and recv() do not come here: C++ passes them on.
 """
 
 from __future__ import annotations

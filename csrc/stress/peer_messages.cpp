@@ -1,5 +1,5 @@
-// Messages between the ranks of a node, under a sanitizer: ranks as threads send and receive in random
-// orders, short and long ones, registered or not, from two threads each; some are given up. A message
+// Messages between ranks, of one node and of several, under a sanitizer: ranks as threads send and receive in
+// random orders, short and long ones, registered or not, from two threads each; some are given up. A message
 // that arrives has its values, those of one mailbox come in their order, and nobody reads an array once
 // its send is over. `ci/sanitize` builds and runs it.
 #include <algorithm>
@@ -13,6 +13,7 @@
 
 #include "../loop/loop.hpp"
 #include "../p2p/peer_messages.hpp"
+#include "../wire/loopback.hpp"
 #include "ranks_as_threads.hpp"
 
 using namespace ringcomm;
@@ -21,7 +22,8 @@ using namespace ringcomm::stress;
 namespace {
 
 constexpr float kMine = 777;  // what a rank writes once its array is its own again
-constexpr std::size_t kCounts[] = {0, 1, 1000, 17000, 70001, 200003};
+constexpr std::size_t kCounts[] = {0, 1, 1000, 12288, 17000, 70001, 200003};
+constexpr int kPipeTag = 1, kFirstTag = 2, kTags = 50;
 constexpr unsigned kPerMailbox = 12;
 constexpr std::int64_t kFromAny = 2, kLong = 3;  // tags
 
@@ -32,17 +34,24 @@ struct Letter {
 
 class Rank {
  public:
-  Rank(std::size_t rank, Node& node, bool may_read)
+  // Ranks that are equal modulo n_nodes share memory.
+  Rank(std::size_t rank, Node& node, bool may_read, std::size_t n_nodes, LoopbackHub& hub)
       : rank_(rank), node_(node), loop_(&node.memories[rank]->bell(), kCrowded, node.memories[rank]) {
     std::map<std::uint32_t, std::shared_ptr<NodeMemory>> memories;
-    for (std::size_t i = 0; i < node.memories.size(); ++i)
-      memories[static_cast<std::uint32_t>(i)] = node.memories[i];
+    WirePeers others{hub.wire(static_cast<int>(rank)), {}, kPipeTag, kFirstTag, 1, kTags};
+    for (std::size_t i = 0; i < node.memories.size(); ++i) {
+      if (i % n_nodes == rank % n_nodes)
+        memories[static_cast<std::uint32_t>(i)] = node.memories[i];
+      else
+        others.ranks[static_cast<std::uint32_t>(i)] = static_cast<int>(i);
+    }
     messages_ = std::make_shared<PeerMessages>(static_cast<std::uint32_t>(rank), std::move(memories),
-                                               kCrowded, may_read);
+                                               kCrowded, may_read, std::move(others));
     loop_.start_thread();
   }
   ~Rank() {
     loop_.stop();
+    messages_->close_wires(0);
     messages_->retire();
   }
 
@@ -156,11 +165,12 @@ class Rank {
   std::vector<Letter> given_up_;
 };
 
-void run(std::size_t size, unsigned seed, bool may_read) {
+void run(std::size_t size, unsigned seed, bool may_read, std::size_t n_nodes) {
   Node node(size);
+  const auto hub = std::make_shared<LoopbackHub>(static_cast<int>(size));
   std::vector<std::unique_ptr<Rank>> ranks;
   for (std::size_t rank = 0; rank < size; ++rank)
-    ranks.push_back(std::make_unique<Rank>(rank, node, may_read));
+    ranks.push_back(std::make_unique<Rank>(rank, node, may_read, n_nodes, *hub));
   std::vector<std::thread> threads;
   for (std::size_t rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
@@ -174,9 +184,10 @@ void run(std::size_t size, unsigned seed, bool may_read) {
   for (std::thread& each : threads) each.join();
 }
 
-unsigned give_up(unsigned seed, bool may_read) {
+unsigned give_up(unsigned seed, bool may_read, std::size_t n_nodes) {
   Node node(2);
-  Rank first(0, node, may_read), second(1, node, may_read);
+  const auto hub = std::make_shared<LoopbackHub>(2);
+  Rank first(0, node, may_read, n_nodes, *hub), second(1, node, may_read, n_nodes, *hub);
   unsigned n_come = 0;
   std::thread sender([&] { first.give_some_up(seed, 1); });
   std::thread receiver([&] { n_come = second.receive_some(0); });
@@ -191,8 +202,8 @@ int main(int argc, char** argv) {
   const auto rounds = static_cast<unsigned>(argc > 1 ? std::atoi(argv[1]) : 300) / 10 + 1;
   unsigned n_come = 0;
   for (unsigned seed = 0; seed < rounds; ++seed) {
-    run(1 + seed % 3, seed, seed % 2 == 0);
-    n_come += give_up(seed, seed % 2 != 0);
+    run(1 + seed % 4, seed, seed % 2 == 0, 1 + seed % 3);
+    n_come += give_up(seed, seed % 2 != 0, 1 + seed / 2 % 2);
   }
   std::printf("messages: %u rounds; %u of %u came although their sender gave up\n", rounds, n_come,
               rounds * kPerMailbox);

@@ -54,13 +54,6 @@ class Letter:
                 return True
         return False
 
-    def put_back(self) -> None:
-        """Undo test(): the next one who asks for it gets it."""
-        assert self.header is not None
-        box = self.boxes.setdefault(self.address, deque())
-        box.appendleft((self.source, self.header, self.text))
-        self.header = None
-
     def cancel(self) -> None:
         """Do nothing: no other rank writes into a Letter."""
 

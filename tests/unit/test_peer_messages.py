@@ -143,16 +143,18 @@ def test_what_is_taken_is_told_with_what_is_sent(apart):
             assert letters(apart[receiver], sender, len(x)).receive(out, i, 0.0) == sender
 
 
-@pytest.mark.parametrize("was_wanted", [False, True])
-def test_one_that_is_given_up_does_no_harm_to_the_next(apart, was_wanted):
+@pytest.mark.parametrize("was", ["on its way", "there, and nobody had asked for it", "wanted"])
+def test_one_that_is_given_up_does_no_harm_to_the_next(apart, was):
     xs, outs = (
         [np.full(LONG, i, np.uint8) for i in (1, 2)],
         [np.zeros(LONG, np.uint8) for _ in "ab"],
     )
     to, source = letters(apart[0], 1, LONG), letters(apart[1], 0, LONG)
     sent = [to.send(x, 0, 0.0) for x in xs]
-    received = [source.receive(out, 0, 0.0) for out in outs] if was_wanted else []
+    received = [source.receive(out, 0, 0.0) for out in outs] if was == "wanted" else []
     del sent[0]
+    if was.startswith("there"):
+        assert len(apart[1].unasked(GROUP, 4)) == 2
     received = received or [source.receive(out, 0, 0.0) for out in outs]
     advance(*sent, *received)
     assert "rank 0 has given this message up" in received[0].fault

@@ -55,8 +55,8 @@ _serials = itertools.count()
 def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> None:
     """Send x to another rank; return once x may be changed.
 
-    A message of at most 16 KiB to a rank of the same node may be on its way then. Any other has
-    been received.
+    A message of at most 16 KiB to a rank of the same node, or of 48 KiB to another host, may be on
+    its way then. Any other has been received.
 
     Args:
         x: numpy array, torch tensor or cupy array; a strided one is copied, and one on a GPU goes

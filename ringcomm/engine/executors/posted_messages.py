@@ -1,4 +1,4 @@
-"""Messages in shared memory that have been started, and that nobody has waited for yet.
+"""Messages that have been started, and that nobody has waited for yet.
 
 A message of moderate size often comes within the moment when somebody waits for it: then it needs
 no task, which would cost many times as much. It gets one if that wait lasts, and else after 0.1 to
