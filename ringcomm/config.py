@@ -67,6 +67,8 @@ class Settings:
         ps_spares: number of spare servers that ps.init() makes by default, in an elastic job.
         ps_worker_spares: number of ranks that ps.init() lets stand by for workers and evaluators by
             default, likewise.
+        prometheus_token_file: file with the token that `ringcomm top --prometheus-port` asks for;
+            "" = none.
         tensorboard: folder for TensorBoard's files, which rank 0 writes; "" = none.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
@@ -83,6 +85,7 @@ class Settings:
     nvtx: int = 0
     tuning: str = ""
     tensorboard: str = ""
+    prometheus_token_file: str = ""
     ps_servers: int = 0
     elastic: int = 0
     elastic_losses: int = 8

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
+import os
+import re
+import socket
+import stat
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ringcomm._core import monotonic_ns
+from ringcomm.errors import ConfigError
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import RankSample, as_json
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+_HOST: Final = re.compile(
+    r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?"
+)  # any port: ssh -L has its own
+_MOST: Final = 32  # connections at a time
+_PATIENCE_S: Final = 5.0  # for each part of a request
+_TOKEN: Final = "RINGCOMM_PROMETHEUS_TOKEN_FILE"
+_TOKEN_NBYTES: Final = 4096
 _LABELS: Final = ("job", "rank", "host")
 _Value = Callable[[RankSample], float]
 _GAUGES: Final[dict[str, tuple[str, _Value]]] = {
@@ -65,16 +85,118 @@ class Pages(Collector):
         yield scalars
 
 
-def serve(port: int, what: str) -> None:
-    """Serve until Ctrl-C. Raises OSError if the port is taken."""
-    registry = CollectorRegistry()
-    registry.register(Pages(what))
-    server, thread = start_http_server(port, "127.0.0.1", registry)
+def serve(port: int, what: str, token_file: str = "") -> None:
+    """Serve until Ctrl-C.
+
+    Args:
+        port: a port of 127.0.0.1; 0: a free one.
+        what: see Pages.
+        token_file: file with the token that requests must have; "": they need none.
+
+    Raises:
+        OSError: the port is taken.
+        ConfigError: the token's file cannot be read, or others can read it.
+    """
+    server = make_server(port, what, _token_in(token_file) if token_file else "")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     print(f"http://127.0.0.1:{server.server_port}/metrics", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         threading.Event().wait()
     server.shutdown()
     thread.join()
+
+
+def make_server(port: int, what: str, token: str) -> WSGIServer:
+    """Return a server that listens, and answers requests in serve_forever()."""
+    registry = CollectorRegistry()
+    registry.register(Pages(what))
+    server = _Server(("127.0.0.1", port), _Handler)
+    server.set_app(_guarded(make_wsgi_app(registry), token))
+    return server
+
+
+def _guarded(app: WSGIApplication, token: str) -> WSGIApplication:
+    """Return an application that answers those that may read.
+
+    A page of a browser that gives its own name the address of this host is refused by that name.
+    """
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if not _HOST.fullmatch(environ.get("HTTP_HOST", "")):
+            return refuse(start_response, "421 Misdirected Request", "of another host", [])
+        given = environ.get("HTTP_AUTHORIZATION", "").encode(errors="replace")
+        if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            ways = [("WWW-Authenticate", "Bearer")]
+            return refuse(start_response, "401 Unauthorized", "to be read with a token", ways)
+        return app(environ, start_response)
+
+    def refuse(
+        start_response: StartResponse, status: str, what: str, headers: list[tuple[str, str]]
+    ) -> Iterable[bytes]:
+        start_response(status, [("Content-Type", "text/plain"), *headers])
+        return [f"these numbers are {what}\n".encode()]
+
+    return answer
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers each connection in a thread. If there are too many, the oldest one ends."""
+
+    daemon_threads = True
+    request_queue_size = _MOST  # with the usual 5, some of many wait for a second or more
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._open) >= _MOST:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):  # it has ended
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a connection that has ended or is late: others could fill the terminal."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _PATIENCE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def _token_in(path: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(_TOKEN_NBYTES).decode("ascii", "replace").strip()
+    except OSError as error:
+        raise ConfigError(f"{_TOKEN}={path}: {error.strerror}") from error
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(
+            f"{_TOKEN}={path}: every user can read or write it (mode {stat.S_IMODE(mode):04o}), so "
+            "it keeps nobody out. Take that right away (chmod o-rwx)"
+        )
+    if not re.fullmatch("[!-~]{16,}", text):
+        raise ConfigError(
+            f"{_TOKEN}={path}: it must have a token of 16 or more characters without a space, such "
+            "as of `openssl rand -hex 32`"
+        )
+    return text
 
 
 def _labels(sample: RankSample) -> list[str]:

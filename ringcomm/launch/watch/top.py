@@ -11,6 +11,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._core import monotonic_ns
+from ringcomm.config import read_settings
+from ringcomm.errors import ConfigError
 from ringcomm.launch.option_types import port, seconds
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run, run_folder_named
@@ -84,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         "--prometheus-port",
         type=port,
         metavar="PORT",
-        help="serve the same numbers to Prometheus, at 127.0.0.1:PORT, until Ctrl-C",
+        help="serve the same numbers to Prometheus, at 127.0.0.1:PORT, until Ctrl-C; only to those "
+        "that send the token in the file RINGCOMM_PROMETHEUS_TOKEN_FILE, if that is set",
     )
     parser.add_argument(
         "--interval",
@@ -164,7 +167,10 @@ def _serve(at: int, job: str) -> int:
         )
         return 1
     try:
-        serve(at, job)
+        serve(at, job, read_settings().prometheus_token_file)
+    except ConfigError as error:
+        print(f"ringcomm top: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"ringcomm top: port {at}: {error.strerror}", file=sys.stderr)
         return 1
