@@ -85,7 +85,7 @@ def run(path, args):
             [BIN / "ringcomm", "dashboard"], stdout=subprocess.PIPE, text=True, **quiet
         ),
     ]
-    address, _, token = watchers[1].stdout.readline().strip().partition("/?token=")
+    address, _, token = watchers[1].stdout.readline().strip().partition("/#")
     threading.Thread(target=read_stream, args=(address, token), daemon=True).start()
     try:
         time.sleep(2 * args.phase_s)  # all have started
@@ -111,9 +111,10 @@ def run(path, args):
 
 def read_stream(address, token):
     """Read what the page gets until the dashboard ends."""
-    host, port = address.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=600)
-    connection.request("GET", "/stream", headers={"cookie": f"ringcomm-{port}={token}"})
+    host = address.removeprefix("http://")
+    connection = http.client.HTTPConnection("127.0.0.1", int(host.split(":")[1]), timeout=600)
+    headers = {"host": host, "authorization": f"Bearer {token}"}
+    connection.request("GET", "/stream", headers=headers)
     answer = connection.getresponse()
     with contextlib.suppress(http.client.HTTPException, OSError):  # its end is in mid-chunk
         while answer.read1(1 << 16):

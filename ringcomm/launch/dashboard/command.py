@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import itertools
 import os
 import secrets
 import socket
@@ -17,6 +19,8 @@ from ringcomm.launch.dashboard.source import Source
 from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
 from ringcomm.launch.option_types import port
 
+_ATTEMPTS: Final = 100  # for a port
+_TURNS: Final = 4  # of asyncio until a new connection is read; in each, `backlog` more may come
 _END_S: Final = 5  # streams end at once; only a page that reads nothing, or a command, takes longer
 
 
@@ -26,15 +30,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         import uvicorn
 
+        from ringcomm.launch.dashboard.connections import Door, most_connections, of_door
         from ringcomm.launch.dashboard.server import app
     except ModuleNotFoundError as error:
         return _refuse(f"needs {error.name}: pip install 'ringcomm[dashboard]'")
     try:
-        listener = socket.create_server(("127.0.0.1", args.port))
+        listeners = listen(args.port)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         return _refuse(f"port {args.port}: {why}. Choose another by --port")
-    gate = Gate(listener.getsockname()[1], secrets.token_urlsafe(32))
+    number = listeners[0].getsockname()[1]
+    gate = Gate(f"ringcomm-{secrets.token_hex(8)}", number, secrets.token_urlsafe(32))
 
     def is_ending() -> bool:
         return server.should_exit
@@ -43,14 +49,44 @@ def main(argv: Sequence[str]) -> int:
     if args.what and source.folder is None and not source.state()["ranks"]:
         what = f"{args.what!r} is no folder of a run, and no live job of this user on this host"
         print(f"ringcomm dashboard: {what} yet: it is shown once it is", file=sys.stderr)
-    shown = app(gate, source, is_ending)
-    server = uvicorn.Server(
-        uvicorn.Config(shown, log_level="warning", timeout_graceful_shutdown=_END_S)
+    most = most_connections()
+    door = Door(most)
+    config = uvicorn.Config(
+        app(gate, source, door, is_ending),
+        http=of_door(door),
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        proxy_headers=False,  # what a client says of its address is not believed
+        backlog=max(1, most // _TURNS),
+        log_level="error",  # a warning is a line for each request that others make wrong
+        timeout_graceful_shutdown=_END_S,
     )
-    print(f"http://127.0.0.1:{gate.port}/?token={gate.token}", flush=True)
+    server = uvicorn.Server(config)
+    print(gate.address, flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listener])
+        server.run(sockets=listeners)
     return 0
+
+
+def listen(port: int) -> list[socket.socket]:
+    """Listen on both addresses of this host to which browsers may take the name "localhost".
+
+    On one of them alone, another user could listen on the other, and be asked first. Raises OSError
+    if the port is taken on one of them; if `port` is 0, another one is tried.
+    """
+    for attempt in itertools.count(1):
+        first = socket.create_server(("127.0.0.1", port))
+        try:
+            number = first.getsockname()[1]
+            return [first, socket.create_server(("::1", number), family=socket.AF_INET6)]
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # there is no IPv6
+                return [first]
+            first.close()
+            if port or attempt == _ATTEMPTS:
+                raise
+    raise AssertionError
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,15 +17,17 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from ringcomm.engine.control.commands import parse
-from ringcomm.launch.dashboard.access import HEADER, Asked, Gate, judge
+from ringcomm.launch.dashboard.access import OPEN, Asked, Gate, has_token, judge
+from ringcomm.launch.dashboard.connections import Door
+from ringcomm.launch.dashboard.metrics import MetricReader
 from ringcomm.launch.dashboard.source import Source
 
 _STATIC: Final = Path(__file__).with_name("static")
+_TYPES: Final = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _INTERVAL_S: Final = 0.25
 _COMMAND_MAX: Final = 1024  # bytes
 _HEADERS: Final = {
@@ -43,66 +45,69 @@ _WHY: Final = {
 }
 
 
-def app(gate: Gate, source: Source, is_ending: Callable[[], bool]) -> Starlette:
-    """Return the application that shows `source` to those whom `gate` lets in.
+def app(gate: Gate, source: Source, door: Door, is_ending: Callable[[], bool]) -> Starlette:
+    """Return the application that shows `source` to those whom `gate` lets in, and tells `door`.
 
     Streams end once is_ending(): the server waits for them, and breaks off what does not end.
     """
     return Starlette(
         routes=[
-            Route("/", _page),
+            *(Route(path, _page) for path in OPEN),
             Route("/stream", partial(_stream, source=source, is_ending=is_ending)),
             Route("/log/{rank:int}", partial(_log, source=source)),
             Route("/command", partial(_command, source=source), methods=["POST"]),
-            Mount("/static", StaticFiles(directory=_STATIC)),
         ],
-        middleware=[Middleware(BaseHTTPMiddleware, dispatch=partial(_admit, gate=gate))],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=partial(_admit, gate=gate, door=door))],
     )
 
 
 async def _admit(
-    request: Request, call_next: Callable[[Request], Awaitable[Response]], *, gate: Gate
+    request: Request,
+    call_next: Callable[[Request], Awaitable[Response]],
+    *,
+    gate: Gate,
+    door: Door,
 ) -> Response:
+    authorization = request.headers.get("authorization", "")
+    if request.client is not None and has_token(authorization, gate.token):
+        door.has_shown_token((request.client.host, request.client.port))
     status = judge(
         gate,
         Asked(
             request.method,
+            request.scope["path"],
             request.headers.get("host", ""),
-            token=request.query_params.get("token", ""),
-            cookie=request.cookies.get(gate.cookie, ""),
-            origin=request.headers.get("origin", ""),
-            has_header=HEADER in request.headers,
+            authorization,
+            request.headers.get("origin", ""),
         ),
     )
     if status == 200:
         response = await call_next(request)
-    elif status == 303:
-        response = RedirectResponse("/", status_code=303)
-        response.set_cookie(gate.cookie, gate.token, httponly=True, samesite="strict")
     else:
         response = PlainTextResponse(f"{_WHY[status]}\n", status)
     response.headers.update(_HEADERS)
     return response
 
 
-async def _page(_: Request) -> Response:
-    return Response((_STATIC / "index.html").read_bytes(), media_type="text/html")
+async def _page(request: Request) -> Response:
+    path = _STATIC / (Path(request.scope["path"]).name or "index.html")
+    return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
 
 
 async def _stream(_: Request, *, source: Source, is_ending: Callable[[], bool]) -> Response:
-    return StreamingResponse(_news(source, is_ending), media_type="text/event-stream")
+    return StreamingResponse(_news(source, is_ending), media_type="application/x-ndjson")
 
 
 async def _news(source: Source, is_ending: Callable[[], bool]) -> AsyncIterator[str]:
-    positions: dict[str, int] = {}
+    reader = MetricReader()
     while not is_ending():
-        state = await run_sync(partial(_next, source, positions))
-        yield f"data: {json.dumps(state)}\n\n"
-        await asyncio.sleep(_INTERVAL_S)
+        state = await run_sync(partial(_next, source, reader))
+        yield f"{json.dumps(state)}\n"
+        await asyncio.sleep(0 if reader.is_behind else _INTERVAL_S)
 
 
-def _next(source: Source, positions: dict[str, int]) -> dict[str, Any]:
-    return source.state() | {"metrics": source.metrics(positions)}
+def _next(source: Source, reader: MetricReader) -> dict[str, Any]:
+    return source.state() | {"metrics": source.metrics(reader, _INTERVAL_S)}
 
 
 async def _log(request: Request, *, source: Source) -> Response:

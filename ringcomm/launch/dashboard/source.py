@@ -16,6 +16,7 @@ from typing import Any, Final
 from ringcomm._core import monotonic_ns
 from ringcomm.atomic_files import paths_in
 from ringcomm.engine.control.commands import Command
+from ringcomm.launch.dashboard.metrics import MetricReader
 from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
 from ringcomm.launch.job.verdict import SIGNAL_NAMES
 from ringcomm.launch.watch.find_ranks import Ranks
@@ -70,22 +71,9 @@ class Source:
             "end": end,
         }
 
-    def metrics(self, positions: dict[str, int]) -> list[dict[str, Any]]:
-        """Return what rc.log() has written after `positions` (file -> bytes); advance these."""
-        found = []
-        for path, rank in self._metric_files():
-            try:
-                with path.open("rb") as file:
-                    file.seek(positions.get(path.name, 0))
-                    data = file.read()
-            except FileNotFoundError:  # the run was removed meanwhile
-                continue
-            whole = data[: data.rfind(b"\n") + 1]
-            positions[path.name] = positions.get(path.name, 0) + len(whole)
-            for line in whole.splitlines():
-                with contextlib.suppress(ValueError):
-                    found.append({**json.loads(line), "rank": rank})
-        return found
+    def metrics(self, reader: MetricReader, seconds: float) -> list[dict[str, Any]]:
+        """Return what rc.log() has written since the last call; see MetricReader.read()."""
+        return reader.read(self._metric_files(), seconds)
 
     def log(self, rank: int) -> str:
         """Return the end of a rank's log; "" if there is none."""

@@ -2,10 +2,11 @@
 "use strict";
 
 const $ = (id) => document.getElementById(id);
-const charts = new Map(); // name of a metric -> {plot, series: rank -> {n, points: step -> value}}
+const charts = new Map(); // name of a metric -> {plot, series: rank -> {points: step -> value}}
 const waits = []; // columns of the heat map: wait of each rank
 const COLUMNS = 480; // two minutes of four per second
 const SHOWN_VALUES = 4;
+const RETRY_MS = 1000;
 const MAX_POINTS = 4000; // of a line; of more, every second one is dropped
 const COLORS = ["#27c", "#d90", "#2a7", "#c3c", "#c33", "#088", "#884", "#555"];
 let nRanks = 0;
@@ -107,19 +108,18 @@ function thin(points) {
   [...points.keys()].forEach((step, i) => i % 2 && points.delete(step));
 }
 
-function addMetrics(records) {
+function addMetrics(lines) {
   const touched = new Set();
-  for (const { rank, time, step, ...values } of records) {
-    for (const [name, value] of Object.entries(values)) {
-      if (!charts.has(name)) charts.set(name, { plot: null, series: new Map() });
-      const { series } = charts.get(name);
-      if (!series.has(rank)) series.set(rank, { n: 0, points: new Map() });
-      const line = series.get(rank);
-      line.points.set(step ?? line.n, typeof value === "number" ? value : null);
-      line.n += 1;
+  for (const { rank, name, points } of lines) {
+    if (!charts.has(name)) charts.set(name, { plot: null, series: new Map() });
+    const { series } = charts.get(name);
+    if (!series.has(rank)) series.set(rank, { points: new Map() });
+    const line = series.get(rank);
+    for (const [step, value] of points) {
+      line.points.set(step, value);
       if (line.points.size > MAX_POINTS) thin(line.points);
-      touched.add(name);
     }
+    touched.add(name);
   }
   touched.forEach(drawChart);
 }
@@ -170,7 +170,7 @@ function show(state) {
 async function showLog() {
   const rank = $("which").value;
   if (rank !== "") {
-    const answer = await fetch(`/log/${rank}`);
+    const answer = await ask(`/log/${rank}`);
     const box = $("log");
     const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 20;
     if (answer.ok) box.textContent = await answer.text();
@@ -183,11 +183,7 @@ async function give(command) {
   if (stops && !confirm("Stop the job after its present step?")) return;
   $("outcome").textContent = `${command.join(" ")} ...`;
   try {
-    const answer = await fetch("/command", {
-      method: "POST",
-      headers: { "content-type": "application/json", "x-ringcomm": "1" },
-      body: JSON.stringify({ command }),
-    });
+    const answer = await ask("/command", { method: "POST", body: JSON.stringify({ command }) });
     $("outcome").textContent = `${command.join(" ")}: ${(await answer.text()).trim()}`;
     $("outcome").className = answer.ok ? "" : "bad";
   } catch {
@@ -203,13 +199,59 @@ $("set").addEventListener("submit", (event) => {
   give(["set", new FormData($("set")).get("what").trim()]);
 });
 
-const stream = new EventSource("/stream");
-stream.onmessage = (event) => {
-  $("lost").hidden = true;
-  show(JSON.parse(event.data));
-  document.body.dataset.ready = "1";
-};
-stream.onerror = () => ($("lost").hidden = false);
-stream.onopen = () => { charts.forEach((chart) => chart.plot?.destroy()); charts.clear(); };
-$("which").onchange = showLog;
+// The token comes after the "#" of the address, which no browser sends. It is kept for this tab and
+// this origin, and goes as a header to where the page comes from; no cookie takes it elsewhere.
+function token() {
+  const given = location.hash.slice(1);
+  if (given) {
+    sessionStorage.setItem("token", given);
+    history.replaceState(null, "", location.pathname);
+  }
+  return sessionStorage.getItem("token") ?? "";
+}
+
+function ask(path, options = {}) {
+  return fetch(path, { ...options, headers: { authorization: `Bearer ${TOKEN}` } });
+}
+
+function showLost(text) {
+  $("lost").textContent = text;
+  $("lost").hidden = !text;
+}
+
+// Shows each line of /stream until it ends. Returns whether another try makes sense.
+async function readStream() {
+  const answer = await ask("/stream");
+  if (!answer.ok) {
+    showLost(`no access: ${(await answer.text()).trim()}`);
+    return false;
+  }
+  charts.forEach((chart) => chart.plot?.destroy());
+  charts.clear();
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return true;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      showLost("");
+      show(JSON.parse(line));
+      document.body.dataset.ready = "1";
+    }
+  }
+}
+
+async function keepReading() {
+  while (await readStream().catch(() => true)) {
+    showLost("no connection");
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+const TOKEN = token();
+window.onhashchange = () => location.reload(); // another address with a token
+keepReading();
+$("which").onchange = () => showLog().catch(() => {});
 setInterval(() => showLog().catch(() => {}), 1000);

@@ -1,0 +1,138 @@
+"""The dashboard reads metrics by blocks, and sends no more of them than a page shows."""
+
+import itertools
+import json
+import os
+import tracemalloc
+
+import pytest
+
+from ringcomm.launch.dashboard import metrics
+from ringcomm.launch.dashboard.metrics import MetricReader, thinned
+
+FOREVER_S = 1e9
+
+
+def read(reader, path, rank=0, seconds=FOREVER_S):
+    return reader.read([(path, rank)], seconds)
+
+
+def points_of(found, name):
+    return [tuple(point) for each in found if each["name"] == name for point in each["points"]]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 8, 9, 4000, 4001, 100_003])
+@pytest.mark.parametrize("most", [1, 2, 8, 4000])
+def test_what_is_left_of_points_is_even_and_has_the_last_one(n, most):
+    points = [(step, float(step)) for step in range(n)]
+    left = thinned(points, most)
+    assert len(left) <= most
+    assert len(left) > min(n, most) / 2 or n == 0
+    assert left[-1:] == points[-1:]
+    assert len({b[0] - a[0] for a, b in itertools.pairwise(left)}) <= 1
+
+
+def test_what_is_new_comes_once_and_whole(tmp_path):
+    path, reader = tmp_path / "metrics.jsonl", MetricReader()
+    assert read(reader, path) == []
+    path.write_text('{"time": 1.5, "step": 3, "loss": 0.5, "lr": 0.1}\n{"step": 4, "lo')
+    assert read(reader, path, rank=7) == [
+        {"rank": 7, "name": "loss", "points": [(3, 0.5)]},
+        {"rank": 7, "name": "lr", "points": [(3, 0.1)]},
+    ]
+    assert read(reader, path) == []
+    with path.open("a") as file:
+        file.write('ss": 0.25}\n')
+    assert points_of(read(reader, path), "loss") == [(4, 0.25)]
+
+
+def test_points_without_a_step_are_counted_also_those_that_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "BLOCK", 1 << 10)
+    monkeypatch.setattr(metrics, "POINTS", 50)
+    path, reader = tmp_path / "metrics.jsonl", MetricReader()
+    path.write_text("".join(f'{{"loss": {i}}}\n' for i in range(5000)))
+    found = points_of(read(reader, path), "loss")
+    assert 50 <= len(found) < 200
+    assert all(step == value for step, value in found)
+    assert found[-1] == (4999, 4999)
+
+
+def test_a_name_that_is_rare_loses_no_point(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "BLOCK", 1 << 12)
+    path, reader = tmp_path / "metrics.jsonl", MetricReader()
+    records = [{"step": i, "loss": 1.0} | ({"val": i} if i % 100 == 0 else {}) for i in range(9000)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    found = read(reader, path)
+    assert [step for step, _ in points_of(found, "val")] == list(range(0, 9000, 100))
+
+
+def test_a_large_file_takes_no_more_memory_than_its_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "BLOCK", 1 << 14)
+    monkeypatch.setattr(metrics, "POINTS", 100)
+    path, reader = tmp_path / "metrics.jsonl", MetricReader()
+    path.write_text("".join(f'{{"step": {i}, "loss": 0.5, "lr": 0.125}}\n' for i in range(30_000)))
+    tracemalloc.start()
+    try:
+        found = read(reader, path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert points_of(found, "loss")[-1] == (29_999, 0.5)
+    assert path.stat().st_size > 1_000_000
+    assert peak < 600_000, peak
+
+
+def test_reading_pauses_at_its_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "BLOCK", 1 << 10)
+    paths = [tmp_path / "metrics.jsonl", tmp_path / "metrics-1.jsonl"]
+    for path in paths:
+        path.write_text("".join(f'{{"step": {i}, "loss": 1.0}}\n' for i in range(1000)))
+    files = [(path, rank) for rank, path in enumerate(paths)]
+    reader, found, n_calls = MetricReader(), [], 0
+    while not n_calls or reader.is_behind:
+        found += reader.read(files, seconds=0)
+        n_calls += 1
+    assert n_calls > 20
+    steps = [step for step, _ in points_of(found, "loss")]
+    assert (steps.count(0), steps.count(999)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[1]",
+        b"3",
+        b"null",
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"loss": ' + b"9" * 5000 + b"}",
+        b"x" * 5000,
+    ],
+)
+def test_lines_that_are_no_records_are_passed_over(line, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "BLOCK", 1 << 10)
+    path, reader = tmp_path / "metrics.jsonl", MetricReader()
+    good = b'{"step": 1, "loss": 2.0}\n'
+    path.write_bytes(good + line + b"\n" + good)
+    assert points_of(read(reader, path), "loss") == [(1, 2.0), (1, 2.0)]
+
+
+def test_a_value_that_is_no_number_leaves_a_gap(tmp_path):
+    path, reader = tmp_path / "metrics.jsonl", MetricReader()
+    path.write_text(
+        '{"a": "nan", "b": NaN, "c": Infinity, "d": {"e": 1}, "f": true, "step": NaN}\n'
+    )
+    found = read(reader, path)
+    assert [each["points"] for each in found] == [[(0, None)]] * 5
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_run_that_is_being_removed_shows_what_is_left(tmp_path):
+    gone, there = tmp_path / "metrics.jsonl", tmp_path / "metrics-1.jsonl"
+    os.symlink(tmp_path / "removed", gone)  # listed, and gone when opened
+    there.write_text('{"time": 1.5, "rank": 0.25}\n')
+    found = MetricReader().read([(gone, 0), (there, 1)], FOREVER_S)
+    assert found == [
+        {"rank": 1, "name": "rank", "points": [(0, 0.25)]}
+    ]  # what the program calls so
