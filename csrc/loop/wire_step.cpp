@@ -12,8 +12,9 @@
 namespace ringcomm {
 namespace {
 
-// Each rank sends what all others bring. Above this, an algorithm that sends less is faster.
-constexpr std::size_t kMostSent = std::size_t{64} << 10;
+// Each rank sends what all others bring. Above this, an algorithm that sends less is faster. (64 KiB, and
+// the header of one rank of two.)
+constexpr std::size_t kMostSent = (std::size_t{64} << 10) + 64;
 constexpr std::size_t kBlockAlignment = 64;
 
 constexpr std::size_t padded(std::size_t nbytes) { return (nbytes + 15) / 16 * 16; }

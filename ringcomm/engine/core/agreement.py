@@ -13,6 +13,7 @@ import numpy as np
 from ringcomm.arrays import DTYPES, Flat
 from ringcomm.collectives.algorithms import circulant, linear, node, tree
 from ringcomm.collectives.message_patterns import consecutive, dissemination_steps
+from ringcomm.collectives.recording import perform
 from ringcomm.engine.core.call import Call, are_wrong_alike, explain_mismatch
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
@@ -77,7 +78,7 @@ async def gather_counts(count: int, t: Channel) -> list[int]:
     counts = np.zeros(t.size, np.int64)
     counts[t.rank] = count
     whole = Flat(counts.view(np.uint8), DTYPES["int64"])
-    await node_or(circulant, t).allgather_(whole, consecutive([1] * t.size), t)
+    await perform(node_or(circulant, t).allgather_, t, whole, consecutive([1] * t.size))
     return [int(n) for n in counts]
 
 
@@ -93,7 +94,7 @@ async def gather_alike(mine: bytes, t: Channel) -> list[bytes]:
 async def _gathered(mine: bytes, parts: list[slice], t: Channel) -> list[bytes]:
     everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
     everything[parts[t.rank]].bytes[:] = np.frombuffer(mine, np.uint8)
-    await node_or(circulant, t).allgather_(everything, parts, t)
+    await perform(node_or(circulant, t).allgather_, t, everything, parts)
     return [everything[part].bytes.tobytes() for part in parts]
 
 
@@ -101,10 +102,10 @@ async def broadcast_bytes(packed: bytes, root: int, t: Channel) -> bytes:
     """Return root's bytes; the other ranks need not know how many there are."""
     nbytes = np.array([len(packed)], np.int64)
     algorithm = node_or(tree, t)
-    await algorithm.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
+    await perform(algorithm.broadcast_, t, Flat(nbytes.view(np.uint8), DTYPES["int64"]), root)
     is_root = t.rank == root
     data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
-    await algorithm.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
+    await perform(algorithm.broadcast_, t, Flat(data, DTYPES["uint8"]), root)
     return data.tobytes()
 
 
@@ -113,11 +114,11 @@ async def gather_bytes_at(mine: bytes, root: int, t: Channel) -> list[bytes]:
     parts = consecutive(await gather_counts(len(mine), t))
     own = Flat(np.frombuffer(mine, np.uint8), DTYPES["uint8"])
     if t.rank != root:
-        await node_or(linear, t).gather_(None, own, parts, root, t)
+        await perform(node_or(linear, t).gather_, t, None, own, parts, root)
         return []
     everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
     everything[parts[root]].bytes[:] = own.bytes
-    await node_or(linear, t).gather_(everything, own, parts, root, t)
+    await perform(node_or(linear, t).gather_, t, everything, own, parts, root)
     return [everything[part].bytes.tobytes() for part in parts]
 
 
@@ -130,7 +131,7 @@ async def scatter_bytes(packed: list[bytes], root: int, t: Channel) -> bytes:
     everything = None
     if t.rank == root:
         everything = Flat(np.frombuffer(b"".join(packed), np.uint8), DTYPES["uint8"])
-    await node_or(linear, t).scatter_(everything, out, parts, root, t)
+    await perform(node_or(linear, t).scatter_, t, everything, out, parts, root)
     return out.bytes.tobytes()
 
 
