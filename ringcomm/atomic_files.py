@@ -1,4 +1,4 @@
-"""Writes files as a whole or not at all; computes checksums."""
+"""Writes files as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-_PIECE: Final = 1 << 20
-
-
-class BrokenFileError(Exception):
-    pass
 
 
 @contextlib.contextmanager
@@ -82,14 +76,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def checksum(path: Path) -> tuple[int, int]:
-    crc = length = 0
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            crc, length = zlib.crc32(piece, crc), length + len(piece)
-    return length, crc
 
 
 def crc_of(*pieces: Any) -> int:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final
 
-from ringcomm.atomic_files import BrokenFileError
+from ringcomm.regular_files import BrokenFileError, open_regular
 from ringcomm.system_text import read_text
 
 _log = logging.getLogger("ringcomm")
@@ -33,10 +33,10 @@ def read_trusted(path: str | os.PathLike[str], *, mends_mode: bool = False) -> b
 
     Raises:
         OSError: it cannot be read.
-        BrokenFileError: somebody else can have written it. The text says who, and what to do; it
-            begins with a verb, and lacks the path.
+        BrokenFileError: it is no regular file, or somebody else can have written it. The text says
+            who, and what to do; it begins with a verb, and lacks the path.
     """
-    with _opened(path) as file:
+    with open_regular(path) as file:
         if text := _distrust(file):
             raise BrokenFileError(text)
         mode = os.fstat(file.fileno()).st_mode
@@ -48,8 +48,11 @@ def read_trusted(path: str | os.PathLike[str], *, mends_mode: bool = False) -> b
 
 
 def why_untrusted(path: str | os.PathLike[str]) -> str:
-    """Return why read_trusted() would refuse a file; "" if it would not. Raises OSError."""
-    with _opened(path) as file:
+    """Return why read_trusted() would refuse a file; "" if it would not.
+
+    Raises as open_regular() does.
+    """
+    with open_regular(path) as file:
         return _distrust(file) or _of_group(file)
 
 
@@ -64,19 +67,10 @@ def is_own(uid: int) -> bool:
     return uid in (os.geteuid(), 0)
 
 
-def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    def without_waiting(path: str, flags: int) -> int:  # a pipe may lie there
-        return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
-
-    return open(path, "rb", buffering=0, opener=without_waiting)
-
-
 def _distrust(file: IO[bytes]) -> str:
     """Return why a file is not trusted whatever its group may do; "" if it is."""
     facts = os.fstat(file.fileno())
     mode = stat.S_IMODE(facts.st_mode)
-    if not stat.S_ISREG(facts.st_mode):
-        return "is no regular file"
     if not is_own(facts.st_uid):
         return (
             f"belongs to {user_name(facts.st_uid)}, who could make this process of "

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-_FORMAT = 1
+from ringcomm.foreign_text import is_int64, parsed_json
+
+_FORMAT: Final = 2
+_CHECKSUM: Final = ',\n  "crc": '  # ends the text, with the CRC-32 of all before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +48,16 @@ class TimeTable:
         }
 
     def dumps(self) -> str:
-        return json.dumps({"format": _FORMAT, **vars(self)}, indent=2) + "\n"
+        text = json.dumps({"format": _FORMAT, **vars(self)}, indent=2).removesuffix("\n}")
+        return text + _checksum_of(text)
 
     @classmethod
     def loads(cls, text: str) -> TimeTable:
         """Return the table of a text form. Raises ValueError if the text is not valid."""
-        content = json.loads(text)
+        try:
+            content = parsed_json(text)
+        except ValueError as error:
+            raise ValueError(f"it {error}") from error
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f"it is no tuning table of format {_FORMAT}")
         wanted = {"layout": str, "implementation": str, "version": str, "seconds": dict}
@@ -57,7 +65,15 @@ class TimeTable:
         if wrong:
             raise ValueError(f"it lacks {', '.join(wrong)}")
         seconds = {name: _rows(rows) for name, rows in content["seconds"].items()}
+        head, _, _ = text.rpartition(_CHECKSUM)
+        if text != head + _checksum_of(head):
+            raise ValueError("it has changed since it was written")
         return cls(content["layout"], content["implementation"], content["version"], seconds)
+
+
+def _checksum_of(text: str) -> str:
+    """Return the end of a table that begins with `text`."""
+    return f"{_CHECKSUM}{zlib.crc32(text.encode())}\n}}\n"
 
 
 def _rows(rows: Any) -> dict[int, dict[str, float]]:
@@ -71,4 +87,6 @@ def _rows(rows: Any) -> dict[int, dict[str, float]]:
         raise ValueError(f"its times are not by size and algorithm: {error}") from error
     if not all(0 < s < math.inf for row in found.values() for s in row.values()):
         raise ValueError("it holds times that are not positive")
+    if not all(nbytes > 0 and is_int64(nbytes) for nbytes in found):
+        raise ValueError("it holds times of arrays that cannot be")
     return dict(sorted(found.items()))

@@ -16,15 +16,10 @@ import zlib
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
-from ringcomm.atomic_files import (
-    BrokenFileError,
-    checksum,
-    crc_of,
-    remove_unfinished,
-    replacing,
-)
+from ringcomm.atomic_files import crc_of, remove_unfinished, replacing
 from ringcomm.errors import RingcommError
 from ringcomm.integers import is_integer
+from ringcomm.regular_files import BrokenFileError, checksum, open_regular, read_regular
 from ringcomm.trusted_files import read_trusted, why_untrusted
 
 _log = logging.getLogger("ringcomm")
@@ -127,7 +122,7 @@ class KeptFile:
         try:
             os.link(self.path, self.previous)
         except OSError:  # a file system without links
-            with self.path.open("rb") as old, replacing(self.previous, mode=0o600) as new:
+            with open_regular(self.path) as old, replacing(self.previous, mode=0o600) as new:
                 shutil.copyfileobj(old, new)
         with replacing(_with_suffix(self.previous, "count"), mode=0o600) as file:
             file.write(_COUNT % self.origin.n_made)
@@ -143,7 +138,7 @@ class KeptFile:
 
         Only a rank that has written here can tell: a new rank 0 finds what the one before it wrote.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BrokenFileError):
             if not self._has_warned and _crc_of_file(self.path) not in (self._written, ABSENT):
                 self._has_warned = True
                 _log.warning(
@@ -226,10 +221,9 @@ class KeptFile:
 
     def _n_counted(self) -> int:
         try:
-            descriptor = os.open(_with_suffix(self.path, "count"), _OTHERS_MAY_HAVE_MADE_IT)
-            with open(descriptor, "rb", buffering=0) as file:
-                text = file.read(len(_COUNT % 0)).strip()
-        except OSError:  # it only tells how many commits are lost
+            path = _with_suffix(self.path, "count")
+            text = read_regular(path, len(_COUNT % 0), flags=os.O_NOFOLLOW).strip()
+        except (OSError, BrokenFileError):  # it only tells how many commits are lost
             return 0
         return min(int(text), _MOST) if text.isdigit() else 0
 
@@ -278,7 +272,7 @@ def _trailer_of(end: bytes | memoryview) -> tuple[bytes, int, int]:
 def _crc_of_file(path: Path) -> int:
     """Return the CRC-32 of the pickle in a file, as its trailer has it; ABSENT if there is none."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TRAILER.size))
             mark, _, crc = _trailer_of(file.read())
         return crc if mark == _MARK else checksum(path)[1]

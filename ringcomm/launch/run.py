@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ringcomm.atomic_files import BrokenFileError, replacing
+from ringcomm.atomic_files import replacing
 from ringcomm.config import environment
 from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError, RingcommError
 from ringcomm.launch.run_rank import CALL, RankReport, dumps, report_path
+from ringcomm.regular_files import BrokenFileError, with_checksum, without_checksum
 from ringcomm.trusted_files import read_trusted
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="ringcomm-run-") as name:
         folder = Path(name)
         with replacing(folder / CALL, mode=0o600) as file:
-            file.write(call)
+            file.write(with_checksum(call))
         request = RunRequest(
             program=command(f"from ringcomm.launch.run_rank import main; main({name!r})"),
             np=np,
@@ -122,13 +123,13 @@ def _packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def _read(folder: Path, rank: int) -> RankReport | None:
     path = report_path(folder, rank)
     try:
-        report: RankReport = pickle.loads(read_trusted(path))
+        report: RankReport = pickle.loads(without_checksum(read_trusted(path)))
     except FileNotFoundError:
         return None
     except BrokenFileError as error:
         raise RingcommError(
             f"run: {path}, in which rank {rank} reports, {error}. Set TMPDIR to a folder that is "
-            "yours alone"
+            "yours alone, on a good disk"
         ) from error
     return report
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from ringcomm.atomic_files import replacing
 from ringcomm.errors import PeerFailedError
 from ringcomm.launched.launcher import launched_rank
+from ringcomm.regular_files import BrokenFileError, with_checksum, without_checksum
 from ringcomm.trusted_files import read_trusted
 
 CALL: Final = "call"
@@ -33,7 +34,7 @@ def main(folder: str) -> None:
     """Make the call that the folder has, write this rank's report there, and reraise its error."""
     path = report_path(Path(folder), launched_rank())
     try:
-        func, args, kwargs = _loaded(read_trusted(Path(folder, CALL)))
+        func, args, kwargs = _loaded(_call_in(Path(folder, CALL)))
         result = func(*args, **kwargs)
         _write(path, RankReport(result=_packed(result)))
     except BaseException as error:
@@ -53,6 +54,13 @@ def dumps() -> tuple[Callable[[Any], bytes], bool]:
     except ModuleNotFoundError:
         return pickle.dumps, True
     return cloudpickle.dumps, False
+
+
+def _call_in(path: Path) -> bytes:
+    try:
+        return without_checksum(read_trusted(path))
+    except BrokenFileError as error:
+        raise BrokenFileError(f"{path} {error}") from error
 
 
 class _SendingError(TypeError):
@@ -104,4 +112,4 @@ def _pickled(error: BaseException) -> bytes:
 
 def _write(path: Path, report: RankReport) -> None:
     with replacing(path, mode=0o600) as file:
-        file.write(pickle.dumps(report))
+        file.write(with_checksum(pickle.dumps(report)))

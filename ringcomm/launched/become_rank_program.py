@@ -22,6 +22,7 @@ _SOURCES: Final = {
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
+_CONFIG_NBYTES: Final = 64 << 20
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as in shells
 
 
@@ -66,11 +67,12 @@ def _node_in(folder: str, host: str) -> int | None:
     import json  # takes 5 ms
 
     try:
-        with open(f"{folder}/run.json", "rb") as file:
-            hosts = json.load(file)["hosts"]
-    except (OSError, ValueError, LookupError, TypeError):
+        opened = os.open(f"{folder}/run.json", os.O_RDONLY | os.O_NONBLOCK)  # of a pipe
+        with open(opened, "rb") as file:
+            hosts = json.loads(file.read(_CONFIG_NBYTES))["hosts"]
+        names = [each.rpartition(":")[0] for each in hosts]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    names = [each.rpartition(":")[0] for each in hosts]
     shorts = [name.partition(".")[0] for name in names]
     if host in names:
         return names.index(host)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ringcomm.launched.ancestors import ancestors
 from ringcomm.launched.children_are_no_ranks import RUN_FOLDER, create_run_file, run_file
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.launched.process_stat import ProcessStat
 from ringcomm.system_text import bytes_of, host_name
+
+_MOST_PID: Final = (1 << 31) - 1
+_RECORD: Final = re.compile(r"([1-9][0-9]{0,9}) (\S+) ([0-9]{1,18})\n", re.ASCII)
 
 
 class RankProcess(NamedTuple):
@@ -29,10 +33,11 @@ class RankProcess(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> RankProcess | None:
-        match text.split():
-            case [pid, host, start] if pid.isdigit() and start.isdigit():
-                return cls(int(pid), host, int(start))
-        return None
+        """Return the process of a record; None if it is none."""
+        match = _RECORD.fullmatch(text)
+        if match is None or int(match[1]) > _MOST_PID:
+            return None
+        return cls(int(match[1]), match[2], int(match[3]))
 
     @property
     def lives(self) -> bool:

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from harness import at_length
+from planted_files import damaged
 from ps_ranks_as_threads import run_workers
 
 import ringcomm as rc
 from ringcomm import atomic_files, ps
-from ringcomm.atomic_files import BrokenFileError
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
@@ -25,6 +24,7 @@ from ringcomm.ps.job import session
 from ringcomm.ps.partition_state import PartitionState, recut
 from ringcomm.ps.placement.partition_places_and_moves import Move
 from ringcomm.ps.placement.rebalance import move_all
+from ringcomm.regular_files import BrokenFileError
 
 COUNT = 1003
 GRADIENTS = np.random.default_rng(0).standard_normal((40, 2, COUNT)).astype(np.float32)
@@ -517,17 +517,6 @@ def as_before(manifest):
     return json.dumps({**content, "format": 1}, indent=1).encode()
 
 
-def damaged(data, n_flips, n_cuts):
-    """Yield copies of a file with one bit changed, or without its end."""
-    chance = random.Random(61)
-    for bit in chance.sample(range(8 * len(data)), n_flips):
-        out = bytearray(data)
-        out[bit // 8] ^= 1 << bit % 8
-        yield bytes(out)
-    for end in (0, 1, len(data) - 1, *chance.sample(range(len(data)), n_cuts)):
-        yield data[:end]
-
-
 def read_all(root):
     """Return the step of the newest checkpoint that can be used, and a value."""
 
@@ -547,7 +536,7 @@ def test_a_manifest_of_which_a_bit_or_the_end_has_changed_is_not_used(tmp_path):
     path = saved(tmp_path)[-1] / "manifest.json"
     whole = path.read_bytes()
     assert read_all(tmp_path) == (2, 2.0)
-    for data in damaged(whole, 400, 40):
+    for data in damaged(whole, *at_length([4000, 400], [400, 40])):
         path.write_bytes(data)
         assert read_all(tmp_path) == (1, 1.0), data
     path.write_bytes(whole)
@@ -563,7 +552,7 @@ def test_a_manifest_of_before_is_read_and_what_is_no_manifest_is_not_used(tmp_pa
     path.write_bytes(whole)
     assert read_all(tmp_path) == (2, 2.0)
     values = []
-    for data in damaged(whole, 400, 40):
+    for data in damaged(whole, *at_length([4000, 400], [400, 40])):
         path.write_bytes(data)
         values.append(read_all(tmp_path)[1])
     assert set(values) == {1.0, 2.0}

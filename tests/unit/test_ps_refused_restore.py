@@ -10,9 +10,10 @@ from ps_ranks_as_threads import Boom, ended, run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.atomic_files import BrokenFileError, paths_in
+from ringcomm.atomic_files import paths_in
 from ringcomm.config import Settings
 from ringcomm.ps.checkpoint import files
+from ringcomm.regular_files import BrokenFileError
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 COUNT = 100

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from harness import run_command, wait_until
@@ -192,32 +193,41 @@ def test_a_program_that_is_not_there_is_named(tmp_path):
 
 
 # --- records ------------------------------------------------------------------------------------
+NOW = 1_795_987_656_842_555_840  # ns
+
+
 def failed(rank, code, text="x", evidence=Evidence.OWN, *, at=0):
     return RecordedFailure(rank, code, evidence, at, text)
 
 
 def test_a_guardian_file_is_read_up_to_what_is_not_whole():
-    data = "watches 12\nnote 3\nÄ\nreport 1 3 own 7 4\nx r\nreport -1 143 asked 8 2\nyy".encode()
-    failures = (failed(1, 3, "x r\n", at=7), failed(None, 143, "yy", Evidence.ASKED, at=8))
+    data = (
+        f"watches 12\nnote 3\nÄ\nreport 1 3 own {NOW} 4\nx r\nreport -1 143 asked 8 2\nyy".encode()
+    )
+    failures = (
+        failed(1, 3, "x r\n", at=NOW),
+        failed(None, 143, "yy", Evidence.ASKED, at=8),
+    )
     read = GuardianFile(12, failures, ("Ä\n",))
     assert parse_guardian_file(data) == read
     assert parse_guardian_file(data + b"end\n").has_ended
     assert parse_guardian_file(data + b"report 2 1 own 7 9\nabc") == read
     assert parse_guardian_file(b"watch") == GuardianFile(0)
+    assert parse_guardian_file(data + b"watch\n" + data) == replace(read, is_damaged=True)
 
 
 def test_the_last_exit_code_of_a_rank_counts():
-    assert parse_rank_end("began\nleft\nexit 001\nexit 003\n") == RankEnd(has_left=True, code=3)
-    assert parse_rank_end("began\n") == RankEnd()
+    assert parse_rank_end(b"began\nleft\nexit 001\nexit 003\n") == RankEnd(has_left=True, code=3)
+    assert parse_rank_end(b"began\n") == RankEnd()
 
 
 def test_the_last_role_of_a_rank_says_whether_it_trains():
-    begun = "began\nrole \nrole spare\n"
+    begun = b"began\nrole \nrole spare\n"
     assert (parse_rank_end(begun).is_worker, parse_rank_end(begun).may_train) == (False, True)
-    for role in ("worker", "rank 2", ""):
-        assert parse_rank_end(f"{begun}role {role}\n").is_worker
-    for role in ("server 0", "evaluator"):
-        assert not parse_rank_end(f"{begun}role {role}\n").may_train
+    for role in (b"worker", b"rank 2", b""):
+        assert parse_rank_end(b"%brole %b\n" % (begun, role)).is_worker
+    for role in (b"server 0", b"evaluator"):
+        assert not parse_rank_end(b"%brole %b\n" % (begun, role)).may_train
 
 
 def test_a_rank_records_its_end_only_in_its_own_process(tmp_path):

@@ -93,7 +93,7 @@ def test_a_merged_file_is_json_with_an_end_for_each_operation(tmp_path, capsys):
     assert main(["summary", str(tmp_path / "none")]) == 1
     no_such = f"ringcomm timeline: {tmp_path / 'none'}: No such file or directory\n"
     assert capsys.readouterr().err == no_such
-    assert read_events("]") == []
+    assert read_events([b"]"]) == ([], 0)
 
 
 def test_a_file_without_events_of_a_rank_is_named(tmp_path, capsys):

@@ -10,10 +10,10 @@ import stat
 import pytest
 from other_users import IS_ROOT, shared_folder, write_as_another
 
-from ringcomm.atomic_files import BrokenFileError
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.kernels import compiled_on_disk
 from ringcomm.launch import run, run_rank
+from ringcomm.regular_files import BrokenFileError
 from ringcomm.trusted_files import read_trusted, why_untrusted
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,15 +65,19 @@ GOOD = json.loads(TABLE.dumps())
         ("", "Expecting value"),
         (TABLE.dumps()[:-9], "Expecting"),
         ("[]", "no tuning table"),
-        (json.dumps(GOOD | {"format": 0}), "no tuning table of format 1"),
+        (json.dumps(GOOD | {"format": 0}), "no tuning table of format 2"),
         (json.dumps(GOOD | {"implementation": None}), "lacks implementation"),
         (json.dumps(GOOD | {"seconds": {"allreduce": 3}}), "not by size and algorithm"),
         (json.dumps(GOOD | {"seconds": {"allreduce": {"1": {"ring": 0}}}}), "not positive"),
         (json.dumps(GOOD | {"seconds": {"allreduce": {"1": {"ring": None}}}}), "not by size"),
         (json.dumps(GOOD | {"seconds": {"allreduce": {"a": {"ring": 1}}}}), "invalid literal"),
-        (json.dumps(GOOD | {"layout": "9 hosts x 1 rank"}), "measured with 9 hosts x 1 rank"),
+        (json.dumps(GOOD | {"layout": "9 hosts x 1 rank"}), "changed since it was written"),
+        (json.dumps(GOOD | {"seconds": {"allreduce": {"0": {"ring": 1}}}}), "cannot be"),
+        (json.dumps(GOOD | {"seconds": {"allreduce": {str(1 << 63): {"ring": 1}}}}), "cannot be"),
+        ("[" * 100_000, "nested too deeply"),
+        (replace(TABLE, layout="9 hosts x 1 rank").dumps(), "measured with 9 hosts x 1 rank"),
         (
-            json.dumps(GOOD | {"version": "0.0"}),
+            replace(TABLE, version="0.0").dumps(),
             f"with ringcomm 0.0, and this job has ringcomm {__version__}",
         ),
     ],

@@ -11,9 +11,9 @@ import contextlib
 import traceback
 from typing import NamedTuple, NoReturn, TypeVar
 
-from ringcomm.atomic_files import BrokenFileError
 from ringcomm.engine.api import collectives
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
+from ringcomm.regular_files import BrokenFileError
 from ringcomm.status.print_alike_errors_once import others_raise_it_too
 
 T = TypeVar("T")

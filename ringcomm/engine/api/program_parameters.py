@@ -12,6 +12,7 @@ from typing import Any, Final
 from ringcomm.config import program_parameters
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.errors import ConfigError
+from ringcomm.foreign_text import is_number
 from ringcomm.integers import is_integer
 from ringcomm.open_errors import needed_for
 
@@ -134,7 +135,7 @@ def _of_file(path: str, known: Mapping[str, Any]) -> dict[str, Any]:
     with needed_for(f"read {path}, which RINGCOMM_PARAMS names"), open(path, "rb") as file:
         try:
             found = tomllib.load(file)
-        except ValueError as error:  # no TOML, or no UTF-8
+        except (ValueError, RecursionError) as error:  # no TOML, or no UTF-8
             raise ConfigError(f"{path}: {error}") from error
     _refuse_unknown(path, found, known)
     for name, value in found.items():
@@ -142,6 +143,8 @@ def _of_file(path: str, known: Mapping[str, Any]) -> dict[str, Any]:
         fits = type(value) is wanted or (wanted is float and type(value) is int)
         if not fits:
             raise ConfigError(f"{path}: {name} is {value!r}; it must be a {wanted.__name__}")
+        if not isinstance(value, str) and not is_number(value) and not isinstance(value, bool):
+            raise ConfigError(f"{path}: {name} is {value}; it must be finite, and of 64 bits")
     return {name: type(known[name])(value) for name, value in found.items()}
 
 

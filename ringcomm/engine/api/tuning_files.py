@@ -13,6 +13,8 @@ from ringcomm.collectives.measured_times import TimeTable
 from ringcomm.collectives.ranks_by_host import describe
 from ringcomm.config import Settings, tuning_folder
 from ringcomm.errors import ConfigError
+from ringcomm.foreign_text import printable
+from ringcomm.regular_files import BrokenFileError, read_regular
 from ringcomm.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -28,8 +30,7 @@ def load(settings: Settings, transport: Transport) -> str:
     if path is None:
         return ""
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = read_regular(path).decode()
         problem = _problem(TimeTable.loads(text), layout, transport.implementation)
     except FileNotFoundError:
         if settings.tuning:
@@ -42,13 +43,15 @@ def load(settings: Settings, transport: Transport) -> str:
                 transport.size,
             )
         return ""
-    except (OSError, ValueError) as error:
-        problem = str(error)
+    except UnicodeDecodeError as error:
+        problem = f"it is no text: {error}"
+    except (OSError, BrokenFileError, ValueError) as error:
+        problem = f"it {error}" if isinstance(error, BrokenFileError) else str(error)
     if problem:
         _log.warning(
             "%s is ignored: %s. `mpirun -np %d ringcomm tune` writes it anew.",
             path,
-            problem,
+            printable(problem),
             transport.size,
         )
         return ""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from ringcomm.atomic_files import BrokenFileError, replacing
+from ringcomm.atomic_files import replacing
+from ringcomm.regular_files import BrokenFileError
 from ringcomm.trusted_files import read_trusted
 
 _DIGEST_NBYTES: Final = 32

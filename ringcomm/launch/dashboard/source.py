@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,8 @@ from ringcomm._core import monotonic_ns
 from ringcomm.atomic_files import paths_in
 from ringcomm.engine.control.commands import Command
 from ringcomm.launch.dashboard.metrics import MetricReader
-from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
+from ringcomm.launch.job.read_records import RunEnd
+from ringcomm.launch.job.run_folder import CONFIG, RunFolder
 from ringcomm.launch.job.verdict import SIGNAL_NAMES
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run
@@ -57,9 +59,9 @@ class Source:
             rows = [self._row(each) for each in samples]
             self._before = {(each.job, each.rank): each for each in samples}
             late = self._late(samples)
-        end = self._json(END)
-        if end is not None and end["rank"] is not None:  # the others ended because of this one
-            rows = [row | {"is_bad": row["rank"] == end["rank"]} for row in rows]
+        end = self.folder.end() if self.folder is not None else None
+        if end is not None and end.rank is not None:  # the others ended because of this one
+            rows = [row | {"is_bad": row["rank"] == end.rank} for row in rows]
         if not rows and self.folder is not None:
             rows = _rows_of_end(end)
         return {
@@ -67,8 +69,8 @@ class Source:
             "time": time.time(),
             "ranks": rows,
             "events": latest_events(samples, _EVENTS) if samples else [],
-            "late": late,
-            "end": end,
+            "late": "; ".join([*([late] if late else []), *self._problems()]),
+            "end": None if end is None else asdict(end),
         }
 
     def metrics(self, reader: MetricReader, seconds: float) -> list[dict[str, Any]]:
@@ -80,12 +82,14 @@ class Source:
         if self.folder is None:
             return ""
         try:
-            with self.folder.log_of(rank).open("rb") as file:
-                file.seek(0, 2)
-                file.seek(max(0, file.tell() - _LOG_BYTES))
-                return file.read().decode(errors="replace")
-        except FileNotFoundError:
+            file = self.folder.open_log_of(rank)
+        except FileNotFoundError:  # the run was removed
             return ""
+        with file or contextlib.nullcontext():
+            if file is None:
+                return ""
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+            return file.read(_LOG_BYTES).decode(errors="replace")
 
     def command(self, command: Command) -> CommandOutcome:
         with self._lock:
@@ -107,7 +111,7 @@ class Source:
         samples = self._folders.with_other_hosts(self._ranks.sample(monotonic_ns()))
         if self.folder is None:
             return [each for each in samples if each.job.startswith(self._job)]
-        return of_run(samples, self.folder.path)
+        return of_run(samples, self.folder.path, self._folders.problems)
 
     def _late(self, samples: list[RankSample]) -> str:
         """Return who is slow in the jobs, in words; "" for nobody."""
@@ -127,40 +131,39 @@ class Source:
             if match := re.fullmatch(r"metrics(?:-(\d+))?\.jsonl", path.name):
                 yield path, int(match[1] or 0)
 
-    def _json(self, name: str) -> dict[str, Any] | None:
-        if self.folder is None:
-            return None
-        try:
-            found: dict[str, Any] = json.loads((self.folder.path / name).read_bytes())
-        except FileNotFoundError:
-            return None
-        return found
+    def _problems(self) -> list[str]:
+        """Return which files of the run cannot be used, and why, in words."""
+        own = self.folder.problems.items() if self.folder is not None else ()
+        return sorted(
+            {f"{name} {what}: it does not count" for name, what in own} | self._folders.problems
+        )
 
 
 def newest_run(runs: Path) -> RunFolder | None:
     """Return the newest run in a folder of runs, or None."""
     began_at: dict[Path, float] = {}
     for path in paths_in(runs):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it is none, or removed
-            if not path.is_symlink():
+        with contextlib.suppress(OSError):  # it is none, or removed, or closed to this user
+            if not path.is_symlink() and os.access(path, os.R_OK):
                 began_at[path] = (path / CONFIG).stat().st_mtime
     newest = max(began_at, key=began_at.__getitem__, default=None)
     return None if newest is None else RunFolder(newest.absolute())
 
 
-def _rows_of_end(end: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _rows_of_end(end: RunEnd | None) -> list[dict[str, Any]]:
     """Return rows of ranks that are gone, by the record of their run; bad: who failed first."""
     if end is None:
         return []
-    first = None if end["rank"] is None else str(end["rank"])
-    good = {0, os.EX_TEMPFAIL} if end["code"] == os.EX_TEMPFAIL else {0}  # it was asked to stop
-    if end["code"] in [128 + number for number in SIGNAL_NAMES]:  # and its ranks died of it
-        good = set(end["exit_codes"].values())
+    good: set[int | None] = {0}
+    if end.code == os.EX_TEMPFAIL:  # it was asked to stop
+        good = {0, os.EX_TEMPFAIL}
+    elif end.code in [128 + number for number in SIGNAL_NAMES]:  # and its ranks died of it
+        good = set(end.exit_codes.values())
     return [
         {
-            "rank": int(rank),
+            "rank": rank,
             "state": "left no exit code" if code is None else f"exit {code}",
-            "is_bad": code not in good if first is None else rank == first,
+            "is_bad": code not in good if end.rank is None else rank == end.rank,
         }
-        for rank, code in end["exit_codes"].items()
+        for rank, code in end.exit_codes.items()
     ]

@@ -221,7 +221,10 @@ def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
         raise ConfigError(f"--hostfile {args.hostfile}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--hostfile {args.hostfile}: it is no text, {error}") from error
-    return parse_host_file(text)
+    try:
+        return parse_host_file(text)
+    except ConfigError as error:
+        raise ConfigError(f"--hostfile {args.hostfile}: {error}") from error
 
 
 def _options(args: argparse.Namespace) -> tuple[str, ...]:

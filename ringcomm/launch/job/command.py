@@ -17,6 +17,7 @@ from typing import Any
 from ringcomm._version import __version__
 from ringcomm.config import environment
 from ringcomm.errors import ConfigError
+from ringcomm.foreign_text import printable
 from ringcomm.launch.check_install.gather_facts import gather
 from ringcomm.launch.job.arguments import Arguments, parse_arguments
 from ringcomm.launch.job.plan import plan
@@ -218,7 +219,8 @@ def _say_end(verdict: Verdict, folder: RunFolder, *, has_shown_report: bool) -> 
     report = report or f"x {verdict.what} - exit {verdict.code}\n"
     log = folder.path if verdict.rank is None else folder.log_of(verdict.rank)
     shown = log if log.exists() else folder.path
-    show(f"\n{report}  logs: {_near(shown)}\n".encode(errors="backslashreplace"), sys.stderr)
+    text = printable(f"\n{report}  logs: {_near(shown)}\n", keeps_lines=True)
+    show(text.encode(), sys.stderr)
 
 
 def _described(job: RunPlan, here: Surroundings) -> str:

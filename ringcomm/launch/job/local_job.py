@@ -7,7 +7,6 @@ notebook has threads, and signals of its own.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -61,7 +60,7 @@ def run_on_this_host(
         deadline_s=deadline_s,
         patience_s=_TO_END_S,
     )
-    verdict = None if child.code is None else _verdict(folder, child.code)
+    verdict = None if child.code is None else _verdict(run_folder, child.code)
     blamed = verdict.rank if verdict else None
     ranks = sorted(range(job.size), key=lambda rank: rank == blamed)
     texts = [child.output, *(_log(run_folder, rank) for rank in ranks)]
@@ -76,13 +75,15 @@ def command(statement: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{statement}")
 
 
-def _verdict(folder: Path, code: int) -> Verdict:
-    try:
-        end = json.loads((folder / END).read_bytes())
-    except FileNotFoundError:
+def _verdict(folder: RunFolder, code: int) -> Verdict:
+    end = folder.end()
+    if end is None:
         how = f"exit {code}" if code >= 0 else f"signal {-code}"
-        return Verdict(code or 1, f"what supervised the job has left no record of its end ({how})")
-    return Verdict(end["code"], end["what"], end["rank"], end["report"])
+        what = f"what supervised the job has left no record of its end ({how})"
+        if END in folder.problems:
+            what = f"{folder.path / END} {folder.problems[END]} ({how})"
+        return Verdict(code or 1, what)
+    return Verdict(end.code, end.what, end.rank, end.report)
 
 
 def _log(folder: RunFolder, rank: int) -> str:

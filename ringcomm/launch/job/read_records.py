@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
+from ringcomm.foreign_text import is_int64, parsed_json
 from ringcomm.status.page_enums import RESERVE, SPARE
 
 
@@ -39,31 +42,53 @@ class GuardianFile:
     failures: tuple[RecordedFailure, ...] = ()
     notes: tuple[str, ...] = ()
     has_ended: bool = False
+    is_damaged: bool = False  # what follows these records is none
+
+
+_INT: Final = r"(-?[0-9]{1,19})"
+_KINDS: Final = "|".join(Evidence)
+_LINE: Final = re.compile(
+    rf"(?P<pid>watches) {_INT}|(?P<end>end)|(?P<note>note) {_INT}"
+    rf"|(?P<report>report) {_INT} {_INT} ({_KINDS}) {_INT} {_INT}".encode()
+)
 
 
 def parse_guardian_file(data: bytes) -> GuardianFile:
-    """Return the content of a guardian's file; a record that is not whole is left out."""
-    pid, has_ended = 0, False
+    """Return the content of a guardian's file; a last record that is not whole is left out."""
+    pid, has_ended, is_damaged = 0, False, False
     failures, notes = [], []
     while b"\n" in data:
         line, data = data.split(b"\n", 1)
-        match line.decode().split():
-            case ["watches", number]:
-                pid = int(number)
-            case ["report", number, code, evidence, time_ns, size] if len(data) >= int(size):
-                text, data = data[: int(size)].decode(errors="replace"), data[int(size) :]
-                rank = int(number) if int(number) >= 0 else None
-                failures.append(
-                    RecordedFailure(rank, int(code), Evidence(evidence), int(time_ns), text)
-                )
-            case ["note", size] if len(data) >= int(size):
-                notes.append(data[: int(size)].decode(errors="replace"))
-                data = data[int(size) :]
-            case ["end"]:
-                has_ended = True
-            case _:
-                break
-    return GuardianFile(pid, tuple(failures), tuple(notes), has_ended)
+        found = _LINE.fullmatch(line)
+        if found is None:
+            is_damaged = True
+            break
+        name, *words = [each.decode() for each in found.groups() if each is not None]
+        if name == "watches":
+            pid = int(words[0])
+            continue
+        if name == "end":
+            has_ended = True
+            continue
+        size = int(words[-1])
+        is_damaged = size < 0
+        if not 0 <= size <= len(data):
+            break
+        text, data = data[:size].decode(errors="replace"), data[size:]
+        if name == "note":
+            notes.append(text)
+            continue
+        rank, code, evidence, time_ns, _ = words
+        failures.append(
+            RecordedFailure(
+                int(rank) if int(rank) >= 0 else None,
+                int(code),
+                Evidence(evidence),
+                int(time_ns),
+                text,
+            )
+        )
+    return GuardianFile(pid, tuple(failures), tuple(notes), has_ended, is_damaged)
 
 
 @dataclass(frozen=True)
@@ -81,8 +106,63 @@ class RankEnd:
         return self.is_worker or self.role in (SPARE, RESERVE)
 
 
-def parse_rank_end(text: str) -> RankEnd:
-    lines = text.splitlines()
-    codes = [line.removeprefix("exit ") for line in lines if line.startswith("exit ")]
-    roles = [line.removeprefix("role ") for line in lines if line.startswith("role ")]
-    return RankEnd("left" in lines, int(codes[-1]) if codes else None, roles[-1] if roles else "")
+def parse_rank_end(data: bytes) -> RankEnd:
+    """Return how far a rank came; a last line that is not whole is left out.
+
+    Raises ValueError if another one is no record.
+    """
+    has_left, code, role = False, None, ""
+    for line in data.split(b"\n")[:-1]:
+        if line == b"left":
+            has_left = True
+        elif found := _EXIT.fullmatch(line):
+            code = int(found[1])
+        elif line.startswith(b"role "):
+            role = line[5:].decode(errors="replace")
+        elif line != b"began":
+            raise ValueError("is no record of a rank's end")
+    return RankEnd(has_left, code, role)
+
+
+_EXIT: Final = re.compile(rb"exit ([0-9]{3})")
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run has ended, as its end.json says.
+
+    Attributes:
+        code: exit code of `ringcomm run`.
+        what: in words.
+        rank: the one that failed first, None if that is not known.
+        report: the guardian's report about it, "" if there is none.
+        exit_codes: of the ranks, by rank; None: that of one is not known.
+    """
+
+    code: int
+    what: str
+    rank: int | None
+    report: str
+    exit_codes: dict[int, int | None]
+
+
+def parse_run_end(data: bytes) -> RunEnd:
+    """Return what end.json says. Raises ValueError if it is none."""
+    content = parsed_json(data)
+    try:
+        code, what, rank, report, codes = (
+            content[name] for name in ("code", "what", "rank", "report", "exit_codes")
+        )
+        is_right = (
+            is_int64(code)
+            and isinstance(what, str)
+            and (rank is None or is_int64(rank))
+            and isinstance(report, str)
+            and all(re.fullmatch("[0-9]{1,9}", each, re.ASCII) for each in codes)
+            and all(each is None or is_int64(each) for each in codes.values())
+        )
+    except (LookupError, TypeError, AttributeError):
+        is_right = False
+    if not is_right:
+        raise ValueError("is no record of a run's end")
+    return RunEnd(code, what, rank, report, {int(each): n for each, n in codes.items()})

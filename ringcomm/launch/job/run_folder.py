@@ -11,20 +11,25 @@ import re
 import stat
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypeVar
 
 from ringcomm.atomic_files import replacing
 from ringcomm.errors import ConfigError
+from ringcomm.foreign_text import is_int64, parsed_json
 from ringcomm.launch.job.read_records import (
     GuardianFile,
     RankEnd,
+    RunEnd,
     parse_guardian_file,
     parse_rank_end,
+    parse_run_end,
 )
 from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT
 from ringcomm.launched.rank_process import RankProcess
+from ringcomm.regular_files import BrokenFileError, open_regular, rest_of
 from ringcomm.system_text import text_of
 from ringcomm.trusted_files import is_own, user_name
 
@@ -33,8 +38,10 @@ END: Final = "end.json"
 LAUNCHER_LOG: Final = "launcher.log"
 _ABORT: Final = re.compile(rb"^Abort\(-?\d+\) on node \d+ \(rank \d+ in comm \d+\): ", re.MULTILINE)
 _END_NBYTES: Final = 4096
+_OF_HOST: Final = re.compile(r"host-.*\.json")
 _MODE: Final = 0o755  # whatever the umask lets others do: what is recorded there is believed
 _LACKS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+T = TypeVar("T")
 
 
 class RunFolder:
@@ -147,9 +154,7 @@ class RunFolder:
 
     def ranks(self) -> dict[int, RankProcess]:
         """Return the process of each rank that has started on a host that sees the folder."""
-        texts = self._files("rank-", ".at")
-        found = {rank: RankProcess.parse(text_of(text)) for rank, text in texts}
-        return {rank: process for rank, process in found.items() if process is not None}
+        return dict(self._records("rank-", ".at", _process_of))
 
     def in_init(self) -> set[int]:
         """Return the ranks that wait in init(), and those that have ended there."""
@@ -162,14 +167,35 @@ class RunFolder:
 
     def ends(self) -> dict[int, RankEnd]:
         """Return how far each rank came that is through init()."""
-        return {rank: parse_rank_end(text.decode()) for rank, text in self._files("rank-", ".end")}
+        return dict(self._records("rank-", ".end", parse_rank_end))
 
     def aborted(self) -> list[int]:
         """Return the ranks whose logs end with what MPICH and Intel MPI say in MPI_Abort."""
         return [rank for rank in self.ranks() if _ABORT.search(self._end_of_log(rank))]
 
     def guardians(self) -> list[GuardianFile]:
-        return [parse_guardian_file(data) for _, data in self._files("guardian-", "")]
+        found = []
+        for number, each in self._records("guardian-", "", parse_guardian_file):
+            if each.is_damaged:
+                self.problems[f"guardian-{number}"] = "has a record that is none"
+            found.append(each)
+        return found
+
+    def end(self) -> RunEnd | None:
+        """Return how the run has ended; None if it has not, or its record does not count."""
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
+            return self._parsed(END, parse_run_end)
+        return None
+
+    def reports_of_hosts(self) -> Iterator[tuple[str, bytes]]:
+        """Yield name and content of what hosts have written for watchers of other hosts."""
+        try:
+            names = sorted(os.listdir(self.fileno()))
+        except OSError:  # it is gone, or is not this user's to read
+            return
+        for name in names:
+            if _OF_HOST.fullmatch(name) and (data := self._read(name)) is not None:
+                yield name, data
 
     @property
     def is_stopped(self) -> bool:
@@ -202,6 +228,29 @@ class RunFolder:
             return False
         return True
 
+    def _records(
+        self, prefix: str, suffix: str, parse: Callable[[bytes], T]
+    ) -> Iterator[tuple[int, T]]:
+        """Yield what the records of ranks say; one that is empty is about to be written."""
+        for rank, data in self._files(prefix, suffix):
+            if data:
+                with self._noting_problem(f"{prefix}{rank}{suffix}"):
+                    yield rank, parse(data)
+
+    def _parsed(self, name: str, parse: Callable[[bytes], T]) -> T | None:
+        if data := self._read(name):
+            with self._noting_problem(name):
+                return parse(data)
+        return None
+
+    @contextlib.contextmanager
+    def _noting_problem(self, name: str) -> Iterator[None]:
+        """Note that a file does not count, if the block raises a ValueError."""
+        try:
+            yield
+        except ValueError as error:
+            self.problems[name] = str(error)
+
     def _files(self, prefix: str, suffix: str) -> Iterator[tuple[int, bytes]]:
         """Yield the records of the ranks of the run, with the rank that the name has."""
         pattern = re.compile(re.escape(prefix) + r"(0|[1-9][0-9]*)" + re.escape(suffix))
@@ -222,34 +271,44 @@ class RunFolder:
         """Return how many ranks the run has; inf if its configuration does not say."""
         if self._size is None:
             self._size = math.inf
-            with contextlib.suppress(ValueError, LookupError, TypeError):
-                self._size = int(json.loads(self._read(CONFIG) or b"{}")["ranks"])
+            config: Any = self._parsed(CONFIG, parsed_json)
+            size: Any = config.get("ranks") if isinstance(config, dict) else None
+            if is_int64(size):
+                self._size = size
+            elif config is not None and config != {}:
+                self.problems[CONFIG] = "does not say how many ranks there are"
         return self._size
 
     def _read(self, name: str) -> bytes | None:
         with self._open_record(name) or contextlib.nullcontext() as file:
-            return None if file is None else file.read()
+            if file is None:
+                return None
+            try:
+                return rest_of(file)
+            except BrokenFileError as error:
+                self.problems[name] = str(error)
+                return None
 
-    def _open_record(self, name: str) -> IO[bytes] | None:
+    def _open_record(self, name: str) -> FileIO | None:
         """Return a file that is there and counts, for reading without a buffer; else None."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            descriptor = os.open(name, flags, dir_fd=self.fileno())
+            file = open_regular(name, flags=os.O_NOFOLLOW, folder=self.fileno())
         except FileNotFoundError:
+            return None
+        except BrokenFileError as error:
+            self.problems[name] = str(error)
             return None
         except OSError as error:
             if error.errno in _LACKS:
                 raise
             self.problems[name] = "is a link" if error.errno == errno.ELOOP else str(error.strerror)
             return None
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            self.problems[name] = "is no regular file"
-        elif not is_own(facts.st_uid) and facts.st_uid != os.fstat(self.fileno()).st_uid:
-            self.problems[name] = f"belongs to {user_name(facts.st_uid)}"
-        else:
-            return open(descriptor, "rb", 0)
-        os.close(descriptor)
+        owner = os.fstat(file.fileno()).st_uid
+        if is_own(owner) or owner == os.fstat(self.fileno()).st_uid:
+            self.problems.pop(name, None)
+            return file
+        file.close()
+        self.problems[name] = f"belongs to {user_name(owner)}"
         return None
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
@@ -275,4 +334,12 @@ def time_text(now: float) -> str:
 
 
 def is_run_folder(path: Path) -> bool:
-    return (path / CONFIG).is_file()
+    """Return True if a folder is that of a run, and this user may look into it."""
+    return os.path.isfile(path / CONFIG) and os.access(path, os.R_OK)
+
+
+def _process_of(record: bytes) -> RankProcess:
+    process = RankProcess.parse(text_of(record))
+    if process is None:
+        raise ValueError("is no record of a process")
+    return process

@@ -7,13 +7,15 @@ import os
 import sys
 from typing import Any, Final
 
+from ringcomm.foreign_text import printable
+
 # The reader has gone, as after `| head`; or the terminal has.
 _GONE: Final = (errno.EPIPE, errno.EIO)
 
 
 def say(*texts: str) -> None:
     for text in texts:
-        show(f"ringcomm run: {text}\n".encode(errors="backslashreplace"), sys.stderr)
+        show(f"ringcomm run: {printable(text, keeps_lines=True)}\n".encode(), sys.stderr)
 
 
 def show(data: bytes, stream: Any) -> None:

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import IO, Any, Final
 
 from ringcomm.config import environment
+from ringcomm.foreign_text import printable
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.processes.ranks_of_this_host import (
     MpiFiles,
@@ -33,6 +34,7 @@ from ringcomm.launch.job.run_folder import CONFIG, END, LAUNCHER_LOG, RunFolder,
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending
 from ringcomm.launched.rank_process import RankProcess
+from ringcomm.system_text import text_of
 
 _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job to stop
 _PASSED: Final = (signal.SIGUSR1, signal.SIGUSR2)  # mean what the program makes of them
@@ -225,7 +227,7 @@ class Supervisor:
                 say(f"{LAUNCHER_LOG}: {error.strerror}")
             self._has_gaps = True
         self._launcher_tail = (self._launcher_tail + data)[-_TAIL:]
-        self._blind_hosts |= {host.decode() for host in _BLIND.findall(self._launcher_tail)}
+        self._blind_hosts |= {text_of(host) for host in _BLIND.findall(self._launcher_tail)}
         show(self._launcher_text.add(data), sys.stderr)
 
     def _pass_on(self, numbers: Sequence[int], process: subprocess.Popen[bytes]) -> None:
@@ -281,7 +283,7 @@ class Supervisor:
     def _show_reports(self) -> None:
         texts = [f.text for g in self._folder.guardians() for f in g.failures]
         for text in texts[self._reports_shown :]:
-            show(text.encode(), sys.stderr)
+            show(printable(text, keeps_lines=True).encode(), sys.stderr)
         self._reports_shown = len(texts)
 
     def _end_what_waits_in_vain(self, process: subprocess.Popen[bytes]) -> None:

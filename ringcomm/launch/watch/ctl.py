@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ringcomm.engine.control.commands import COMMANDS, parse
+from ringcomm.foreign_text import printable
 from ringcomm.launch.option_types import seconds
 from ringcomm.launch.watch.rank_rows import RankSample
 from ringcomm.launch.watch.send_command import ask, look
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     outcome = ask(ranks, members, command, args.timeout)
     if not outcome.is_done:
         return _refuse(outcome.text, 1)
-    print(f"{command.text}: {outcome.text}")
+    print(printable(f"{command.text}: {outcome.text}"))
     return 0
 
 
@@ -67,9 +68,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _stacks_text(sample: RankSample) -> str:
     title = f"rank {sample.rank} (pid {sample.page['pid']})"
-    return f"{title}:\n{stacks_of(sample.page) or '  does not answer: it is stopped, or dead'}"
+    stacks = printable(stacks_of(sample.page), keeps_lines=True)
+    return f"{title}:\n{stacks or '  does not answer: it is stopped, or dead'}"
 
 
 def _refuse(text: str, code: int) -> int:
-    print(f"ringcomm ctl: {text}", file=sys.stderr)
+    print(f"ringcomm ctl: {printable(text)}", file=sys.stderr)
     return code

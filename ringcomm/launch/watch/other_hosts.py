@@ -17,13 +17,13 @@ import struct
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ringcomm._core import monotonic_ns
-from ringcomm.atomic_files import paths_in
+from ringcomm.foreign_text import is_int64, is_number, parsed_json
 from ringcomm.launch.job.processes.ranks_of_this_host import ranks_here
 from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
 from ringcomm.launch.watch.find_ranks import Ranks
@@ -31,6 +31,7 @@ from ringcomm.launch.watch.rank_rows import Process, RankSample
 from ringcomm.launch.watch.slow_link import Traffic
 from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
 from ringcomm.launched.rank_process import RankProcess
+from ringcomm.status.page_enums import Ending, OpState, PageState
 from ringcomm.system_text import host_name
 
 # --- what TCP has sent to each host ---------------------------------------------------------------
@@ -136,13 +137,14 @@ class HostReport:
     traffic: Mapping[tuple[str, str], Traffic]
 
 
-def reports(folder: Path) -> list[HostReport]:
+def reports(folder: RunFolder) -> list[HostReport]:
+    """Return what hosts have written there; what is none is among the folder's problems."""
     found = []
-    for path in sorted(paths_in(folder)):
-        if not re.fullmatch(r"host-.*\.json", path.name):
-            continue
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # of another version
-            found.append(_parsed(json.loads(path.read_bytes())))
+    for name, data in folder.reports_of_hosts():
+        try:
+            found.append(parse_report(data, time.time()))
+        except ValueError as error:
+            folder.problems[name] = str(error)
     return found
 
 
@@ -151,19 +153,25 @@ class RunFolders:
 
     Args:
         given: one that is watched wherever its ranks are; None: only those of ranks of this host.
+
+    Attributes:
+        problems: what other hosts seem to have written, and cannot be used.
     """
 
     def __init__(self, given: Path | None = None) -> None:
         self._given = given
         self._of_pids: dict[int, Path | None] = {}
         self._reports: list[HostReport] = []
+        self.problems: set[str] = set()
 
     def with_other_hosts(self, local: Sequence[RankSample]) -> list[RankSample]:
         """Return the ranks of this host, and of the other hosts of their runs, by job and rank."""
         for pid in {each.page["pid"] for each in local} - self._of_pids.keys():
             self._of_pids[pid] = _folder_of(pid)
-        folders = {self._given, *(self._of_pids[each.page["pid"]] for each in local)} - {None}
-        self._reports = [each for folder in folders if folder for each in reports(folder)]
+        paths = {self._given, *(self._of_pids[each.page["pid"]] for each in local)}
+        folders = [RunFolder(path) for path in paths if path is not None]
+        self._reports = [each for folder in folders for each in reports(folder)]
+        self.problems = {each for folder in folders for each in _problems_of(folder)}
         remote = {(r.job, r.rank): r for each in self._reports for r in _ranks_of(each)}
         here = {(each.job, each.rank): each for each in local}
         return [each for _, each in sorted((remote | here).items())]
@@ -179,11 +187,28 @@ def run_folder_named(what: str) -> Path | None:
     return Path(what).resolve() if what and is_run_folder(Path(what)) else None
 
 
-def of_run(samples: Sequence[RankSample], folder: Path) -> list[RankSample]:
-    ranks = {(each.pid, each.host): each for each in RunFolder(folder).ranks().values()}
+def of_run(
+    samples: Sequence[RankSample], path: Path, problems: set[str] | None = None
+) -> list[RankSample]:
+    """Return those of the jobs of a run.
+
+    Args:
+        samples: ranks of any jobs.
+        path: path of the folder of the run.
+        problems: which files in it do not count is added to these.
+    """
+    folder = RunFolder(path)
+    ranks = {(each.pid, each.host): each for each in folder.ranks().values()}
+    if problems is not None:
+        problems.update(_problems_of(folder))
     found = [each for each in samples if (each.page["pid"], each.page["host"]) in ranks]
     jobs = {each.job for each in found if not _is_of_another(each, ranks)}
     return [each for each in samples if each.job in jobs]
+
+
+def _problems_of(folder: RunFolder) -> Iterator[str]:
+    for name, what in folder.problems.items():
+        yield f"{folder.path / name} {what}: it does not count"
 
 
 def _is_of_another(sample: RankSample, ranks: Mapping[tuple[int, str], RankProcess]) -> bool:
@@ -249,13 +274,73 @@ def _content(host: str, ranks: Sequence[RankSample]) -> bytes:
     return json.dumps(content).encode()
 
 
-def _parsed(content: Mapping[str, Any]) -> HostReport:
-    ranks = []
-    for each in content["ranks"]:
-        process = Process(**each["process"]) if each["process"] else None
-        ranks.append(RankSample(**each | {"process": process}))
-    traffic = {(own, other): Traffic(*rest) for own, other, *rest in content["traffic"]}
-    return HostReport(content["host"], time.time() - content["time"], tuple(ranks), traffic)
+# --- what another host has written ----------------------------------------------------------------
+_NUMBERS: Final = (
+    "pid", "rank", "size", "local_rank", "state", "step", "op_state", "op_sequence", "op_nbytes",
+    "op_start_ns", "end_kind", "end_code", "end_time_ns", "leaving_ns", "exit_code", "gone_ns",
+    "heartbeat_ns", "n_ended_ops", "ended_nbytes", "busy_ns", "stacks_fd", "stacks_signal",
+    "main_thread",
+)  # fmt: skip
+_TEXTS: Final = ("job", "host", "op_name", "end_what", "end_where", "end_trace", "role")
+_FACTS: Final = ("is_reported", "takes_commands", "is_paused")
+_MARKS: Final = 5  # of a step
+
+
+def parse_report(data: bytes, now_s: float) -> HostReport:
+    """Return what a host has written. Raises ValueError if it is no report of this version.
+
+    Args:
+        data: content of the file.
+        now_s: seconds since 1970.
+    """
+    content = parsed_json(data, has_nan=True)  # a loss may be NaN
+    try:
+        ranks = tuple(_rank_of(each) for each in content["ranks"])
+        traffic = {}
+        for own, other, *counts in content["traffic"]:
+            _require(_are((own, other), _is_text) and len(counts) == 3 and _are(counts, is_int64))
+            traffic[own, other] = Traffic(*counts)
+        host, at_s = content["host"], content["time"]
+        _require(_is_text(host) and is_number(at_s))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError("is no report of a host by this version of ringcomm") from error
+    return HostReport(host, now_s - at_s, ranks, traffic)
+
+
+def _rank_of(content: Mapping[str, Any]) -> RankSample:
+    page, used, ending = content["page"], content["process"], content["ending"]
+    _require(_are((page[name] for name in _NUMBERS), is_int64))
+    _require(_are((page[name] for name in _TEXTS), _is_text) and _is_text(ending))
+    _require(all(type(page[name]) is bool for name in _FACTS))
+    PageState(page["state"]), OpState(page["op_state"]), Ending(page["end_kind"])
+    process = None
+    if used is not None:
+        process = Process(used["cpu_s"], used["nbytes"], used["gpu_nbytes"])
+        _require(is_number(process.cpu_s) and _are((process.nbytes, process.gpu_nbytes), is_int64))
+    scalars = [(name, step, value) for name, step, value in content["scalars"]]
+    for name, step, value in scalars:
+        _require(_is_text(name) and is_int64(step) and (type(value) is float or is_int64(value)))
+    events = [(at_ns, text) for at_ns, text in content["events"]]
+    _require(all(is_int64(at_ns) and _is_text(text) for at_ns, text in events))
+    steps = [(number, marks, no_core) for number, marks, no_core in content["steps"]]
+    for number, marks, no_core in steps:
+        _require(len(marks) == _MARKS and len(no_core) == _MARKS - 1)
+        _require(_are((number, *marks, *no_core), is_int64))
+    _require(is_int64(content["time_ns"]))
+    return RankSample(content["time_ns"], page, scalars, events, process, ending, steps)
+
+
+def _require(is_so: bool) -> None:
+    if not is_so:
+        raise ValueError("another type")
+
+
+def _are(values: Iterable[Any], is_so: Callable[[Any], bool]) -> bool:
+    return all(map(is_so, values))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ringcomm.foreign_text import printable
 from ringcomm.status.json_numbers import json_number
 from ringcomm.status.page_enums import RESERVE, SPARE, Ending, OpState, PageState
 
@@ -88,14 +89,14 @@ def row_of(now: RankSample, before: RankSample | None) -> RankRow:
     texts = (
         str(now.rank),
         str(page["pid"]),
-        _one_line(state),
+        printable(state),
         str(_step(now)),
-        _one_line(_shortened(page["op_name"])) if is_running else "",
+        printable(_shortened(page["op_name"])) if is_running else "",
         f"{seconds:.1f} s" if is_running else "",
         *_rates(now, before),
         *_memory(now.process),
         " ".join(
-            f"{_one_line(name)}={value:.4g}" for name, _, value in now.scalars[:_SHOWN_SCALARS]
+            f"{printable(name)}={value:.4g}" for name, _, value in now.scalars[:_SHOWN_SCALARS]
         ),
     )
     return RankRow(texts, is_bad)
@@ -107,7 +108,9 @@ def title_of(samples: Sequence[RankSample]) -> str:
     live = sum(not each.is_over for each in samples)
     title = f"job {first['job']}: {live} of {first['size']} ranks live on {', '.join(hosts)}"
     n_unseen = first["size"] - len(samples)
-    return f"{title}; {n_unseen} on other hosts are not seen from here" if n_unseen > 0 else title
+    if n_unseen > 0:
+        title += f"; {n_unseen} on other hosts are not seen from here"
+    return printable(title)
 
 
 def latest_events(samples: Sequence[RankSample], count: int) -> list[str]:
@@ -118,7 +121,7 @@ def latest_events(samples: Sequence[RankSample], count: int) -> list[str]:
         for time_ns, text in each.events
     )[-count:]
     return [
-        f"{-since / 1e9:6.0f} s ago  rank {rank}: {_one_line(text)}" for since, rank, text in events
+        f"{-since / 1e9:6.0f} s ago  rank {rank}: {printable(text)}" for since, rank, text in events
     ]
 
 
@@ -199,11 +202,6 @@ def _memory(process: Process | None) -> tuple[str, str]:
 
 def _amount(nbytes: int) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
-
-
-def _one_line(text: str) -> str:
-    """Return a program's text for a terminal: without line ends and escape sequences."""
-    return "".join(each if each.isprintable() else " " for each in text)
 
 
 def _shortened(text: str) -> str:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Final
 
+from ringcomm.foreign_text import printable
 from ringcomm.launch.watch.timelines import Event, merge, read_events, summary
+from ringcomm.regular_files import BrokenFileError, open_regular
+
+_LINE_NBYTES: Final = 1 << 20  # more than a line of a timeline has
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,22 +23,26 @@ def main(argv: Sequence[str]) -> int:
     output = args.output if args.action == "merge" else None
     try:
         files = _files(args.what)
-        if output is not None and output.resolve() in files and _events_of(output):
+        if output is not None and output.resolve() in files and _events_of(output)[0]:
             return _refuse(f"{output} is one of the timelines that are merged: -o another file")
         events = _events(files, args.what)
         if output is not None:
             output.write_text(json.dumps({"traceEvents": merge(events)}))
     except OSError as error:
         return _refuse(f"{error.filename or output}: {error.strerror}")
-    except LookupError as error:
+    except (LookupError, BrokenFileError) as error:
         return _refuse(str(error))
     print(f"{output}: open it in https://ui.perfetto.dev" if output else summary(events))
     return 0
 
 
 def _refuse(text: str) -> int:
-    print(f"ringcomm timeline: {text}", file=sys.stderr)
+    _say(text)
     return 1
+
+
+def _say(text: str) -> None:
+    print(f"ringcomm timeline: {printable(text)}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,14 +76,33 @@ def _files(paths: Sequence[Path]) -> dict[Path, Path]:
 def _events(files: Mapping[Path, Path], paths: Sequence[Path]) -> list[Event]:
     found: list[Event] = []
     for path in files.values():
-        events = _events_of(path)
+        try:
+            events, n_bad = _events_of(path)
+        except BrokenFileError as error:
+            _say(f"{error}: left out")
+            continue
         if not events:
-            print(f"ringcomm timeline: {path} has no events of a rank", file=sys.stderr)
+            _say(f"{path} has no events of a rank")
+        elif n_bad:
+            lines = "1 line that is no event" if n_bad == 1 else f"{n_bad} lines that are no events"
+            _say(f"{path} has {lines}, as if it were damaged: left out")
         found += events
     if not found:
         raise LookupError(f"no timeline in {', '.join(map(str, paths))}")
     return found
 
 
-def _events_of(path: Path) -> list[Event]:
-    return read_events(path.read_text("utf-8", "replace"))
+def _events_of(path: Path) -> tuple[list[Event], int]:
+    try:
+        with io.BufferedReader(open_regular(path)) as file:
+            return read_events(_lines_of(file))
+    except BrokenFileError as error:
+        raise BrokenFileError(f"{path} {error}") from error
+
+
+def _lines_of(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield lines until one is longer than any of a timeline: what follows is none."""
+    while line := file.readline(_LINE_NBYTES):
+        yield line
+        if len(line) == _LINE_NBYTES:
+            return

@@ -6,30 +6,63 @@ that both have done: a collective ends everywhere at about the same time.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
+from ringcomm.foreign_text import is_int64, is_number, parsed_json, printable
+
 Event = dict[str, Any]
 _LEAST_COMMON: Final = 5  # operations by which two clocks can be compared
 _TOGETHER: Final = ("allreduce", "allgather", "reduce_scatter", "alltoall", "barrier", "grouped")
 _MOST_ROWS: Final = 20
+_PHASES: Final = ("B", "E", "X", "M")
 
 
-def read_events(text: str) -> list[Event]:
-    """Return the events of a timeline's file, also of one that was cut off in a line."""
-    found = []
-    for line in text.splitlines():
-        try:
-            event = json.loads(line.strip().rstrip(","))
-        except ValueError:
-            continue  # the brackets, and a line that was cut off
-        if isinstance(event, dict) and "pid" in event:  # a merged file is one object of others
+def read_events(lines: Iterable[bytes]) -> tuple[list[Event], int]:
+    """Return the events of a timeline's file, and how many lines hold something else.
+
+    A line without an end is the last one of a rank that was killed while it wrote, and counts for
+    none.
+
+    Args:
+        lines: those of the file, each with its end.
+    """
+    found, n_bad = [], 0
+    for line in lines:
+        text = line.strip().rstrip(b",")
+        if text in (b"", b"[", b"]"):
+            continue
+        event = _event_of(text)
+        if event is not None:
             found.append(event)
-    return found
+        elif line.endswith(b"\n"):
+            n_bad += 1
+    return found, n_bad
+
+
+def _event_of(text: bytes) -> Event | None:
+    """Return what a line says if it is an event that ranks write; a merged file has none."""
+    try:
+        event = parsed_json(text)
+    except ValueError:
+        return None
+    is_event = (
+        isinstance(event, dict)
+        and is_int64(event.get("pid"))
+        and is_int64(event.get("tid"))
+        and event.get("ph") in _PHASES
+        and is_number(event.get("ts"))
+        and (event["ph"] == "E" or isinstance(event.get("name"), str))
+        and (event["ph"] != "X" or is_number(event.get("dur")))
+        and isinstance(args := event.get("args", {}), dict)
+        and is_int64(args.get("nbytes", 0))
+        and isinstance(args.get("host", ""), str)
+        and (event["ph"] != "M" or "args" in event)
+    )
+    return event if is_event else None
 
 
 @dataclass(frozen=True)
@@ -184,5 +217,5 @@ def _operation_row(label: str, each: _Operation) -> str:
     late = f"{median(each.late_us) / 1e3:.2f}" if each.late_us else ""
     return (
         f"{each.n:>8}  {each.total_us / 1e6:>8.2f}  {each.total_us / each.n / 1e3:>8.2f}  "
-        f"{each.nbytes / 1e6:>8.1f}  {last:>9}  {late:>9}  {label}"
+        f"{each.nbytes / 1e6:>8.1f}  {last:>9}  {late:>9}  {printable(label)}"
     )

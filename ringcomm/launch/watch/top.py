@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ringcomm._core import monotonic_ns
 from ringcomm.config import read_settings
 from ringcomm.errors import ConfigError
+from ringcomm.foreign_text import printable
 from ringcomm.launch.option_types import port, seconds
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run, run_folder_named
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     jobs = Jobs(args.job)
     samples = jobs.look()
     for problem in sorted(jobs.problems):
-        print(f"ringcomm top: {problem}", file=sys.stderr)
+        print(f"ringcomm top: {printable(problem)}", file=sys.stderr)
     if not samples:
         what = f"no live job {args.job!r}" if args.job else "no live job"
         print(f"ringcomm top: {what} of this user on this host", file=sys.stderr)
@@ -103,7 +104,7 @@ class Jobs:
     """The live jobs whose names begin so, or that of a run's folder.
 
     Attributes:
-        problems: pages that cannot be read.
+        problems: pages and files that cannot be read.
     """
 
     def __init__(self, what: str) -> None:
@@ -117,7 +118,7 @@ class Jobs:
 
     @property
     def problems(self) -> set[str]:  # see above
-        return self._ranks.problems
+        return self._ranks.problems | self._folders.problems
 
     def look(self) -> list[RankSample]:
         """Return the ranks of the jobs that have a live one."""
@@ -126,7 +127,7 @@ class Jobs:
             self._searched = time.monotonic()
         samples = self._folders.with_other_hosts(self._ranks.sample(monotonic_ns()))
         if self._folder is not None:
-            samples = of_run(samples, self._folder)
+            samples = of_run(samples, self._folder, self._folders.problems)
         live = {s.job for s in samples if not s.is_over and s.job.startswith(self._name)}
         chosen = [each for each in samples if each.job in live]
         self._slow = self._verdicts.look(chosen, self._folders.traffic)
@@ -213,7 +214,7 @@ def _tables(
     for _, group in groupby(samples, key=lambda each: each.job):
         members = list(group)
         rows = [row_of(each, before.get((each.job, each.rank))) for each in members]
-        lines = latest_events(members, _EVENTS) + jobs.verdicts(members)
+        lines = [*latest_events(members, _EVENTS), *map(printable, jobs.verdicts(members))]
         found.append((title_of(members), rows, lines))
     return found
 
@@ -236,7 +237,9 @@ def _rich(jobs: Jobs, samples: Sequence[RankSample], before: _Samples) -> Group:
 
     parts: list[Any] = []
     for title, rows, events in _tables(jobs, samples, before):
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+        table = Table(
+            title=Text(title, "table.title"), title_justify="left", box=None, padding=(0, 1, 0, 0)
+        )
         shown = [i for i, name in enumerate(COLUMNS) if name != "GPU" or _has_values(rows, i)]
         for name in (COLUMNS[i] for i in shown):
             is_text = name in _SHRINKING

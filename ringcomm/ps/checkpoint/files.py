@@ -27,11 +27,12 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from ringcomm.atomic_files import BrokenFileError, crc_of, paths_in, replacing, sync_folder
+from ringcomm.atomic_files import crc_of, paths_in, replacing, sync_folder
 from ringcomm.integers import is_integer
 from ringcomm.ps.partition_state import PartitionState, recut
 from ringcomm.ps.placement.partition_places_and_moves import Partition
 from ringcomm.ps.table_spec import Spec
+from ringcomm.regular_files import BrokenFileError, open_regular, read_regular
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,6 +43,7 @@ _FORMAT: Final = 2
 _WITHOUT_CHECKSUM: Final = 1  # format of version 0.1.0 before manifests had one
 _CHECKSUM: Final = b',\n "crc": '  # ends a manifest, with the CRC-32 of all before it
 _FOLDER: Final = re.compile(r"save-(\d{8,})")
+_LIST_NBYTES: Final = 1 << 30  # that a list may have; a partition takes about 150
 _LIST: Final = re.compile(r"server-\d+\.json")
 _WITHOUT_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 T = TypeVar("T")
@@ -252,8 +254,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
-    except OSError as error:
+        data = read_regular(path)
+    except (OSError, BrokenFileError) as error:
         raise BrokenFileError(f"{path}: {error}") from error
     text, mark, _ = data.rpartition(_CHECKSUM)
     if mark and data != text + _checksum_of(text):
@@ -297,7 +299,7 @@ def _require_parts(manifest: dict[str, Any]) -> None:
 def _broken_if_wrong(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise BrokenFileError(f"{path}: {what}") from error
 
@@ -330,8 +332,8 @@ def read_records(folder: Path, manifest: dict[str, Any]) -> dict[int, list[Recor
     for entry in manifest["servers"]:
         path = folder / entry["list"]
         try:
-            text = path.read_bytes()
-        except OSError as error:
+            text = read_regular(path, _LIST_NBYTES)
+        except (OSError, BrokenFileError) as error:
             raise BrokenFileError(f"{path}: {error}") from error
         if crc_of(text) != entry["crc"]:
             raise BrokenFileError(f"{path}: has changed since it was written")
@@ -366,11 +368,10 @@ def read_state(folder: Path, record: Record) -> PartitionState:
     """
     path = folder / record.file
     try:
-        with path.open("rb") as file:
-            file.seek(record.offset)
+        with open_regular(path) as file:
             data: NDArray[np.uint8] = np.empty(record.nbytes, np.uint8)
-            n = file.readinto(data.data)
-    except OSError as error:
+            n = _read_into(file, record.offset, data)
+    except (OSError, BrokenFileError) as error:
         raise BrokenFileError(f"{path}: {error}") from error
     if n != record.nbytes or crc_of(data) != record.crc:
         raise BrokenFileError(f"{path}: bytes {record.offset} to {record.offset + record.nbytes} "
@@ -379,6 +380,14 @@ def read_state(folder: Path, record: Record) -> PartitionState:
         return PartitionState.unpacked(data)
     except ValueError as error:
         raise BrokenFileError(f"{path}: {error}") from error
+
+
+def _read_into(file: IO[bytes], offset: int, data: NDArray[np.uint8]) -> int:
+    """Fill an array with what a file has at an offset; return how many bytes that are."""
+    n = 0
+    while piece := os.preadv(file.fileno(), [data.data[n:]], offset + n):  # of 2 GiB at most
+        n += piece
+    return n
 
 
 def cut(

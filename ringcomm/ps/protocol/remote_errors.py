@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from ringcomm.atomic_files import BrokenFileError
 from ringcomm.errors import MismatchError, RingcommError
+from ringcomm.regular_files import BrokenFileError
 
 _NO_MEMORY: Final = MemoryError.__name__
 _ERRORS: Final[dict[str, type[Exception]]] = {

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from ringcomm.atomic_files import BrokenFileError, checksum
 from ringcomm.data.sampler import ShardedSampler
 from ringcomm.engine.api.init_rank_size import engine, rank, size
 from ringcomm.engine.api.one_error_for_all import gather_or_raise, raise_together
 from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join
 from ringcomm.errors import MismatchError, RingcommError
+from ringcomm.regular_files import BrokenFileError, checksum
 from ringcomm.torch.optim.averaging_optimizer import StateSharding
 from ringcomm.torch.training import checkpoint_files as files
 from ringcomm.torch.training.broadcast_states import broadcast_tree
@@ -327,7 +327,10 @@ class Checkpoint:
             raise BrokenFileError(
                 f"{path} is not there: all ranks must see the folder in which they have shards"
             )
-        found = list(checksum(path))
+        try:
+            found = list(checksum(path, expected[0]))
+        except BrokenFileError as error:
+            raise BrokenFileError(f"{path} {error}") from error
         if found != expected:
             raise BrokenFileError(f"{path}: has changed: {expected} was written, {found} is there")
         return files.read(path)["shard"], paths

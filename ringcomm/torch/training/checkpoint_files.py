@@ -13,8 +13,9 @@ from typing import IO, Any, Final, cast
 
 import torch
 
-from ringcomm.atomic_files import BrokenFileError, paths_in, replacing
+from ringcomm.atomic_files import paths_in, replacing
 from ringcomm.progress_bar import ProgressBar, progress_bar
+from ringcomm.regular_files import BrokenFileError, open_regular
 
 _PIECE: Final = 16 << 20
 _MAIN: Final = re.compile(r"step-(\d+)\.pt")
@@ -64,15 +65,14 @@ def read(path: Path, *, shows_bar: bool = False) -> dict[str, Any]:
     """
     try:
         with (
-            zipfile.ZipFile(path) as archive,
+            open_regular(path) as file,
+            zipfile.ZipFile(file) as archive,
             progress_bar(f"read {path.name}", path.stat().st_size, shows=shows_bar) as bar,
         ):
             for part in archive.infolist():
                 _require_intact(path, archive, part, bar)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except BrokenFileError:
-        raise
-    except (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+    except (OSError, BrokenFileError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise BrokenFileError(f"{path}: {error}") from error
     except Exception as error:
         raise BrokenFileError(f"{path}: {type(error).__name__}: {_first_line(error)}") from error
