@@ -22,6 +22,7 @@ from ringcomm.collectives.measured_times import TimeTable
 from ringcomm.config import Settings
 from ringcomm.elastic import commit_file
 from ringcomm.engine.api import tuning_files
+from ringcomm.foreign_text import parsed_json
 from ringcomm.launch.dashboard.source import Source, newest_run
 from ringcomm.launch.job import local_job, show
 from ringcomm.launch.job.run_folder import RunFolder
@@ -74,6 +75,56 @@ def test_what_another_host_reports_is_shown(tmp_path):
     state = Source(folder).state()
     assert [row["rank"] for row in state["ranks"]] == [1]
     assert state["late"] == ""
+
+
+OF_RANKS = {
+    "a page without a size": lambda rank: rank["page"].pop("size"),
+    "a rank in words": lambda rank: rank["page"].update(rank="one"),
+    "a rank that is true": lambda rank: rank["page"].update(rank=True),
+    "a host that is a number": lambda rank: rank["page"].update(host=7),
+    "another state": lambda rank: rank["page"].update(state=77),
+    "another end": lambda rank: rank["page"].update(end_kind=77),
+    "a number of 65 bits": lambda rank: rank["page"].update(op_start_ns=1 << 64),
+    "half a fact": lambda rank: rank["page"].update(is_paused=0.5),
+    "no process": lambda rank: rank.pop("process"),
+    "CPU time without end": lambda rank: rank["process"].update(cpu_s=float("inf")),
+    "a value in words": lambda rank: rank["scalars"].append(["loss", 3, "low"]),
+    "an event without a text": lambda rank: rank["events"].append([3]),
+    "an event that is a number": lambda rank: rank["events"].append([3, 4]),
+    "a step of three parts": lambda rank: rank["steps"].append([1, [1, 2, 3], [0, 0]]),
+    "a step of words": lambda rank: rank["steps"].append([1, list("12345"), [0] * 4]),
+    "an end of several words": lambda rank: rank.update(ending=["a", "b"]),
+    "a time in words": lambda rank: rank.update(time_ns="now"),
+}
+OF_HOSTS = {
+    "another name": lambda report: report.update(host=None),
+    "a time that is none": lambda report: report.update(time=float("nan")),
+    "ranks that are none": lambda report: report.update(ranks=3),
+    "a rank that is none": lambda report: report.update(ranks=[3]),
+    "traffic in words": lambda report: report.update(traffic=[["a", "b", "c", "d", "e"]]),
+    "traffic of two counts": lambda report: report.update(traffic=[["a", "b", 1, 2]]),
+    "traffic of nobody": lambda report: report.update(traffic=[[1, 2, 3, 4, 5]]),
+}
+
+
+@pytest.mark.parametrize("change", [*OF_RANKS, *OF_HOSTS])
+def test_a_report_of_another_type_is_none(change):
+    report = json.loads(other_hosts._content("h1", [what_a_rank_shows()]))
+    assert other_hosts.parse_report(json.dumps(report).encode(), 0.0).host == "h1"
+    if change in OF_RANKS:
+        OF_RANKS[change](report["ranks"][0])
+    else:
+        OF_HOSTS[change](report)
+    with pytest.raises(ValueError, match="is no report of a host by this version"):
+        other_hosts.parse_report(json.dumps(report).encode(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["NaN", "[-Infinity]", '{"a": 1e999}', "9" * 5000, "{", "[" * 200_000, b"\xff\xff"]
+)
+def test_json_says_finite_numbers_or_is_none(text):
+    with pytest.raises(ValueError, match=r"^is no JSON: "):
+        parsed_json(text)
 
 
 NAMES = ("host-a.json", "rank-0.at", "run.json", "end.json")

@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 from harness import HANG_S, at_length, errors_of_ranks, run_job, run_ranks
+from planted_files import WITHOUT_END, damaged, in_time, plant
 from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import SMALL, copies, network, weights, wrap
@@ -19,6 +20,7 @@ from training_models import SMALL, copies, network, weights, wrap
 import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.data import Loader, ShardedSampler
+from ringcomm.regular_files import BrokenFileError
 from ringcomm.torch.training import checkpoint_files as files
 
 SAMPLES = 64
@@ -402,6 +404,38 @@ def damage(path, what):
         torch.save({"model": {}}, path)
         return
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize("what", WITHOUT_END)
+def test_what_is_no_file_is_skipped_and_named(what, tmp_path, caplog):
+    for step in (1, 2):
+        run_ranks(2, lambda rank, s=step: hvd.Checkpoint(tmp_path).save(s, x=s, shard=[rank]))
+    for path in (tmp_path / "step-2.rank-0-of-2.pt", tmp_path / "step-2.pt"):
+        plant(path, what)
+        with in_time():
+            restored = run_ranks(2, lambda _: hvd.Checkpoint(tmp_path).restore())
+        assert [each.values["x"] for each in restored] == [1, 1]
+        assert path.name in caplog.records[-1].getMessage()
+
+
+def test_a_file_of_which_a_bit_or_the_end_has_changed_is_named_or_reads_the_same(tmp_path):
+    path = tmp_path / "step-1.pt"
+    content = {"w": torch.arange(50.0) + 0.125, "n": 7}
+    files.write(path, content)
+    whole = path.read_bytes()
+    n_named = 0
+    for data in damaged(whole, *at_length([1500, 200], [60, 10])):
+        path.write_bytes(data)
+        try:
+            found = files.read(path)
+        except BrokenFileError as error:
+            n_named += str(path) in str(error)
+        else:  # the archive has parts that mean nothing here, such as dates
+            n_named += 1
+            assert found.keys() == content.keys()
+            assert torch.equal(found["w"], content["w"])
+            assert found["n"] == 7
+    assert n_named == at_length(1703, 73)
 
 
 def test_where_all_are_broken_no_job_begins_anew(trained):
