@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,13 +23,14 @@ from ringcomm.collectives.measured_times import TimeTable
 from ringcomm.config import Settings
 from ringcomm.elastic import commit_file
 from ringcomm.engine.api import tuning_files
+from ringcomm.engine.control.commands import parse
 from ringcomm.foreign_text import parsed_json
 from ringcomm.launch.dashboard.source import Source, newest_run
 from ringcomm.launch.job import local_job, show
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch import ctl, other_hosts, timeline_command, top
 from ringcomm.launch.watch.find_ranks import _sample
-from ringcomm.launch.watch.rank_rows import title_of
+from ringcomm.launch.watch.rank_rows import RankSample, title_of
 from ringcomm.launched import become_rank_program
 from ringcomm.regular_files import BrokenFileError, read_regular
 
@@ -41,7 +43,7 @@ def what_a_rank_shows(host="h1", op="allreduce[x]"):
     facts = {**page.snapshot(), "host": host, "op_name": op, "op_state": 1, "state": 1}
     events = [(0, f"began on {host}")]
     sample = _sample(page, 10**9, {})
-    return type(sample)(
+    return RankSample(
         10**9, facts, [("loss", 3, float("nan"))], events, sample.process, f"ended {host}"
     )
 
@@ -75,6 +77,16 @@ def test_what_another_host_reports_is_shown(tmp_path):
     state = Source(folder).state()
     assert [row["rank"] for row in state["ranks"]] == [1]
     assert state["late"] == ""
+
+
+def test_a_command_for_ranks_of_other_hosts_alone_says_where_they_are(tmp_path):
+    folder = a_run(tmp_path / "run")
+    rank = what_a_rank_shows()
+    report = replace(rank, page={**rank.page, "takes_commands": True})
+    folder.put("host-h1.json", other_hosts._content("h1", [report]))
+    outcome = Source(folder).command(parse(["pause"]))
+    assert not outcome.is_done
+    assert outcome.text == "no rank on this host takes commands: give it on h1"
 
 
 OF_RANKS = {

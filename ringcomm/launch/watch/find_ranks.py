@@ -40,6 +40,10 @@ class Ranks:
                 if self._pages.setdefault((facts["job"], facts["rank"]), page) is page:
                     self._found_at[facts["job"], facts["rank"]] = pid, fd
 
+    def has(self, sample: RankSample) -> bool:
+        """Return True if a rank is of this host, and not one that another host has reported."""
+        return (sample.job, sample.rank) in self._found_at
+
     def page_to_ask(self, sample: RankSample) -> StatusPage:
         """Return the page of a rank for writing. Raises OSError if it has ended."""
         return StatusPage.look_to_ask(*self._found_at[sample.job, sample.rank])

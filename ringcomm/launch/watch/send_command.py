@@ -60,7 +60,11 @@ def ask(
             "this job has not come to a step boundary. It needs a DistributedOptimizer, or one "
             "rc.step() per training step",
         )
-    asked = taking[0]
+    here = [each for each in taking if ranks.has(each)]
+    if not here:
+        hosts = ", ".join(sorted({str(each.page["host"]) for each in taking}))
+        return CommandOutcome(False, f"no rank on this host takes commands: give it on {hosts}")
+    asked = here[0]
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(OSError), _mailbox(ranks, asked, deadline) as page:
         if page is None:
