@@ -46,6 +46,11 @@ def test_what_is_new_comes_once_and_whole(tmp_path):
     assert points_of(read(reader, path), "loss") == [(4, 0.25)]
 
 
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert read(MetricReader(), tmp_path / "metrics.jsonl") == []
+
+
 def test_points_without_a_step_are_counted_also_those_that_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "BLOCK", 1 << 10)
     monkeypatch.setattr(metrics, "POINTS", 50)

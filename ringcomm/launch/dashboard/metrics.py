@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from ringcomm.regular_files import BrokenFileError, open_regular
+
 BLOCK: Final = 1 << 20  # bytes
 POINTS: Final = 4000  # of a line of a file that is read from its begin: as many as the page shows
 _NO_VALUES: Final = ("time", "step")
@@ -72,11 +74,11 @@ def _next_block(path: Path, place: _Place) -> tuple[list[str], int]:
     """Return the lines of a block after the place, which goes on, and the file's size in blocks."""
     place.is_behind = False
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             nbytes = file.seek(0, 2)
             file.seek(place.at)
             data = file.read(BLOCK)
-    except FileNotFoundError:  # the run was removed meanwhile
+    except (FileNotFoundError, BrokenFileError):  # the run was removed meanwhile; or it is a pipe
         return [], 1
     whole = data[: data.rfind(b"\n") + 1]
     if len(data) == BLOCK and not whole:  # a line of such a length is none of rc.log()
