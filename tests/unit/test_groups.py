@@ -283,7 +283,7 @@ def test_a_context_is_used_again_and_nothing_of_its_last_group_is_left(monkeypat
     """Few contexts, so each is used again all the time; operations outlast the references."""
     monkeypatch.setattr(LoopbackTransport, "tags", TagLayout((1 << 22) - 1, 16, 1 << 16))
     ranks = ([0, 1, 2], [2, 0], [1, 2], [1, 0, 2], [0, 1], [0])
-    n_groups = at_length(5000, 300)
+    n_groups = at_length(5000, 100)
 
     def body(rank):
         pending, n_wrong = [], 0
