@@ -28,9 +28,9 @@ import numpy as np
 import ringcomm as rc
 X = np.ones(1000, np.float32)
 """
-ULFM = ("--with-ft", "ulfm")
+# Where no launcher ends the ranks first.
+CONTINUOUS, ULFM = ("--runtime-options", "continuous"), ("--with-ft", "ulfm")
 LATE = {"RINGCOMM_TIMEOUT_S": "3", "RINGCOMM_GRACE_S": "1"}  # nobody saves anything
-needs_ulfm = pytest.mark.skipif(IS_MPICH, reason="ULFM is Open MPI's")
 
 
 def script(body):
@@ -176,7 +176,7 @@ def test_what_cannot_be_completed_at_the_end_is_the_job_s_failure(end, tmp_path)
     assert "left the job while others waited for it" in job.output
 
 
-@needs_ulfm
+@pytest.mark.skipif(IS_MPICH, reason="ULFM is Open MPI's")
 def test_a_stopped_rank_does_not_outlive_a_fault_tolerant_job(tmp_path):
     body = """
     rc.init()
@@ -184,8 +184,7 @@ def test_a_stopped_rank_does_not_outlive_a_fault_tolerant_job(tmp_path):
         os.kill(os.getpid(), signal.SIGSTOP)
     rc.allreduce(X, name="w")
     """
-    environment = {"RINGCOMM_TIMEOUT_S": "3", "RINGCOMM_GRACE_S": "1"}
-    job = run_script(2, script(body), cwd=tmp_path, env=environment, options=ULFM, timeout_s=HANG_S)
+    job = run_script(2, script(body), cwd=tmp_path, env=LATE, options=ULFM, timeout_s=HANG_S)
     assert "for rank 1, which did not answer" in job.output
 
 
@@ -226,26 +225,43 @@ def test_an_exception_before_init_ends_the_job(tmp_path):
         assert "not all ranks came within 1 s: a rank ended before" in job.output
 
 
-@above_mpi
-def test_a_caught_peer_failure_lets_the_survivor_save_its_work(tmp_path):
-    body = """
+KILLED = """
     rc.init()
-    if rc.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
-        rc.allreduce(X)
+        for step in range(1_000_000):
+            rc.allreduce(X, name="w")
+            if rc.rank() == 1 and step == 20:
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
     except rc.PeerFailedError as error:
         if rc.rank() == 3:
             time.sleep(1)  # within RINGCOMM_GRACE_S; mpirun ends a job half of whose ranks exit
         open(f"saved.{rc.rank()}", "w").write(f"{error.rank}")
         raise
     """
-    options = () if IS_MPICH else ULFM  # else mpirun may be faster than the survivor
-    job = run_script(4, script(body), cwd=tmp_path, options=options)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A job of 4 ranks, of which rank 1 is killed in the midst of its calls."""
+    folder = tmp_path_factory.mktemp("killed")
+    env = {"RINGCOMM_TIMELINE": str(folder / "trace")}
+    return run_script(4, script(KILLED), cwd=folder, options=ULFM, env=env), folder
+
+
+@above_mpi
+def test_a_caught_peer_failure_lets_the_survivor_save_its_work(killed):
+    job, folder = killed
     assert job.code != 0
-    if not IS_MPICH:
-        assert [(tmp_path / f"saved.{r}").read_text() for r in (0, 2, 3)] == ["1"] * 3
-        assert len(re.findall(r"^x rank 1", job.output, re.MULTILINE)) == 1
+    assert [(folder / f"saved.{r}").read_text() for r in (0, 2, 3)] == ["1"] * 3
+    assert len(re.findall(r"^x rank 1", job.output, re.MULTILINE)) == 1
+
+
+@above_mpi
+def test_a_killed_rank_leaves_a_timeline_that_can_be_read(killed):
+    for rank, missing in enumerate(["", "]"]):
+        events = json.loads((killed[1] / f"trace.{rank}.json").read_text() + missing)
+        assert sum(event.get("name") == "allreduce[w]" for event in events) > 10
+        assert {"negotiation", "shared memory"} <= {event.get("name") for event in events}
 
 
 @above_mpi
@@ -344,26 +360,6 @@ def test_what_a_lost_rank_has_started_does_not_keep_the_job(tmp_path):
     assert "x rank 1" in report_of(job.output)
 
 
-@above_mpi
-def test_neither_mpi_imported_first_nor_an_excepthook_of_ones_own_hides_an_error(tmp_path):
-    body = """
-    import logging
-    logging.basicConfig()
-    from mpi4py import MPI
-    rc.init()
-    sys.excepthook = lambda kind, error, trace: print("my own hook:", error, file=sys.stderr)
-    if rc.rank() == 1:
-        raise ValueError("boom")
-    rc.allreduce(X)
-    """
-    job = run_script(2, script(body), cwd=tmp_path)
-    assert job.code != 0
-    assert job.seconds < PROMPTLY_S
-    assert "my own hook: boom" in job.output
-    assert re.search(r"x rank 1 .* raised ValueError - exit 1", report_of(job.output))
-    assert "came too late" not in job.output  # nothing did, on one host
-
-
 def test_a_rank_that_never_calls_init_is_noticed_in_time(tmp_path):
     body = """
     from mpi4py import MPI
@@ -377,13 +373,14 @@ def test_a_rank_that_never_calls_init_is_noticed_in_time(tmp_path):
     assert "not all ranks came within 1 s" in job.output
 
 
-@above_mpi
-def test_daemon_workers_of_a_failing_rank_end_with_it(tmp_path):
-    """Exit handlers of others still run: multiprocessing's ends its daemonic children."""
-    body = """
+RAISES = """
+    import logging
     import multiprocessing
+    logging.basicConfig()
+    from mpi4py import MPI
     if __name__ == "__main__":
         rc.init()
+        sys.excepthook = lambda kind, error, trace: print("my own hook:", error, file=sys.stderr)
         fork = multiprocessing.get_context("fork")
         child = fork.Process(target=time.sleep, args=(60,), daemon=True)
         child.start()
@@ -393,12 +390,31 @@ def test_daemon_workers_of_a_failing_rank_end_with_it(tmp_path):
             raise ValueError("boom")
         rc.allreduce(X)
     """
-    options = () if IS_MPICH else ULFM  # where no launcher kills them first
-    run_script(2, script(body), cwd=tmp_path, options=options)
-    pids = [int(path.name.split(".")[1]) for path in tmp_path.glob("child.*")]
+
+
+@pytest.fixture(scope="module")
+def raises(tmp_path_factory):
+    """A job of 2 ranks, of which one raises; MPI was imported first."""
+    folder = tmp_path_factory.mktemp("raises")
+    return run_script(2, script(RAISES), cwd=folder, options=CONTINUOUS), folder
+
+
+@above_mpi
+def test_neither_mpi_imported_first_nor_an_excepthook_of_ones_own_hides_an_error(raises):
+    job, _ = raises
+    assert job.code != 0
+    assert job.seconds < PROMPTLY_S
+    assert "my own hook: boom" in job.output
+    assert re.search(r"x rank 1 .* raised ValueError - exit 1", report_of(job.output))
+    assert "came too late" not in job.output  # nothing did, on one host
+
+
+@above_mpi
+def test_daemon_workers_of_a_failing_rank_end_with_it(raises):
+    """Exit handlers of others still run: multiprocessing's ends its daemonic children."""
+    pids = [int(path.name.split(".")[1]) for path in raises[1].glob("child.*")]
     assert len(pids) == 2
-    if not IS_MPICH:
-        wait_for(lambda: not any(is_running(pid) for pid in pids))
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
 @above_mpi
@@ -440,24 +456,6 @@ def test_ranks_of_torchrun_are_refused_and_their_children_told_what_they_are(tmp
         done = run_command([sys.executable, path], cwd=tmp_path, env=job_environment(extra))
         assert told in done.stderr + done.stdout
         assert done.returncode == int(bool(extra))
-
-
-@above_mpi
-def test_a_killed_rank_leaves_a_timeline_that_can_be_read(tmp_path):
-    body = """
-    rc.init()
-    for step in range(1_000_000):
-        rc.allreduce(X, name="w")
-        if rc.rank() == 1 and step == 20:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    """
-    environ = {"RINGCOMM_TIMELINE": str(tmp_path / "trace")}
-    job = run_script(2, script(body), cwd=tmp_path, env=environ)
-    assert job.code != 0
-    for rank, missing in enumerate(["", "]"]):
-        events = json.loads((tmp_path / f"trace.{rank}.json").read_text() + missing)
-        assert sum(event.get("name") == "allreduce[w]" for event in events) > 10
-        assert {"negotiation", "shared memory"} <= {event.get("name") for event in events}
 
 
 # --- jobs in which nothing fails, in many steps each --------------------------------------------
