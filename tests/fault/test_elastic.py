@@ -469,34 +469,6 @@ def test_reserves_replace_lost_ranks_and_the_job_grows_and_shrinks(launcher, tmp
     assert "rank 0 of 3 is done, [2, 3, 4]" in job.output
 
 
-TOO_FEW = """
-saved = []
-rc.on_checkpoint(saved.append)
-
-@rc.elastic.run
-def train(state):
-    while state.step < 20:
-        if (me, state.step) in ((1, 5), (2, 10)):
-            die()
-        step(state)
-
-try:
-    train(state)
-except SystemExit as end:
-    print(f"ends with {end.code}", saved, flush=True)
-    raise
-print("not reached", flush=True)
-"""
-
-
-def test_a_job_with_too_few_ranks_ends_with_code_75(tmp_path):
-    job = run_elastic(3, TOO_FEW, cwd=tmp_path, RINGCOMM_ELASTIC_MIN="2")
-    text = "1 ranks are left, and RINGCOMM_ELASTIC_MIN is 2"
-    assert f"{text}; no others have come" in job.output, job.output
-    assert "ends with 75 [10]" in job.output, job.output
-    assert "not reached" not in job.output
-
-
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -656,7 +628,13 @@ def train(state):
             die()
         step(state)
 
-train(state)
+saved = []
+rc.on_checkpoint(saved.append)
+try:
+    train(state)
+except SystemExit as end:
+    print(f"rank {me} ends with {end.code}", saved, flush=True)
+    raise
 print(f"rank {me} is done: {rc.rank()} of {rc.size()}, {state.x[0]:g}", flush=True)
 """
 OTHERS = {
@@ -683,7 +661,9 @@ def test_a_spare_with_another_state_ends_alone_and_the_job_goes_on(other, tmp_pa
     assert "raised RingcommError" in job
 
 
-def test_if_the_refused_spare_was_needed_the_job_says_so_and_ends_with_code_75(tmp_path):
+def test_a_job_with_too_few_ranks_because_the_spare_is_refused_says_so_and_ends_with_code_75(
+    tmp_path,
+):
     script = tmp_path / "other.py"
     script.write_text(PRELUDE + OTHER_STATE)
     job = run_job(
@@ -692,6 +672,10 @@ def test_if_the_refused_spare_was_needed_the_job_says_so_and_ends_with_code_75(t
     ).output  # fmt: skip
     assert "The job goes on without it" in job, job
     assert "2 ranks are left, and RINGCOMM_ELASTIC_MIN is 3; no others have come" in job
+    assert sorted(re.findall(r"^rank . ends with .*", job, re.MULTILINE)) == [
+        "rank 0 ends with 75 [5]", "rank 2 ends with 75 [5]",
+    ], job  # fmt: skip
+    assert "is done" not in job
 
 
 REFUSED = """
