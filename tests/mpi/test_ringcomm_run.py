@@ -734,7 +734,7 @@ DEEDS = {
 }
 ALL_FAIL = [(deed, where) for deed in DEEDS for where in ("before", "in", "after")]
 # What code, cause and evidence make of each other is a verdict, which tests/unit shows.
-ALL_FAIL_IN_GATE = [("raise", "before"), ("raise", "in"), ("abort", "after")]
+ALL_FAIL_IN_GATE = [("raise", "in"), ("abort", "after")]
 
 
 @pytest.mark.skipif(IS_MPICH, reason="--elastic needs Open MPI 5")
