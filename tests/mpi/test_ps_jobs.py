@@ -26,8 +26,7 @@ print(f"worker {rc.rank()} of {rc.size()} has {values[0]}, {kv}", flush=True)
 """
 
 
-# What ps.init() gets; without `servers` it is what the environment says, or 1, as in the blocks
-# of the page below.
+# What ps.init() gets; without `servers` it is what the environment says, or 1.
 PROGRAMS_IN_GATE = [
     (4, "{}", 2, {"RINGCOMM_PS_SERVERS": "2"}),
     (3, "dict(servers=2, colocated=True)", 3, {}),
@@ -126,17 +125,6 @@ def test_a_death_ends_the_job_and_is_named(which, tmp_path):
     assert job.code != 0
     assert told in job.output
     assert job.seconds < PROMPTLY_S
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "parameter_server.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-
-
-@above_mpi
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_the_blocks_of_the_page_run(block, tmp_path):
-    job = run_script(2, block, cwd=tmp_path)
-    assert job.code == 0, job.output
 
 
 LEAVES = """
