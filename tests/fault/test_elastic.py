@@ -488,7 +488,7 @@ def test_spares_that_cannot_be_are_refused(settings, text, tmp_path):
 
 OF_ONE_HOST = """
 import os
-other = {"2": "direct", "3": "ring"}.get(os.environ["OMPI_COMM_WORLD_RANK"])
+other = {"1": "direct", "2": "ring"}.get(os.environ["OMPI_COMM_WORLD_RANK"])
 if other:
     os.environ["RINGCOMM_ALGORITHM"] = other
 import ringcomm as rc
@@ -500,10 +500,10 @@ print("not reached", flush=True)
 def test_processes_without_a_place_have_the_settings_of_the_ranks_from_the_start(tmp_path):
     """When one takes a place, a difference would end them all."""
     env = ELASTIC | {"RINGCOMM_SPARES": "1", "RINGCOMM_RESERVES": "1"}
-    job = run_script(4, OF_ONE_HOST, cwd=tmp_path, options=LAUNCHERS["ulfm"], env=env)
+    job = run_script(3, OF_ONE_HOST, cwd=tmp_path, options=LAUNCHERS["ulfm"], env=env)
     assert job.code != 0
     started = "started with RINGCOMM_ALGORITHM="
-    text = f"init: ranks 0, 1 {started}auto, rank 2 {started}direct, rank 3 {started}ring"
+    text = f"init: rank 0 {started}auto, rank 1 {started}direct, rank 2 {started}ring"
     assert text in job.output, job.output
     assert "not reached" not in job.output
 
@@ -694,9 +694,9 @@ train(state)
 
 @pytest.mark.parametrize("options", at_length(ANY_EXIT, ANY_EXIT[1:]))
 def test_what_one_rank_refuses_is_no_loss_all_end_with_it_and_one_prints_it(options, tmp_path):
-    job = run_elastic(3, REFUSED, options=options, cwd=tmp_path).output
+    job = run_elastic(2, REFUSED, options=options, cwd=tmp_path).output
     assert sorted(re.findall(r"rank \d begins in view \d", job)) == [
-        f"rank {rank} begins in view 0" for rank in range(3)
+        f"rank {rank} begins in view 0" for rank in range(2)
     ], job
     assert "not reached" not in job
     assert job.count("Traceback") == 1
