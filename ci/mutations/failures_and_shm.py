@@ -51,6 +51,28 @@ FAULT = [
         ),
     ),
     Mutation(
+        "who-waits-elsewhere-is-blamed",
+        "fault",
+        "engine/progress/deadlines.py",
+        """\
+    blamed = watch.peers.blamed(task.key, task.members)
+    ranks =""",
+        """\
+    blamed = missing
+    ranks =""",
+        "a neighbour that itself waits for the dead host is named beside it",
+        ("unit/test_dead_and_late_ranks.py",),
+    ),
+    Mutation(
+        "a-standstill-in-the-thread-of-cpp-is-not-told",
+        "fault",
+        "engine/progress/loop.py",
+        "now, since = time.monotonic(), self._loop.looks_since",
+        "now, since = time.monotonic(), 0",
+        "MPI keeps the thread of C++, and every rank waits for this one without knowing why",
+        ("unit/test_cpp_wire_with_fake_mpi.py",),
+    ),
+    Mutation(
         "leaving-waits-for-the-dead",
         "fault",
         "engine/progress/deadlines.py",

@@ -1,11 +1,17 @@
 """What C++ asks of an MPI library: a fake one, with the handles of either kind, answers."""
 
 import ctypes
+import logging
+import threading
 
 import numpy as np
 import pytest
+from harness import run_ranks, wait_until
 
+import ringcomm as rc
 from ringcomm import _core
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.progress import clock_without_stops
 
 COMM, BYTE, TAG = 77, 88, 5
 UNREACHABLE = 42
@@ -262,3 +268,41 @@ def test_handles_of_another_size_are_refused():
     mpi._handle = ctypes.c_int16
     with pytest.raises(ValueError, match="handles of 2 bytes"):
         mpi.runner()
+
+
+def test_a_rank_whose_mpi_does_not_return_in_the_thread_of_cpp_says_so_itself(monkeypatch):
+    """The thread that waits for an operation drives on meanwhile, and nothing comes of it."""
+    monkeypatch.setattr(clock_without_stops, "STANDSTILL_S", 0.5)
+    is_inside, is_told, told = threading.Event(), threading.Event(), []
+
+    class Blocking(FakeMpi):
+        def mpi_test(self, *args):
+            is_inside.set()
+            is_told.wait(20)
+            super().mpi_test(*args)
+
+    class Release(logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+            is_told.set()
+
+    def body(rank):
+        engine().progress.work_in_background()
+        if rank == 0:
+            data, out = np.ones(8, np.uint8), np.zeros(8, np.uint8)
+            run = Blocking(ctypes.c_int).runner().run(to_itself(8), [data, out], [0], TAG)
+            engine().transport.loop.add(run)
+            assert is_inside.wait(60)
+            rc.allreduce(np.ones(3), name="w")
+            wait_until(lambda: run.is_over, "it does not go on once MPI does")
+            return out.sum()
+        return rc.allreduce(np.ones(3), name="w").sum()
+
+    log, handler = logging.getLogger("ringcomm"), Release(level=logging.WARNING)
+    log.addHandler(handler)
+    try:
+        assert run_ranks(2, body) == [8, 6.0]
+    finally:
+        log.removeHandler(handler)
+    (text,) = told
+    assert text.startswith("rank 0: its own MPI has not returned for "), text

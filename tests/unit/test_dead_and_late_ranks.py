@@ -241,6 +241,27 @@ def test_a_rank_that_computes_answers_that_it_is_in_no_operation():
     run_ranks(2, body, settings=Settings(timeout_s=1))
 
 
+def test_who_waits_in_another_operation_itself_is_not_who_is_waited_for(caplog):
+    """It may have less of the last operation than this rank, and wait for the same rank."""
+    told = r"second.*has waited \S+ s for rank 2, which did not answer .*\(rank 1 is in .*other"
+
+    def body(rank):
+        engine().progress.work_in_background()
+        if rank == 1:
+            other = rc.allreduce_async(X, name="other")
+            is_inside.set()
+            other.wait()
+            return rc.allreduce(X, name="second")
+        assert is_inside.wait(60)
+        second = rc.allreduce_async(X, name="second") if rank == 0 else None
+        wait_until(lambda: re.search(told, caplog.text), lambda: caplog.text)
+        rc.allreduce(X, name="other")
+        return second.wait() if second else rc.allreduce(X, name="second")
+
+    is_inside = threading.Event()
+    run_ranks(3, body, settings=Settings(stall_warning_s=0.5, timeout_s=120))
+
+
 def test_who_waits_for_many_operations_warns_once(caplog):
     def body(rank):
         if rank == 1:

@@ -166,9 +166,10 @@ def describe_wait(task: Task, watch: Watch, waited_s: float) -> str:
         return f"{waited}. All ranks entered it, but some went no further: rank(s) {ranks}."
     if not missing:
         return f"{waited}; all ranks have entered it, so the network or a rank is slow."
-    ranks = ranks_text(missing)
-    plural = "s" if len(missing) > 1 else ""
-    shown = _whereabouts(task, watch, missing)
+    blamed = watch.peers.blamed(task.key, task.members)
+    ranks = ranks_text(blamed)
+    plural = "s" if len(blamed) > 1 else ""
+    shown = _whereabouts(task, watch, sorted(missing, key=lambda rank: rank not in blamed))
     where = "; ".join(shown[:_SHOWN] + ["..."] * (len(shown) > _SHOWN))
     text = f"{waited} for rank{plural} {ranks}, which did not answer or did not enter it"
     text = f"{text} ({where})." if where else f"{text}."

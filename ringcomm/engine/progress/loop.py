@@ -74,7 +74,7 @@ class Progress:
         # The thread that carries out a step by messages without the turn, and how many have; MPI
         # may keep it, too. Several threads may do so at a time: the last one is seen.
         self._alone: Waiter | None = None
-        self._standstill = Standstill()
+        self._standstill, self._standstill_in_cpp = Standstill(), Standstill()
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Task, *, is_awaited: bool) -> None:
@@ -261,13 +261,21 @@ class Progress:
                 self._take_part(waiter, partial(self._drive, is_enough, _BACKGROUND_SPINS))
 
     def _tell_of_standstill(self) -> None:
-        """Say it, once, if another thread of this rank drives and does not get out of MPI."""
+        """Say it, once, if another thread of this rank drives and does not get out of MPI.
+
+        That may be the thread of C++: then the driver of Python goes on in vain.
+        """
         with self._turn.lock:
             driver = self._turn.driver or self._alone
-            stood_s = self._standstill.at(time.monotonic(), driver, self._n_passes)
+            now, since = time.monotonic(), self._loop.looks_since
+            stood_s = self._standstill.at(now, driver, self._n_passes)
+            in_cpp_s = self._standstill_in_cpp.at(now, "a look" if since else None, since)
         frame = sys._current_frames().get(driver.thread) if driver and stood_s else None
         if frame is None or not (driver is self._alone or _is_inside_mpi(frame.f_code)):
-            return  # a callback of the program may take as long as it likes
+            stood_s = 0.0  # a callback of the program may take as long as it likes
+        stood_s = max(stood_s, in_cpp_s)
+        if not stood_s:
+            return
         _log.warning(
             "rank %d: its own MPI has not returned for %.0f s, so this rank hears of no other, and "
             "others wait for it. A connection to one of its ports that sends nothing has this "

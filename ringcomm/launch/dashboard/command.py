@@ -63,8 +63,8 @@ def main(argv: Sequence[str]) -> int:
         timeout_graceful_shutdown=_END_S,
     )
     server = uvicorn.Server(config)
-    print(gate.address, flush=True)
     with contextlib.suppress(KeyboardInterrupt):
+        print(gate.address, flush=True)
         server.run(sockets=listeners)
     return 0
 
