@@ -477,7 +477,6 @@ void bind_shm(nb::module_& m) {
       .def("stop", &Loop::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("add", &Loop::add, "program"_a)
       .def_prop_ro("has_programs", &Loop::has_programs)
-      .def_prop_ro("looks_since", &Loop::looks_since)
       .def("watch", &Loop::watch, "descriptor"_a)
       .def("yield_turn", &Loop::yield_turn)
       .def("park", &Loop::park, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())

@@ -47,6 +47,7 @@ void bind_wire(nb::module_& m) {
       .def("ring", &LoopbackHub::ring, Unlocked(), "rank"_a);
 
   m.attr("MPI_STATUS_MAX") = kMpiStatusMax;
+  m.def("in_mpi_since", &in_mpi_since);
   m.def("mpi_runner", [](std::map<std::string, std::uintptr_t> functions,
                          std::size_t handle_nbytes, std::uint64_t byte, std::uint64_t comm,
                          std::size_t segment_nbytes) {

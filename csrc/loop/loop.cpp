@@ -173,16 +173,12 @@ Loop::Round Loop::advance_all() {
   bool has_moved = false, has_news = false, polls = false;
   std::int64_t begin = 0;  // of the looks at messages
   for (const auto& each : programs_) {
-    if (each->needs_polling() && !std::exchange(polls, true)) {
-      begin = monotonic_ns();
-      looks_since_.store(begin, std::memory_order_relaxed);
-    }
+    if (each->needs_polling() && !std::exchange(polls, true)) begin = monotonic_ns();
     const Program::Step step = each->advance();
     has_moved |= step != Program::Step::waiting;
     has_news |= step == Program::Step::news;
   }
   const auto n_programs = static_cast<std::int64_t>(programs_.size());
-  looks_since_.store(0, std::memory_order_relaxed);
   const bool is_busy = polls && monotonic_ns() - begin > kBusy * n_programs;
   needs_polling_.store(polls);
   const auto over = std::stable_partition(programs_.begin(), programs_.end(),

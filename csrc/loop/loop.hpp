@@ -63,10 +63,6 @@ class Loop {
   void add(std::shared_ptr<Program> program);
   bool has_programs() const { return n_programs_.load() != 0; }
 
-  // When the look at messages began in which a thread is now (monotonic_ns()); 0: none is in one. One
-  // that lasts does not come back out of MPI.
-  std::int64_t looks_since() const { return looks_since_.load(); }
-
   // Advances programs until one is over or has news, wake() is called, or seconds have passed. One thread at a
   // time.
   void park(double seconds);
@@ -121,7 +117,6 @@ class Loop {
   std::atomic<bool> is_idle_{false};  // the thread sleeps until it is told of work
   std::atomic<bool> needs_polling_{false};
   std::atomic<std::int64_t> moved_at_{0};
-  std::atomic<std::int64_t> looks_since_{0};
   bool is_stopping_ = false;
   std::thread thread_, watcher_;
   Descriptor end_of_watch_;

@@ -1,8 +1,11 @@
 #include "mpi.hpp"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <vector>
+
+#include "../clock.hpp"
 
 namespace ringcomm {
 namespace {
@@ -12,6 +15,52 @@ constexpr std::size_t kErrorTextMax = 8192;  // MPI_MAX_ERROR_STRING is 256 or 5
 struct Status {
   alignas(16) unsigned char opaque[kMpiStatusMax];
 };
+
+// When a thread began the call of MPI in which it is; 0: it is in none.
+struct Place {
+  std::atomic<bool> is_taken{false};
+  std::atomic<std::int64_t> since{0};
+};
+std::array<Place, 64> places;
+
+// A thread's own place, while the thread lives.
+class OwnPlace {
+ public:
+  OwnPlace() {
+    for (Place& each : places)
+      if (!each.is_taken.exchange(true)) {
+        place_ = &each;
+        return;
+      }
+  }
+  OwnPlace(const OwnPlace&) = delete;
+  OwnPlace& operator=(const OwnPlace&) = delete;
+  ~OwnPlace() {
+    if (place_ != &unseen_) place_->is_taken.store(false);
+  }
+
+  void enter() { place_->since.store(monotonic_ns(), std::memory_order_relaxed); }
+  void leave() { place_->since.store(0, std::memory_order_relaxed); }
+
+ private:
+  Place unseen_;
+  Place* place_ = &unseen_;
+};
+
+OwnPlace& own_place() {
+  static thread_local OwnPlace place;
+  return place;
+}
+
+// Calls a function of MPI.
+template <class Function, class... Arguments>
+int enter(Function function, Arguments... arguments) {
+  OwnPlace& place = own_place();
+  place.enter();
+  const int code = function(arguments...);
+  place.leave();
+  return code;
+}
 
 // The functions of the library, typed for its kind of handle.
 template <class Handle>
@@ -114,7 +163,7 @@ class MpiMessage final : public Message {
       if (is_first)
         post(segment, library_->mpi.irecv, library_->mpi.isend);
       else
-        library_->check(library_->mpi.start(&segment.request));
+        library_->check(enter(library_->mpi.start, &segment.request));
       segment.is_open = true;
     }
   }
@@ -124,7 +173,7 @@ class MpiMessage final : public Message {
       Segment& segment = segments_[first_open_];
       int is_done = 0;
       Status status;
-      library_->check(library_->mpi.test(&segment.request, &is_done, &status));
+      library_->check(enter(library_->mpi.test, &segment.request, &is_done, &status));
       if (is_done == 0) return false;
       segment.is_open = false;
       if (is_receive_) take_in(status, segment);
@@ -139,7 +188,7 @@ class MpiMessage final : public Message {
   void cancel() override {
     if (!is_receive_) return;
     for (auto& segment : segments_)
-      if (segment.is_open) library_->mpi.cancel(&segment.request);
+      if (segment.is_open) enter(library_->mpi.cancel, &segment.request);
   }
 
  private:
@@ -159,10 +208,10 @@ class MpiMessage final : public Message {
   void post(Segment& segment, typename Functions<Handle>::Receive receive,
             typename Functions<Handle>::Send send) const {
     const Library<Handle>& lib = *library_;
-    lib.check(is_receive_ ? receive(segment.data, segment.nbytes, lib.byte, peer_, tag_, lib.comm,
-                                    &segment.request)
-                          : send(segment.data, segment.nbytes, lib.byte, peer_, tag_, lib.comm,
-                                 &segment.request));
+    lib.check(is_receive_ ? enter(receive, segment.data, segment.nbytes, lib.byte, peer_, tag_,
+                                  lib.comm, &segment.request)
+                          : enter(send, segment.data, segment.nbytes, lib.byte, peer_, tag_,
+                                  lib.comm, &segment.request));
   }
 
   void take_in(const Status& status, const Segment& segment) {
@@ -222,6 +271,15 @@ std::shared_ptr<Wire> make(const MpiLibrary& library, Handle comm, Handle byte,
 }
 
 }  // namespace
+
+std::int64_t in_mpi_since() {
+  std::int64_t first = 0;
+  for (const Place& each : places) {
+    const std::int64_t since = each.since.load(std::memory_order_relaxed);
+    if (since != 0 && (first == 0 || since < first)) first = since;
+  }
+  return first;
+}
 
 std::shared_ptr<Wire> make_mpi_wire(const MpiLibrary& library, std::uint64_t comm,
                                     std::size_t segment_nbytes) {

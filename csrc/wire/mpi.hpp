@@ -23,4 +23,10 @@ struct MpiLibrary {
 std::shared_ptr<Wire> make_mpi_wire(const MpiLibrary& library, std::uint64_t comm,
                                     std::size_t segment_nbytes);
 
+// When that call of MPI began in which a thread of this process has been the longest, as monotonic_ns();
+// 0: none is in one. A call waits for nothing, so one that lasts does not come back: MPI may read a
+// connection to its port without a deadline. Calls that begin at the same time from more than 64
+// threads may be missed.
+std::int64_t in_mpi_since();
+
 }  // namespace ringcomm

@@ -44,39 +44,18 @@ def test_a_standstill_is_one_poll_of_one_driver_and_is_told_once():
     assert not any(still.at(float(now), "a" if now % 2 else "b", 2) for now in range(120, 140))
 
 
-class Stuck:
-    """A known call of C++ that returns only once MPI does."""
-
-    def __init__(self, known, blocked):
-        self._known, self._blocked = known, blocked
-
-    def run(self, *args):
-        self._blocked.get()
-        return self._known.run(*args)
-
-
-@pytest.mark.parametrize("is_short", [False, True])
-def test_a_rank_whose_mpi_does_not_return_says_so_itself(is_short, monkeypatch):
+def test_a_rank_whose_mpi_does_not_return_says_so_itself(monkeypatch):
     monkeypatch.setattr(clock_without_stops, "STANDSTILL_S", 0.5)
     blocked, told, transports = queue.SimpleQueue(), [], []
 
     class Release(logging.Handler):
         def emit(self, record):
             told.append(record.getMessage())
-            if not is_short:
-                del transports[0].poll
+            del transports[0].poll
             blocked.put([])
 
     def body(rank):
         engine().progress.work_in_background()  # as in a job
-        if is_short:
-            for _ in range(2):
-                rc.allreduce(np.ones(3))
-            calls = engine().groups.default.short_calls._known
-            if rank == 0:
-                for key, known in calls.items():
-                    calls[key] = known._replace(in_cpp=Stuck(known.in_cpp, blocked))
-            return rc.allreduce(np.ones(3)).sum()
         if rank == 0:
             transports.append(engine().transport)
             transports[0].poll = blocked.get  # in C, as a call of MPI is

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -268,8 +267,7 @@ class Engine(EngineContext):
         assert slot is not None
         step = plan.step.begin(Meeting(team, slot, plan.call.fingerprint))
         moment_s = team.moment_s if is_awaited else 0.0
-        with contextlib.nullcontext() if group.team else self.progress.alone():
-            is_over = drive(step, plan.step, moment_s)
+        is_over = drive(step, plan.step, moment_s)
         if is_over and step.agrees and step.is_whole and not step.fault and not plan.goes_on:
             result = plan.finish(None)
             with self.pending.lock:

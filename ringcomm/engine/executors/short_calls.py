@@ -103,7 +103,6 @@ class ShortCalls:
         self._group = weakref.ref(group)  # weak: the group refers to this object
         self._ledger = group.ledger_for(engine)
         self._team, self._n_slots = team, team.n_slots
-        self._is_in_memory = group.team is not None
         self._index = group.index
         self._known: dict[Any, _Known | str | None] = {}
 
@@ -170,11 +169,7 @@ class ShortCalls:
         try:
             place = engine.take_place(self._ledger, self._team)
             if place is not None:
-                if self._is_in_memory:
-                    step = known.in_cpp.run(place % self._n_slots, source, target)
-                else:
-                    with engine.progress.alone():
-                        step = known.in_cpp.run(place % self._n_slots, source, target)
+                step = known.in_cpp.run(place % self._n_slots, source, target)
                 if step is None:
                     self._team.end_turn(place)
                 else:

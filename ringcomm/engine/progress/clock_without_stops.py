@@ -50,7 +50,7 @@ class Standstill:
 
         Args:
             now: time.monotonic(); to be called at least once a second while there is a driver.
-            driver: who drives, None if nobody does.
+            driver: who drives, or when its call of MPI began; None if there is none.
             n_passes: grows whenever a driver begins, or comes through a poll.
         """
         if driver is None or self._seen != (driver, n_passes):

@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import CodeType
 
 import ringcomm.transport
+from ringcomm._core import in_mpi_since
 from ringcomm.config import Settings
 from ringcomm.engine.progress.clock_without_stops import RunningTime, Standstill
 from ringcomm.engine.progress.driver_turn import Turn, Waiter
@@ -71,9 +71,6 @@ class Progress:
         self._tasks = TaskSet(watch, settings, on_over, self._turn)
         self._is_stopping = False
         self._n_passes = 0  # see Standstill
-        # The thread that carries out a step by messages without the turn, and how many have; MPI
-        # may keep it, too. Several threads may do so at a time: the last one is seen.
-        self._alone: Waiter | None = None
         self._standstill, self._standstill_in_cpp = Standstill(), Standstill()
         self._thread: threading.Thread | None = None
 
@@ -174,15 +171,6 @@ class Progress:
         finally:
             turn.give_back(waiter, self._tasks.waits_in_cpp)
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Use the wire without the turn, for a moment; a standstill in here is told, too."""
-        self._alone = Waiter()
-        try:
-            yield
-        finally:
-            self._alone = None
-
     @property
     def is_own_turn(self) -> bool:
         return self._turn.is_own
@@ -237,18 +225,20 @@ class Progress:
 
     def _run(self) -> None:
         """Drive while there is work and no thread waits; the background thread."""
-        waiter, looked_at, turn = Waiter(), -math.inf, self._turn
+        waiter, looked_at, turn, is_kept = Waiter(), -math.inf, self._turn, False
         while True:
             self._tell_of_standstill()
             with turn.lock:
                 is_mine = self._tasks.has_work and not (turn.driver or turn.waiting)
                 is_idle = not (self._is_stopping or is_mine)
-            if is_idle:
-                self._loop.await_news(_IDLE_LOOK_S)
+            if is_idle or is_kept:
+                self._loop.await_news(_IDLE_LOOK_S if is_idle else _LONG_NAP_S)
             with turn.lock:
                 if self._is_stopping:
                     return
-                if turn.driver is not None or turn.waiting or self._alone is not None:
+                # MPI may keep this thread, too, and then nobody would tell of it.
+                is_kept = in_mpi_since() != 0
+                if turn.driver is not None or turn.waiting or is_kept:
                     continue
                 turn.driver = waiter
             # An idle rank polls once per _IDLE_LOOK_S, to answer the questions of others.
@@ -261,17 +251,16 @@ class Progress:
                 self._take_part(waiter, partial(self._drive, is_enough, _BACKGROUND_SPINS))
 
     def _tell_of_standstill(self) -> None:
-        """Say it, once, if another thread of this rank drives and does not get out of MPI.
+        """Say it, once, if another thread of this rank does not get out of MPI.
 
-        That may be the thread of C++: then the driver of Python goes on in vain.
+        It is in a call of Python while it drives, or in one of C++, with or without the turn.
         """
         with self._turn.lock:
-            driver = self._turn.driver or self._alone
-            now, since = time.monotonic(), self._loop.looks_since
+            driver, now = self._turn.driver, time.monotonic()
             stood_s = self._standstill.at(now, driver, self._n_passes)
-            in_cpp_s = self._standstill_in_cpp.at(now, "a look" if since else None, since)
+            in_cpp_s = self._standstill_in_cpp.at(now, in_mpi_since() or None, 0)
         frame = sys._current_frames().get(driver.thread) if driver and stood_s else None
-        if frame is None or not (driver is self._alone or _is_inside_mpi(frame.f_code)):
+        if frame is None or not frame.f_code.co_filename.startswith(_TRANSPORT):
             stood_s = 0.0  # a callback of the program may take as long as it likes
         stood_s = max(stood_s, in_cpp_s)
         if not stood_s:
@@ -339,10 +328,6 @@ class Progress:
             self._loop.await_news(nap_s)
         else:
             self._loop.park(nap_s)
-
-
-def _is_inside_mpi(code: CodeType) -> bool:
-    return code.co_filename.startswith(_TRANSPORT) or code is Progress._park.__code__
 
 
 async def _raise(error: BaseException) -> None:
