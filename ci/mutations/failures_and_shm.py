@@ -51,7 +51,7 @@ FAULT = [
         ),
     ),
     Mutation(
-        "who-waits-elsewhere-is-blamed",
+        "who-waits-elsewhere-is-named-beside-the-silent",
         "fault",
         "engine/progress/deadlines.py",
         """\

@@ -17,6 +17,7 @@ import ringcomm as rc
 rc.init()
 print(socket.gethostname(), os.environ["RANK"], os.environ["LOCAL_RANK"],
       os.environ["MASTER_ADDR"], os.environ["RINGCOMM_TIMEOUT_S"], flush=True)
+rc.barrier()  # all have said it
 if len(sys.argv) > 1 and rc.rank() == int(sys.argv[1]):
     os.kill(os.getpid(), signal.SIGKILL)
 assert rc.allreduce(np.ones(1))[0] == 4
