@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import ringcomm.transport
-from ringcomm._core import in_mpi_since
+from ringcomm._core import in_mpi_since, monotonic_ns
 from ringcomm.config import Settings
 from ringcomm.engine.progress.clock_without_stops import RunningTime, Standstill
 from ringcomm.engine.progress.driver_turn import Turn, Waiter
@@ -49,6 +49,7 @@ _STREAM_NAP_S = 0.5e-3
 # A poll that takes so much CPU time has moved much of it, and there is more to move.
 _STREAM_POLL_S = 0.15e-3
 _TRANSPORT = ringcomm.transport.__path__[0]
+_LONG_CALL_NS = 1_000_000  # a call of MPI that takes longer may not come back
 _IDLE_LOOK_S = 0.2  # between an idle rank's polls, which find questions and deaths of others
 
 
@@ -237,7 +238,8 @@ class Progress:
                 if self._is_stopping:
                     return
                 # MPI may keep this thread, too, and then nobody would tell of it.
-                is_kept = in_mpi_since() != 0
+                since = in_mpi_since()
+                is_kept = since != 0 and monotonic_ns() - since > _LONG_CALL_NS
                 if turn.driver is not None or turn.waiting or is_kept:
                     continue
                 turn.driver = waiter
