@@ -25,6 +25,16 @@ CPP = [
         "a gradient whose .data is another tensor's is not noticed",
         ("with_torch/test_tensor_snapshot.py",),
     ),
+    # --- how ranks ended --------------------------------------------------------------------------
+    CppMutation(
+        "whom-the-launcher-ends-first-is-blamed",
+        "fault",
+        "status",
+        "ranks.size() > 1 && !is_by_key && !end.is_by_parent)",
+        "ranks.size() > 1 && !is_by_key)",
+        "Ctrl-C under MPICH names a rank, if that was gone before the others had heard of it",
+        ("unit/test_status_page_and_guardian.py",),
+    ),
     # --- the reduction kernels ------------------------------------------------------------------
     CppMutation(
         "an-average-adds-in-its-own-type",

@@ -224,6 +224,9 @@ class Guardian {
       if (w.is_gone) w.ask_kernel_how();
       w.see_exec();
       all.push_back(w.facts());
+      // Hydra kills the others as soon as it sees that one has followed its SIGTERM. Who starts ranks
+      // by other means may well stop one of them alone.
+      all.back().end.is_by_parent &= is_hydra_;
     }
     return all;
   }

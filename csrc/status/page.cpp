@@ -56,7 +56,7 @@ int code_at_end(const Page& page) {
 // Async-signal-safe: plain stores, sigaction, raise. Then the handler that was there before has
 // its turn: the signal is blocked until this one returns. A rank that is ended on its way out, for
 // that takes too long, ends with its own code: a launcher may take that of any rank for the job's.
-void on_signal(int signal) {
+void on_signal(int signal, siginfo_t* info, void*) {
   if (recorded_page != nullptr && recorded_page->pid == getpid()) {
     const int code = signal == SIGTERM ? code_at_end(*recorded_page) : 0;
     if (code != 0) {
@@ -67,6 +67,7 @@ void on_signal(int signal) {
     if (claim(end)) {
       end.time_ns = monotonic_ns();
       end.code = signal;
+      end.is_by_parent = info->si_code == SI_USER && info->si_pid == getppid();
       end.kind.store(signal == SIGTERM ? Ending::terminated : Ending::fatal_signal);
       if (signal != SIGTERM) record_exit(128 + signal);  // where no guardian is, nobody else says so
     }
@@ -349,8 +350,8 @@ EndView MappedPage::end() const {
   const Page::End& end = page_->end;
   const Ending kind = end.kind.load();
   if (kind == Ending::none) return {};
-  return {kind,  end.time_ns, end.code, load_text(end.what), load_text(end.where),
-          load_text(end.trace)};
+  return {kind, end.time_ns, end.code, end.is_by_parent != 0, load_text(end.what),
+          load_text(end.where), load_text(end.trace)};
 }
 
 void wait_for_report(const Page& page, std::int64_t timeout_ns) {
@@ -371,8 +372,8 @@ void record_this_process(Page* page) {
     if (signal == SIGTERM && current.sa_handler != SIG_DFL) continue;
     previous[signal] = current;
     struct sigaction ours{};
-    ours.sa_handler = on_signal;
-    ours.sa_flags = SA_ONSTACK;
+    ours.sa_sigaction = on_signal;
+    ours.sa_flags = SA_ONSTACK | SA_SIGINFO;
     sigemptyset(&ours.sa_mask);
     sigaction(signal, &ours, nullptr);
   }
@@ -385,6 +386,8 @@ void note_left() {
   record_left();
 }
 
-bool is_recorder(void (*handler)(int)) { return handler == on_signal; }
+bool is_recorder(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == on_signal;
+}
 
 }  // namespace ringcomm

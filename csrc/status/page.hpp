@@ -18,7 +18,7 @@
 namespace ringcomm {
 
 // Its last digit is the version of the layout: `ringcomm top` looks at pages of other installations.
-constexpr std::uint64_t kPageMagic = 0x72696e67636f6d34;  // "ringcom4"
+constexpr std::uint64_t kPageMagic = 0x72696e67636f6d35;  // "ringcom5"
 constexpr std::uint64_t kPageMagicOfAnyVersion = kPageMagic & ~std::uint64_t{0xff};
 constexpr std::size_t kScalars = 32, kEvents = 64, kArrivals = 256, kSteps = 128;
 constexpr int kStepMarks = 5;  // of a training step; between them are its 4 phases
@@ -69,6 +69,7 @@ struct Page {
     std::atomic<Ending> kind;            // stored last
     std::int64_t time_ns;
     std::int32_t code;                   // exit code, signal number, or the rank that is blamed
+    std::int32_t is_by_parent;           // the signal came from what has started the rank
     char what[256];                      // "ValueError"
     char where[1024];                    // the lines of the report below the first
     char trace[8192];                    // the whole traceback, its tail if it is longer
@@ -177,6 +178,7 @@ struct EndView {
   Ending kind = Ending::none;
   std::int64_t time_ns = 0;
   std::int32_t code = 0;
+  bool is_by_parent = false;
   std::string what, where, trace;
 };
 
@@ -270,6 +272,6 @@ void record_this_process(Page* page);
 void note_left();
 
 // True of the handler by which it records signals.
-bool is_recorder(void (*handler)(int));
+bool is_recorder(const struct sigaction& action);
 
 }  // namespace ringcomm

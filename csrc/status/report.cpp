@@ -257,10 +257,10 @@ int culprit(const std::vector<RankFacts>& ranks) {
   if (failed.time_ns < stopped.time_ns) return failed.index;
   // A launcher stops all ranks at once; a person who stops one rank is followed by the launcher
   // with another signal. And a death without a record is seen a moment after it happened.
-  const bool is_by_key = stopped.index != kNobody &&
-                         ranks[static_cast<std::size_t>(stopped.index)].end.kind ==
-                             Ending::interrupted;
-  if (stopped.count == 1 && ranks.size() > 1 && !is_by_key) return stopped.index;
+  const EndView& end = ranks[static_cast<std::size_t>(stopped.index)].end;
+  const bool is_by_key = end.kind == Ending::interrupted;
+  if (stopped.count == 1 && ranks.size() > 1 && !is_by_key && !end.is_by_parent)
+    return stopped.index;
   const bool is_odd_one_out = failed.count == 1 && failed.index != kNobody &&
                               died_before_the_stopped(ranks, failed.index);
   return is_odd_one_out ? failed.index : kNobody;

@@ -94,8 +94,7 @@ void take_signal(const Caught& each, siginfo_t* info, void* context) {
   const struct sigaction& before = each.before;
   if ((before.sa_flags & SA_SIGINFO) != 0) return before.sa_sigaction(each.signal, info, context);
   if (before.sa_handler == SIG_IGN) return;
-  if (before.sa_handler != SIG_DFL && !is_recorder(before.sa_handler))
-    return before.sa_handler(each.signal);
+  if (before.sa_handler != SIG_DFL) return before.sa_handler(each.signal);
   sigaction(each.signal, &before, nullptr);
   raise(each.signal);
 }
@@ -117,8 +116,8 @@ bool is_ours(const struct sigaction& action) {
 }
 
 bool is_free(const struct sigaction& action) {
-  if ((action.sa_flags & SA_SIGINFO) != 0) return false;
-  return action.sa_handler == SIG_DFL || is_recorder(action.sa_handler);
+  if ((action.sa_flags & SA_SIGINFO) != 0) return is_recorder(action);
+  return action.sa_handler == SIG_DFL;
 }
 
 // False if it was ours before, or is not to be taken from the program.

@@ -94,13 +94,19 @@ void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned se
   loop.start_thread();
   std::mt19937 shared(seed), own(seed + 1 + static_cast<unsigned>(rank));
   for (unsigned round = 0; round < n_rounds; ++round) {
-    // One in three gives up, so that often all complete, and sometimes several give up at once.
-    const Way way = own() % 3 != 0 ? Way::waits : static_cast<Way>(1 + own() % 4);
-    const std::int64_t patience_ns = own() % 2 == 0 ? own() % 20'000 : own() % 500'000;
+    // One in three gives up, so that often all complete, and sometimes several give up at once. At
+    // first nobody does, then one does before the others come, so that both are met for certain.
+    Way way = own() % 3 != 0 ? Way::waits : static_cast<Way>(1 + own() % 4);
+    std::int64_t patience_ns = own() % 2 == 0 ? own() % 20'000 : own() % 500'000;
+    const bool is_first_to_give_up = round == 1 && rank == 0;
+    if (round <= 1) way = is_first_to_give_up ? Way::abandons : Way::waits;
+    if (round <= 1) patience_ns = 0;
     rendezvous.meet();
+    if (round == 1 && rank != 0) rendezvous.meet();
     std::this_thread::sleep_for(std::chrono::nanoseconds(own() % 3 == 0 ? own() % 300'000 : 0));
     CheckedOperation part = random_part(round, team, memory, shared, own);
     const bool is_completed = carry_out(part, way, patience_ns, *team, memory, loop);
+    if (is_first_to_give_up) rendezvous.meet();
     if (is_completed) part.check_values();
     ++(is_completed ? counts.completed : counts.failed);
     take_memory_back(part);

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import textwrap
 import time
 from pathlib import Path
@@ -672,6 +673,36 @@ def test_a_rank_killed_without_a_word_is_the_cause_only_if_it_died_first(
     report = capfd.readouterr().err
     assert expected.format(pid=ranks[1].ward.pid) in report
     assert report.count("x ") == 1
+
+
+@pytest.mark.parametrize(
+    ("is_hydra", "is_by_parent", "expected"),
+    [
+        (True, True, "x the job was ended from outside (SIGTERM)"),
+        (True, False, "x rank 0 (host here, pid {pid}) was ended by SIGTERM"),
+        (False, True, "x rank 0 (host here, pid {pid}) was ended by SIGTERM"),
+    ],
+)
+def test_whom_hydra_ends_first_is_not_blamed_for_the_kill_of_the_others(
+    is_hydra, is_by_parent, expected, start_rank, capfd
+):
+    """It ends one rank after the other, and kills the rest as soon as one is gone."""
+    ranks = [start_rank(r, WAITING) for r in range(2)]
+    wards = [each.ward for each in ranks]
+    guardian = Guardian(wards, grace_s=5, is_fault_tolerant=False, is_hydra=is_hydra)
+    for rank in ranks:
+        rank.go()
+        wait_until_running(rank)
+    pid = ranks[0].ward.pid
+    if is_by_parent:
+        os.kill(pid, signal.SIGTERM)
+    else:
+        subprocess.run(["kill", "-TERM", str(pid)], check=True)
+    ranks[0].end()
+    ranks[1].process.kill()
+    ranks[1].end()
+    guardian.wait()
+    assert expected.format(pid=pid) in capfd.readouterr().err
 
 
 def test_a_caught_sys_exit_is_no_failure(start_rank, capfd):
