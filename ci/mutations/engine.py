@@ -20,19 +20,45 @@ ORDER = [
         "order",
         "engine/api/collectives.py",
         """\
-        if name is None and (not options or _are_default(options)):
+        if not options or _are_default(options):
             calls = _short(group)
             if calls is not None:
-                return calls.run(kind, x, op)
+                return calls.run(kind, x, op, name=name)
 """,
         """\
-        if name is None:
-            calls = _short(group)
-            if calls is not None:
-                return calls.run(kind, x, op)
+        calls = _short(group)
+        if calls is not None:
+            return calls.run(kind, x, op, name=name)
 """,
         "allreduce_(deterministic=True) of a small array within a node is not deterministic",
         ("unit/test_options_reach_the_plan.py",),
+    ),
+    Mutation(
+        "a-name-that-is-pending-begins-again",
+        "order",
+        "engine/core/engine.py",
+        "if ledger.is_pending(name) or not ledger.knows(name):",
+        "if not ledger.knows(name):",
+        "a call of a name that is pending breaks the engine instead of being refused",
+        ("unit/test_calls_made_again.py",),
+    ),
+    Mutation(
+        "a-known-name-stays-pending",
+        "order",
+        "engine/executors/short_calls.py",
+        "                        ledger.finish(ticket)",
+        "                        pass",
+        "a name can be used four times, and never again",
+        ("unit/test_calls_made_again.py",),
+    ),
+    Mutation(
+        "a-known-call-has-any-name",
+        "order",
+        "engine/executors/short_calls.py",
+        "else (kind, x.dtype, x.shape or type(x), op, root, name)",
+        "else (kind, x.dtype, x.shape or type(x), op, root)",
+        "calls of equal arrays under two names are a mismatch",
+        ("unit/test_calls_made_again.py",),
     ),
     Mutation(
         "scan-in-another-order",
@@ -92,11 +118,11 @@ ORDER = [
         "engine/executors/short_calls.py",
         """\
         except Exception:  # noqa: BLE001 - the plan raises it, so that the other ranks learn of it
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+            return self._by_plan(asked, timeout_s)
         result = self.run""",
         """\
         except KeyError:
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+            return self._by_plan(asked, timeout_s)
         result = self.run""",
         "where one rank passes an int beyond int64, the others wait for it, for ever",
         ("unit/test_scalars.py",),

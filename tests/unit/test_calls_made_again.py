@@ -2,6 +2,8 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from sample_values import whole_numbers
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core.current_engine import engine, serve_thread
 from ringcomm.transport.node.steps import AGREE, Meeting
 from ringcomm.transport.wire_team import most_brought
 
@@ -29,6 +31,13 @@ def array(buffers, rank, count, dtype=np.float32):
     return x
 
 
+class Named:
+    """The collectives, each with a name of its own."""
+
+    def __getattr__(self, kind):
+        return partial(getattr(rc, kind), name=kind)
+
+
 @pytest.mark.parametrize(("size", "count"), SIZES)
 @pytest.mark.parametrize("buffers", ["private", "registered", "mixed"])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
@@ -36,42 +45,44 @@ def test_calls_made_again_are_exact_each_time_and_their_results_are_new(
     size, count, buffers, library
 ):
     convert = pytest.importorskip("torch").from_numpy if library == "torch" else lambda x: x
+    is_named = (size + count + (buffers == "mixed")) % 2 == 0
 
     def body(rank):
+        call = Named() if is_named else rc
         x = array(buffers, rank, count)
         root, results = size - 1, []
-        for turn in range(4):  # short calls from the third one on
+        for turn in range(5 if is_named else 4):  # short calls from the last but one on
             values = [whole_numbers(r, count, turn=turn) for r in range(size)]
             summed, everything = sum(values), np.concatenate(values)
             parts = [np.array_split(each, size)[rank] for each in values]
             x[:] = values[rank]
             given = convert(x)
             made = {
-                "allreduce": (rc.allreduce(given), summed),
-                "reduce": (rc.reduce(given, root=root), summed if rank == root else None),
+                "allreduce": (call.allreduce(given), summed),
+                "reduce": (call.reduce(given, root=root), summed if rank == root else None),
                 "reduce_scatter": (
-                    rc.reduce_scatter(given), np.array_split(summed, size)[rank],
+                    call.reduce_scatter(given), np.array_split(summed, size)[rank],
                 ),
-                "allgather": (rc.allgather(given), everything),
-                "gather": (rc.gather(given, root), everything if rank == root else None),
-                "scatter": (rc.scatter(given if rank == root else None, root), parts[root]),
-                "broadcast": (rc.broadcast(given, root), values[root]),
-                "scan": (rc.scan(given), sum(values[: rank + 1])),
-                "exscan": (rc.exscan(given), sum(values[:rank], np.zeros(count))),
+                "allgather": (call.allgather(given), everything),
+                "gather": (call.gather(given, root), everything if rank == root else None),
+                "scatter": (call.scatter(given if rank == root else None, root), parts[root]),
+                "broadcast": (call.broadcast(given, root), values[root]),
+                "scan": (call.scan(given), sum(values[: rank + 1])),
+                "exscan": (call.exscan(given), sum(values[:rank], np.zeros(count))),
             }  # fmt: skip
             if count % size == 0:
-                made["alltoall"] = rc.alltoall(given), np.concatenate(parts)
-            assert rc.barrier() is None
+                made["alltoall"] = call.alltoall(given), np.concatenate(parts)
+            assert call.barrier() is None
             np.testing.assert_array_equal(x, values[rank])
             results.append(made)
             into = convert(x.copy())
-            assert rc.broadcast_(into, root) is into
+            assert call.broadcast_(into, root) is into
             np.testing.assert_array_equal(into, values[root])
-            assert rc.reduce_(given, root=root) is given
+            assert call.reduce_(given, root=root) is given
             np.testing.assert_array_equal(x, summed if rank == root else values[rank])
             into = convert(values[rank].copy())
             np.testing.assert_array_equal(
-                rc.reduce_scatter_(into), np.array_split(summed, size)[rank]
+                call.reduce_scatter_(into), np.array_split(summed, size)[rank]
             )
         for made in results:  # of all turns: no call has written to the result of another
             for kind, (result, wanted) in made.items():
@@ -135,11 +146,12 @@ KNOWN = {
     "scan": rc.scan,
     "exscan": rc.exscan,
     "barrier": lambda _: rc.barrier(),
+    "named": lambda x: rc.allreduce(x, name="sum"),
 }
 
 
 @pytest.mark.parametrize("count", [4, 40_000])
-@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("kind", KNOWN.keys() - {"named"})
 def test_other_calls_made_again_are_a_mismatch_that_touches_nothing(kind, count):
     other = "gather" if kind == "allgather" else "allgather"
 
@@ -158,6 +170,59 @@ def test_other_calls_made_again_are_a_mismatch_that_touches_nothing(kind, count)
     assert run_ranks(2, body) == [1.0, 1.0]
 
 
+def test_another_call_of_a_name_made_again_is_a_mismatch_on_all_ranks_and_then_agreed_on_anew():
+    def body(rank):
+        for count in (4, 6):
+            for _ in range(4):
+                assert rc.allreduce(np.full(count, rank + 1.0), name="n").tolist() == [3.0] * count
+            with pytest.raises(rc.MismatchError, match=r"\[n\].*rank 0 sent float64 \(4,\)"):
+                rc.allreduce(np.full(4 + rank, 1.0), name="n")
+        return rc.allreduce(np.ones(4), name="n").sum()
+
+    assert run_ranks(2, body) == [8.0, 8.0]
+
+
+def test_a_name_made_again_is_refused_while_an_operation_of_it_is_pending():
+    def body(rank):
+        x = np.full(4, float(rank))
+        for _ in range(4):
+            rc.allreduce(x, name="n")
+        if rank == 0:
+            pending = rc.allreduce_async(x, name="n")
+            with pytest.raises(ValueError, match="named 'n' is pending on this rank"):
+                rc.allreduce(x, name="n")
+            rc.allreduce(x, name="other")
+            return pending.wait().sum()
+        rc.allreduce(x, name="other")
+        return rc.allreduce(x, name="n").sum()
+
+    assert run_ranks(2, body) == [4.0, 4.0]
+
+
+def test_names_made_again_may_be_called_in_another_order_by_threads_of_another_rank():
+    def body(rank):
+        mine = engine()
+
+        def call(name, value):
+            with serve_thread(mine):
+                return rc.allreduce(np.full(3, value + rank), name=name).tolist()
+
+        for _ in range(4):
+            assert call("a", 1.0) == [3.0] * 3
+            assert call("b", 10.0) == [21.0] * 3
+        for turn in range(10):
+            if rank:
+                assert call("b", 10.0) == [21.0] * 3
+                assert call("a", turn) == [2 * turn + 1.0] * 3
+                continue
+            with ThreadPoolExecutor(2) as threads:
+                first = threads.submit(call, "a", turn)
+                assert threads.submit(call, "b", 10.0).result(DEADLINE_S) == [21.0] * 3
+                assert first.result(DEADLINE_S) == [2 * turn + 1.0] * 3
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("kind", KNOWN)
 @pytest.mark.parametrize("count", [300, 30_000])
 def test_a_call_made_again_waits_for_a_late_rank_and_hears_of_a_dead_one(kind, count, wire):
@@ -166,8 +231,8 @@ def test_a_call_made_again_waits_for_a_late_rank_and_hears_of_a_dead_one(kind, c
 
     def body(rank):
         x = np.full(count, float(rank))
-        KNOWN[kind](x)
-        first = KNOWN[kind](x)
+        for _ in range(3):
+            first = KNOWN[kind](x)
         if rank == 1:
             time.sleep(0.05)  # late on purpose: more than the moment that the short way waits
         again = KNOWN[kind](x)
@@ -187,7 +252,7 @@ def test_a_call_made_again_waits_for_a_late_rank_and_hears_of_a_dead_one(kind, c
 def test_the_deadline_of_a_call_made_again_names_the_missing_rank(kind, count):
     def body(rank):
         x = np.full(count, float(rank))
-        for _ in range(2):
+        for _ in range(3):
             KNOWN[kind](x)
         if rank == 0:
             with pytest.raises(rc.CommTimeoutError) as caught:

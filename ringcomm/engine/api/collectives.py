@@ -104,10 +104,10 @@ def _shortened_reduction(form: F) -> F:
         group: Group | None = None,
         **options: Any,
     ) -> Any:
-        if name is None and (not options or _are_default(options)):
+        if not options or _are_default(options):
             calls = _short(group)
             if calls is not None:
-                return calls.run(kind, x, op)
+                return calls.run(kind, x, op, name=name)
         return form(x, op, name=name, group=group, **options)
 
     return call
@@ -118,10 +118,9 @@ def _shortened_scan(form: F) -> F:
 
     @with_shortcut(form)
     def call(x: Any, op: Op = SUM, *, name: str | None = None, group: Group | None = None) -> Any:
-        if name is None:
-            calls = _short(group)
-            if calls is not None:
-                return calls.run(kind, x, op)
+        calls = _short(group)
+        if calls is not None:
+            return calls.run(kind, x, op, name=name)
         return form(x, op, name=name, group=group)
 
     return call
@@ -140,10 +139,10 @@ def _shortened_reduction_at_root(form: F) -> F:
         group: Group | None = None,
         **options: Any,
     ) -> Any:
-        if name is None and (not options or _are_default(options)):
+        if not options or _are_default(options):
             calls = _short(group)
             if calls is not None:
-                return calls.run(kind, x, op, root)
+                return calls.run(kind, x, op, root, name=name)
         return form(x, op, root, name=name, group=group, **options)
 
     return call
@@ -154,10 +153,9 @@ def _shortened(form: F) -> F:
 
     @with_shortcut(form)
     def call(x: Any, *, name: str | None = None, group: Group | None = None) -> Any:
-        if name is None:
-            calls = _short(group)
-            if calls is not None:
-                return calls.run(kind, x)
+        calls = _short(group)
+        if calls is not None:
+            return calls.run(kind, x, name=name)
         return form(x, name=name, group=group)
 
     return call
@@ -168,10 +166,9 @@ def _shortened_at_root(form: F) -> F:
 
     @with_shortcut(form)
     def call(x: Any, root: int = 0, *, name: str | None = None, group: Group | None = None) -> Any:
-        if name is None:
-            calls = _short(group)
-            if calls is not None:
-                return calls.run(kind, x, None, root)
+        calls = _short(group)
+        if calls is not None:
+            return calls.run(kind, x, None, root, name=name)
         return form(x, root, name=name, group=group)
 
     return call
@@ -182,11 +179,10 @@ def _shortened_scatter(form: F) -> F:
     def call(
         x: Any = None, root: int = 0, *, name: str | None = None, group: Group | None = None
     ) -> Any:
-        if name is None:
-            calls = _short(group)
-            if calls is not None:
-                is_root = calls.is_root(root)
-                return calls.run("scatter", x if is_root else None, None, root)
+        calls = _short(group)
+        if calls is not None:
+            is_root = calls.is_root(root)
+            return calls.run("scatter", x if is_root else None, None, root, name=name)
         return form(x, root, name=name, group=group)
 
     return call
@@ -202,10 +198,10 @@ def _shortened_alltoall(form: F) -> F:
         name: str | None = None,
         group: Group | None = None,
     ) -> Any:
-        if name is None and splits is None and return_splits is False:
+        if splits is None and return_splits is False:
             calls = _short(group)
             if calls is not None:
-                return calls.run("alltoall", x)
+                return calls.run("alltoall", x, name=name)
         return form(x, splits, return_splits, name=name, group=group)
 
     return call
@@ -214,10 +210,9 @@ def _shortened_alltoall(form: F) -> F:
 def _shortened_barrier(form: F) -> F:
     @with_shortcut(form)
     def call(*, name: str | None = None, group: Group | None = None) -> Any:
-        if name is None:
-            calls = _short(group)
-            if calls is not None:
-                return calls.run("barrier")
+        calls = _short(group)
+        if calls is not None:
+            return calls.run("barrier", name=name)
         return form(name=name, group=group)
 
     return call

@@ -165,18 +165,26 @@ class Engine(EngineContext):
                 return None
             return ledger.take_place()
 
+    def take_name(self, ledger: Ledger, name: str) -> Ticket | None:
+        """Return the ticket of a new operation without a task; None if it needs a task."""
+        if not self.state.is_usable or self._needs_task:
+            return None
+        with self.pending.lock:
+            if ledger.is_pending(name) or not ledger.knows(name):
+                return None
+            return ledger.enter(name)
+
     def adopt(
         self,
-        place: int,
+        ticket: Ticket,
         step: CollectiveStep,
         plan: Plan[Any],
         group: Group,
         *,
         timeout_s: float | None = None,
     ) -> Task:
-        """Return a task for the step that this thread has begun at a place of `group`."""
+        """Return a task for the step that this thread has begun for an operation of `group`."""
         ledger = group.ledger_for(self)
-        ticket = ledger.unnamed(place)
         return self._follow(step, plan, _Submission(group, ledger, ticket, True, timeout_s))
 
     @property

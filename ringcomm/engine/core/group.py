@@ -25,9 +25,11 @@ class BlockingCalls(Protocol):
         x: Any = None,
         op: Any = None,
         root: Any = 0,
+        *,
         timeout_s: float | None = None,
+        name: str | None = None,
     ) -> Any:
-        """Carry out an unnamed collective, and return its result."""
+        """Carry out a collective, and return its result."""
 
     def is_root(self, root: Any) -> bool:
         """Return True if this rank is the root, or may be, as `root` is no int."""

@@ -107,6 +107,11 @@ class Ledger:
         entry.number += 1
         return Ticket(name, entry.base, entry.number)
 
+    def knows(self, name: str) -> bool:
+        """Return True if all ranks have agreed on a call of this name before."""
+        entry = self._entries.get(name)
+        return entry is not None and entry.fingerprint is not None
+
     def next_ticket(self, name: str) -> Ticket:
         entry = self._entries.get(name)
         if entry is None:
@@ -129,6 +134,9 @@ class Ledger:
     def unnamed(self, place: int) -> Ticket:
         return Ticket(None, self._unnamed, place)
 
+    def is_pending(self, name: str) -> bool:
+        return name in self._pending
+
     def is_next(self, name: str | None, number: int) -> bool:
         if name is None:
             return number == self.next_place
@@ -141,10 +149,7 @@ class Ledger:
 
     def is_cached(self, ticket: Ticket) -> bool:
         """Return True if all ranks have agreed on a call of this name before."""
-        if ticket.name is None or ticket.is_once:
-            return False
-        entry = self._entries.get(ticket.name)
-        return entry is not None and entry.fingerprint is not None
+        return ticket.name is not None and not ticket.is_once and self.knows(ticket.name)
 
     def cached_stream(self, ticket: Ticket, fingerprint: int) -> int | None:
         """Return the stream of the name if all ranks have agreed on this call before, else None."""

@@ -5,6 +5,8 @@ moves. For each route the table says when it is taken, and which function carrie
 
     short call             blocking, unnamed, one step, made before with this dtype and shape
                            engine.core.engine::Engine.take_place
+    short call by name     the same, under a name that was agreed on before
+                           engine.core.engine::Engine.take_name
     one step               the plan is one step, its payload fits, and its turn has come
                            engine.core.engine::Engine._take_step
     conversation           send(), recv(), join(): no collective

@@ -1,9 +1,10 @@
-"""Short calls: blocking, unnamed collectives inside a node that take a few microseconds in C++.
+"""Short calls: blocking collectives of one step, which take a few microseconds in C++.
 
-A plan, a task and a coroutine would cost more than the rendezvous in shared memory. So the first
-two calls of a kind, dtype, shape, operator and root are carried out by their plan. The second one
-is remembered as a KnownCall, and the next ones look that up. If ranks disagree, one is late, or
-another rank brings other rows than before, a known call becomes a task like any other.
+A plan, a task and a coroutine would cost more than the step. So the first two calls of a kind,
+dtype, shape, operator, root and name are carried out by their plan. The second one is remembered
+as a KnownCall, and the next ones look that up. (Of a name, the very first call agrees on it, and
+does not count.) If ranks disagree, one is late, or another rank brings other rows than before, a
+known call becomes a task like any other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import BlockingCalls, Group
+from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.operations.allgather_and_gather import plan_allgather, plan_gather
 from ringcomm.engine.operations.allreduce import plan_allreduce
@@ -41,35 +43,40 @@ from ringcomm.transport.node.steps import NodeExchange, NodeReduction, Team
 _MAX_KNOWN: Final = 4096
 _MADE_ONCE: Final = "made once"
 
-# How each kind of call is planned: (group, x, operator, root) -> plan.
-_PLANS: Final[dict[str, Callable[[Group, Any, Any, Any], Plan[Any]]]] = {
-    "allreduce": lambda g, x, op, _: plan_allreduce(
-        g, None, x, ReductionOptions(op), is_borrowed=True
+# How each kind of call is planned: (group, name, x, operator, root) -> plan.
+_PLANS: Final[dict[str, Callable[[Group, str | None, Any, Any, Any], Plan[Any]]]] = {
+    "allreduce": lambda g, name, x, op, _: plan_allreduce(
+        g, name, x, ReductionOptions(op), is_borrowed=True
     ),
-    "allreduce_": lambda g, x, op, _: plan_allreduce(
-        g, None, x, ReductionOptions(op), in_place=True
+    "allreduce_": lambda g, name, x, op, _: plan_allreduce(
+        g, name, x, ReductionOptions(op), in_place=True
     ),
-    "reduce": lambda g, x, op, root: plan_reduce(g, None, x, ReductionOptions(op), root),
-    "reduce_": lambda g, x, op, root: plan_reduce(
-        g, None, x, ReductionOptions(op), root, in_place=True
+    "reduce": lambda g, name, x, op, root: plan_reduce(g, name, x, ReductionOptions(op), root),
+    "reduce_": lambda g, name, x, op, root: plan_reduce(
+        g, name, x, ReductionOptions(op), root, in_place=True
     ),
-    "reduce_scatter": lambda g, x, op, _: plan_reduce_scatter(
-        g, None, x, ReductionOptions(op), is_borrowed=True
+    "reduce_scatter": lambda g, name, x, op, _: plan_reduce_scatter(
+        g, name, x, ReductionOptions(op), is_borrowed=True
     ),
-    "reduce_scatter_": lambda g, x, op, _: plan_reduce_scatter(
-        g, None, x, ReductionOptions(op), in_place=True
+    "reduce_scatter_": lambda g, name, x, op, _: plan_reduce_scatter(
+        g, name, x, ReductionOptions(op), in_place=True
     ),
-    "scan": lambda g, x, op, _: plan_scan(g, None, x, ReductionOptions(op), is_borrowed=True),
-    "exscan": lambda g, x, op, _: plan_exscan(g, None, x, ReductionOptions(op), is_borrowed=True),
-    "allgather": lambda g, x, *_: plan_allgather(g, None, x),
-    "gather": lambda g, x, _, root: plan_gather(g, None, x, root),
-    "scatter": lambda g, x, _, root: plan_scatter(g, None, x, root),
-    "alltoall": lambda g, x, *_: plan_alltoall(g, None, x, None, return_splits=False),
-    "broadcast": lambda g, x, _, root: plan_broadcast(g, None, x, root),
-    "broadcast_": lambda g, x, _, root: plan_broadcast(g, None, x, root, in_place=True),
-    "barrier": lambda g, *_: plan_barrier(g, None),
+    "scan": lambda g, name, x, op, _: plan_scan(g, name, x, ReductionOptions(op), is_borrowed=True),
+    "exscan": lambda g, name, x, op, _: plan_exscan(
+        g, name, x, ReductionOptions(op), is_borrowed=True
+    ),
+    "allgather": lambda g, name, x, *_: plan_allgather(g, name, x),
+    "gather": lambda g, name, x, _, root: plan_gather(g, name, x, root),
+    "scatter": lambda g, name, x, _, root: plan_scatter(g, name, x, root),
+    "alltoall": lambda g, name, x, *_: plan_alltoall(g, name, x, None, return_splits=False),
+    "broadcast": lambda g, name, x, _, root: plan_broadcast(g, name, x, root),
+    "broadcast_": lambda g, name, x, _, root: plan_broadcast(g, name, x, root, in_place=True),
+    "barrier": lambda g, name, *_: plan_barrier(g, name),
 }
 _CHOOSING: Final = ("allgather", "gather", "scatter", "alltoall")  # by what the others show
+
+
+_Asked: TypeAlias = tuple[str, str | None, Any, Any, Any]  # kind, name, x, operator, root
 
 
 class _Known(NamedTuple):
@@ -96,7 +103,7 @@ class _Known(NamedTuple):
 
 
 class ShortCalls:
-    """The blocking, unnamed collectives of one group, whose ranks meet in `team`."""
+    """The blocking collectives of one group, whose ranks meet in `team`."""
 
     def __init__(self, engine: Engine, group: Group, team: Team) -> None:
         self._engine = weakref.ref(engine)
@@ -112,7 +119,9 @@ class ShortCalls:
         x: Any = None,
         op: Any = None,
         root: Any = 0,
+        *,
         timeout_s: float | None = None,
+        name: str | None = None,
     ) -> Any:
         """Carry out a collective, and return its result.
 
@@ -122,34 +131,38 @@ class ShortCalls:
             op: operator of a reduction.
             root: of a collective that has one.
             timeout_s: deadline; None: RINGCOMM_TIMEOUT_S.
+            name: that the user gave to the operation, if any.
 
         Raises the errors of the collective.
         """
         try:
             # A number of numpy has the dtype and shape of an array of no dimension, but no memory.
             key: Any = (
-                (kind, op, root) if x is None else (kind, x.dtype, x.shape or type(x), op, root)
+                (kind, op, root, name)
+                if x is None
+                else (kind, x.dtype, x.shape or type(x), op, root, name)
             )
             known = self._known[key]
         except KeyError:
             if is_scalar(x):
-                return self._of_number(kind, x, op, root, timeout_s)
-            if len(self._known) < _MAX_KNOWN:
+                return self._of_number((kind, name, x, op, root), timeout_s)
+            is_lasting = name is None or self._ledger.knows(name)
+            if is_lasting and len(self._known) < _MAX_KNOWN:
                 self._known[key] = _MADE_ONCE
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+            return self._by_plan((kind, name, x, op, root), timeout_s)
         except (AttributeError, TypeError):  # no array, or what cannot be a key
             if is_scalar(x):
-                return self._of_number(kind, x, op, root, timeout_s)
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+                return self._of_number((kind, name, x, op, root), timeout_s)
+            return self._by_plan((kind, name, x, op, root), timeout_s)
         if not isinstance(known, _Known) or type(root) is not int:
             to_learn = key if known is _MADE_ONCE else None
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s, key=to_learn)
+            return self._by_plan((kind, name, x, op, root), timeout_s, to_learn)
         source = target = out = None
         writes_x = known.writes_x
         if writes_x or known.shows_x:
             source = x if type(x) is np.ndarray and x.flags.carray else _buffer(x, writes_x)
             if source is None:
-                return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+                return self._by_plan((kind, name, x, op, root), timeout_s)
             if writes_x and known.rows is None:
                 target, out = source, x
             if not known.shows_x:
@@ -164,37 +177,56 @@ class ShortCalls:
             out = x
         engine = self._engine()
         if engine is None:
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
-        place = task = None
+            return self._by_plan((kind, name, x, op, root), timeout_s)
+        ledger, team = self._ledger, self._team
+        place: int | None = None
+        ticket: Ticket | None = None
+        slot = task = None
         try:
-            place = engine.take_place(self._ledger, self._team)
-            if place is not None:
-                step = known.in_cpp.run(place % self._n_slots, source, target)
+            if name is None:
+                place = engine.take_place(ledger, team)
+                slot = None if place is None else place % self._n_slots
+            else:
+                ticket = engine.take_name(ledger, name)
+                slot = None if ticket is None else self._slot_of(ticket)
+            if slot is not None:
+                step = known.in_cpp.run(slot, source, target)
                 if step is None:
-                    self._team.end_turn(place)
+                    if place is not None:
+                        team.end_turn(place)
+                    elif ticket is not None:
+                        ledger.finish(ticket)
                 else:
-                    group, plan, anew = self._rest(known, (kind, x, op, root), out)
-                    task = engine.adopt(place, step, plan, group, timeout_s=timeout_s)
+                    group, plan, anew = self._rest(known, (kind, name, x, op, root), out)
+                    if place is not None:
+                        ticket = ledger.unnamed(place)
+                    assert ticket is not None
+                    task = engine.adopt(ticket, step, plan, group, timeout_s=timeout_s)
                     out = engine.completion.result_of(task)
                     if anew is not None and _has_chosen(anew):
                         self._known[key] = _known_of(self._team, anew, x, out, is_in_place=False)
         except BaseException as error:
             if task is None or not task.is_over:  # other ranks wait for this operation
-                label = "an operation" if place is None else f"operation #{place}"
+                label = "an operation" if slot is None else known.call.label(place or 0)
                 engine.completion.break_engine(error, label)
             raise
-        if place is None:  # it needs a task, or its turn has not come
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
+        if slot is None:  # it needs a task, or its turn has not come
+            return self._by_plan((kind, name, x, op, root), timeout_s)
         if writes_x and type(x) is not np.ndarray:
             adapter_for(x).written(x)
         return out if known.after is None else known.after(x, out)
 
-    def _of_number(self, kind: str, x: Any, op: Any, root: Any, timeout_s: float | None) -> Any:
+    def _slot_of(self, ticket: Ticket) -> int | None:
+        stream = self._ledger.proposal(ticket)
+        return self._team.slot(stream, self._ledger.slot(ticket, stream))
+
+    def _of_number(self, asked: _Asked, timeout_s: float | None) -> Any:
+        kind, name, x, op, root = asked
         try:
             array = array_of(x, kind)
         except Exception:  # noqa: BLE001 - the plan raises it, so that the other ranks learn of it
-            return self._by_plan(kind, x, op, root, timeout_s=timeout_s)
-        result = self.run(kind, array, op, root, timeout_s)
+            return self._by_plan(asked, timeout_s)
+        result = self.run(kind, array, op, root, timeout_s=timeout_s, name=name)
         return result if array.ndim else number_from(result, x)
 
     def is_root(self, root: Any) -> bool:
@@ -202,7 +234,7 @@ class ShortCalls:
         return type(root) is not int or root == self._index
 
     def _rest(
-        self, known: _Known, asked: tuple[str, Any, Any, int], out: Any
+        self, known: _Known, asked: _Asked, out: Any
     ) -> tuple[Group, Plan[Any], Plan[Any] | None]:
         """Return the plan of what is left of a step, and a plan of the whole if others may differ.
 
@@ -210,8 +242,8 @@ class ShortCalls:
         """
         group = self._group()
         assert group is not None
-        kind, x, op, root = asked
-        anew = _PLANS[kind](group, x, op, root) if kind in _CHOOSING else None
+        kind, x = asked[0], asked[2]
+        anew = _PLANS[kind](group, *asked[1:]) if kind in _CHOOSING else None
 
         def finish(t: Channel | None, _kept: Any = x) -> Any:
             if anew is None or not _has_chosen(anew):
@@ -224,18 +256,17 @@ class ShortCalls:
             left.step, left.rest, left.run = anew.step, anew.rest, anew.run
         return group, left, anew
 
-    def _by_plan(
-        self, kind: str, x: Any, op: Any, root: Any, *, timeout_s: float | None, key: Any = None
-    ) -> Any:
+    def _by_plan(self, asked: _Asked, timeout_s: float | None, key: Any = None) -> Any:
         """Carry out a call by its plan, and remember it under the key, unless that is None."""
+        kind, name, x = asked[:3]
         plans: list[Plan[Any]] = []
 
         def make(group: Group) -> Plan[Any]:
-            plans.append(_PLANS[kind](group, x, op, root))
+            plans.append(_PLANS[kind](group, *asked[1:]))
             return plans[0]
 
         current = self._engine() or engine()
-        result = current.execute(kind, None, make, self._group(), timeout_s=timeout_s)
+        result = current.execute(kind, name, make, self._group(), timeout_s=timeout_s)
         if key is not None and plans:
             self._known[key] = _known_of(
                 self._team, plans[0], x, result, is_in_place=kind.endswith("_")
