@@ -318,6 +318,45 @@ def test_coalesced_forms_are_several_at_once(rank, size, world):
     assert all(torch.equal(lists[r][1], values(r, (3,))) for r in range(size))
 
 
+@pytest.mark.parametrize("count", [3, 30_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_blocking_calls_made_again_have_the_values_of_each_turn(dtype, count, rank, size):
+    root = size - 1
+    for turn in range(6):  # short calls from the third on, unless memory is shared
+        x = values(rank + turn, (count,), dtype)
+        before = x._version
+        dist.broadcast(x, root)
+        assert same(x, values(root + turn, (count,), dtype))
+        assert rank == root or x._version > before
+
+        out = torch.zeros(size, count, dtype=dtype)
+        x = values(rank + turn, (count,), dtype)
+        if turn % 3 == 2:
+            out[rank].copy_(x)
+            x = out[rank]
+        before = out._version
+        all_gather_single(out, x)
+        wanted = [values(r + turn, (count,), dtype) for r in range(size)]
+        assert all(map(same, out, wanted))
+        assert out._version > before
+        dist.barrier()
+        if dtype == torch.float8_e4m3fn:
+            continue
+
+        x = values(rank + turn, (count,), dtype)
+        dist.reduce(x, root, dist.ReduceOp.MAX)
+        largest = functools.reduce(torch.maximum, wanted)
+        assert same(x, largest if rank == root else wanted[rank])
+
+        x = torch.stack([values(rank + r + turn, (count,), dtype) for r in range(size)])
+        out = x[rank] if turn % 3 == 2 else torch.zeros(count, dtype=dtype)
+        before = out._version
+        reduce_scatter_single(out, x, dist.ReduceOp.MIN)
+        parts = [values(r + rank + turn, (count,), dtype) for r in range(size)]
+        assert same(out, functools.reduce(torch.minimum, parts))
+        assert out._version > before
+
+
 def test_the_short_forms_of_the_methods_are_understood(rank, size, world):
     x = values(rank)
     world.allreduce(x, dist.ReduceOp.MAX).wait()

@@ -28,6 +28,7 @@ class BlockingCalls(Protocol):
         *,
         timeout_s: float | None = None,
         name: str | None = None,
+        into: Any = None,
     ) -> Any:
         """Carry out a collective, and return its result."""
 

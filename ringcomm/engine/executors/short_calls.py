@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,10 @@ from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.alltoall import plan_alltoall
 from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.engine.operations.broadcast import plan_broadcast
+from ringcomm.engine.operations.into_array import (
+    plan_allgather_into,
+    plan_reduce_scatter_into,
+)
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.engine.operations.scalars import array_of, is_scalar, number_from
@@ -43,40 +47,43 @@ from ringcomm.transport.node.steps import NodeExchange, NodeReduction, Team
 _MAX_KNOWN: Final = 4096
 _MADE_ONCE: Final = "made once"
 
-# How each kind of call is planned: (group, name, x, operator, root) -> plan.
-_PLANS: Final[dict[str, Callable[[Group, str | None, Any, Any, Any], Plan[Any]]]] = {
-    "allreduce": lambda g, name, x, op, _: plan_allreduce(
-        g, name, x, ReductionOptions(op), is_borrowed=True
-    ),
-    "allreduce_": lambda g, name, x, op, _: plan_allreduce(
-        g, name, x, ReductionOptions(op), in_place=True
-    ),
-    "reduce": lambda g, name, x, op, root: plan_reduce(g, name, x, ReductionOptions(op), root),
-    "reduce_": lambda g, name, x, op, root: plan_reduce(
-        g, name, x, ReductionOptions(op), root, in_place=True
-    ),
-    "reduce_scatter": lambda g, name, x, op, _: plan_reduce_scatter(
-        g, name, x, ReductionOptions(op), is_borrowed=True
-    ),
-    "reduce_scatter_": lambda g, name, x, op, _: plan_reduce_scatter(
-        g, name, x, ReductionOptions(op), in_place=True
-    ),
-    "scan": lambda g, name, x, op, _: plan_scan(g, name, x, ReductionOptions(op), is_borrowed=True),
-    "exscan": lambda g, name, x, op, _: plan_exscan(
-        g, name, x, ReductionOptions(op), is_borrowed=True
-    ),
-    "allgather": lambda g, name, x, *_: plan_allgather(g, name, x),
-    "gather": lambda g, name, x, _, root: plan_gather(g, name, x, root),
-    "scatter": lambda g, name, x, _, root: plan_scatter(g, name, x, root),
-    "alltoall": lambda g, name, x, *_: plan_alltoall(g, name, x, None, return_splits=False),
-    "broadcast": lambda g, name, x, _, root: plan_broadcast(g, name, x, root),
-    "broadcast_": lambda g, name, x, _, root: plan_broadcast(g, name, x, root, in_place=True),
-    "barrier": lambda g, name, *_: plan_barrier(g, name),
+
+class _Asked(NamedTuple):
+    """The arguments of run()."""
+
+    kind: str
+    name: str | None
+    x: Any
+    op: Any
+    root: Any
+    into: Any
+
+    @property
+    def options(self) -> ReductionOptions:
+        return ReductionOptions(self.op)
+
+
+# How each kind of call is planned.
+_PLANS: Final[dict[str, Callable[[Group, _Asked], Plan[Any]]]] = {
+    "allreduce": lambda g, a: plan_allreduce(g, a.name, a.x, a.options, is_borrowed=True),
+    "allreduce_": lambda g, a: plan_allreduce(g, a.name, a.x, a.options, in_place=True),
+    "reduce": lambda g, a: plan_reduce(g, a.name, a.x, a.options, a.root),
+    "reduce_": lambda g, a: plan_reduce(g, a.name, a.x, a.options, a.root, in_place=True),
+    "reduce_scatter": lambda g, a: plan_reduce_scatter(g, a.name, a.x, a.options, is_borrowed=True),
+    "reduce_scatter_": lambda g, a: plan_reduce_scatter(g, a.name, a.x, a.options, in_place=True),
+    "reduce_scatter_into": lambda g, a: plan_reduce_scatter_into(g, a.name, a.into, a.x, a.options),
+    "scan": lambda g, a: plan_scan(g, a.name, a.x, a.options, is_borrowed=True),
+    "exscan": lambda g, a: plan_exscan(g, a.name, a.x, a.options, is_borrowed=True),
+    "allgather": lambda g, a: plan_allgather(g, a.name, a.x),
+    "allgather_into": lambda g, a: plan_allgather_into(g, a.name, a.into, a.x),
+    "gather": lambda g, a: plan_gather(g, a.name, a.x, a.root),
+    "scatter": lambda g, a: plan_scatter(g, a.name, a.x, a.root),
+    "alltoall": lambda g, a: plan_alltoall(g, a.name, a.x, None, return_splits=False),
+    "broadcast": lambda g, a: plan_broadcast(g, a.name, a.x, a.root),
+    "broadcast_": lambda g, a: plan_broadcast(g, a.name, a.x, a.root, in_place=True),
+    "barrier": lambda g, a: plan_barrier(g, a.name),
 }
 _CHOOSING: Final = ("allgather", "gather", "scatter", "alltoall")  # by what the others show
-
-
-_Asked: TypeAlias = tuple[str, str | None, Any, Any, Any]  # kind, name, x, operator, root
 
 
 class _Known(NamedTuple):
@@ -122,6 +129,7 @@ class ShortCalls:
         *,
         timeout_s: float | None = None,
         name: str | None = None,
+        into: Any = None,
     ) -> Any:
         """Carry out a collective, and return its result.
 
@@ -132,6 +140,7 @@ class ShortCalls:
             root: of a collective that has one.
             timeout_s: deadline; None: RINGCOMM_TIMEOUT_S.
             name: that the user gave to the operation, if any.
+            into: array that gets the result of allgather_into or reduce_scatter_into.
 
         Raises the errors of the collective.
         """
@@ -142,32 +151,38 @@ class ShortCalls:
                 if x is None
                 else (kind, x.dtype, x.shape or type(x), op, root, name)
             )
+            if into is not None:
+                key = (*key, into.dtype, into.shape)
             known = self._known[key]
         except KeyError:
             if is_scalar(x):
-                return self._of_number((kind, name, x, op, root), timeout_s)
+                return self._of_number(_Asked(kind, name, x, op, root, into), timeout_s)
             is_lasting = name is None or self._ledger.knows(name)
             if is_lasting and len(self._known) < _MAX_KNOWN:
                 self._known[key] = _MADE_ONCE
-            return self._by_plan((kind, name, x, op, root), timeout_s)
+            return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
         except (AttributeError, TypeError):  # no array, or what cannot be a key
             if is_scalar(x):
-                return self._of_number((kind, name, x, op, root), timeout_s)
-            return self._by_plan((kind, name, x, op, root), timeout_s)
+                return self._of_number(_Asked(kind, name, x, op, root, into), timeout_s)
+            return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
         if not isinstance(known, _Known) or type(root) is not int:
             to_learn = key if known is _MADE_ONCE else None
-            return self._by_plan((kind, name, x, op, root), timeout_s, to_learn)
+            return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s, to_learn)
         source = target = out = None
         writes_x = known.writes_x
         if writes_x or known.shows_x:
             source = x if type(x) is np.ndarray and x.flags.carray else _buffer(x, writes_x)
             if source is None:
-                return self._by_plan((kind, name, x, op, root), timeout_s)
+                return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
             if writes_x and known.rows is None:
                 target, out = source, x
             if not known.shows_x:
                 source = None
-        if known.make is not None:
+        if into is not None:
+            out, target = into, _buffer(into, True)
+            if target is None or _overlap(x, into):
+                return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
+        elif known.make is not None:
             out = known.make()
             target = out if type(out) is np.ndarray else out.data_ptr()
         elif known.rows is not None:
@@ -177,7 +192,7 @@ class ShortCalls:
             out = x
         engine = self._engine()
         if engine is None:
-            return self._by_plan((kind, name, x, op, root), timeout_s)
+            return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
         ledger, team = self._ledger, self._team
         place: int | None = None
         ticket: Ticket | None = None
@@ -197,7 +212,9 @@ class ShortCalls:
                     elif ticket is not None:
                         ledger.finish(ticket)
                 else:
-                    group, plan, anew = self._rest(known, (kind, name, x, op, root), out)
+                    group, plan, anew = self._rest(
+                        known, _Asked(kind, name, x, op, root, into), out
+                    )
                     if place is not None:
                         ticket = ledger.unnamed(place)
                     assert ticket is not None
@@ -211,9 +228,10 @@ class ShortCalls:
                 engine.completion.break_engine(error, label)
             raise
         if slot is None:  # it needs a task, or its turn has not come
-            return self._by_plan((kind, name, x, op, root), timeout_s)
-        if writes_x and type(x) is not np.ndarray:
-            adapter_for(x).written(x)
+            return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
+        if into is not None or (writes_x and type(x) is not np.ndarray):
+            changed = x if into is None else into
+            adapter_for(changed).written(changed)
         return out if known.after is None else known.after(x, out)
 
     def _slot_of(self, ticket: Ticket) -> int | None:
@@ -221,7 +239,7 @@ class ShortCalls:
         return self._team.slot(stream, self._ledger.slot(ticket, stream))
 
     def _of_number(self, asked: _Asked, timeout_s: float | None) -> Any:
-        kind, name, x, op, root = asked
+        kind, name, x, op, root, _ = asked
         try:
             array = array_of(x, kind)
         except Exception:  # noqa: BLE001 - the plan raises it, so that the other ranks learn of it
@@ -242,10 +260,9 @@ class ShortCalls:
         """
         group = self._group()
         assert group is not None
-        kind, x = asked[0], asked[2]
-        anew = _PLANS[kind](group, *asked[1:]) if kind in _CHOOSING else None
+        anew = _PLANS[asked.kind](group, asked) if asked.kind in _CHOOSING else None
 
-        def finish(t: Channel | None, _kept: Any = x) -> Any:
+        def finish(t: Channel | None, _kept: Any = asked.x) -> Any:
             if anew is None or not _has_chosen(anew):
                 return out
             assert anew.finish is not None
@@ -258,18 +275,18 @@ class ShortCalls:
 
     def _by_plan(self, asked: _Asked, timeout_s: float | None, key: Any = None) -> Any:
         """Carry out a call by its plan, and remember it under the key, unless that is None."""
-        kind, name, x = asked[:3]
+        kind = asked.kind
         plans: list[Plan[Any]] = []
 
         def make(group: Group) -> Plan[Any]:
-            plans.append(_PLANS[kind](group, *asked[1:]))
+            plans.append(_PLANS[kind](group, asked))
             return plans[0]
 
         current = self._engine() or engine()
-        result = current.execute(kind, name, make, self._group(), timeout_s=timeout_s)
+        result = current.execute(kind, asked.name, make, self._group(), timeout_s=timeout_s)
         if key is not None and plans:
             self._known[key] = _known_of(
-                self._team, plans[0], x, result, is_in_place=kind.endswith("_")
+                self._team, plans[0], asked.x, result, is_in_place=kind.endswith("_")
             )
         return result
 
@@ -311,8 +328,8 @@ def _known_of(
         has_target = bool(parts)
         if isinstance(step, NodeExchange):
             header, expected = step.header, step.shown_by_all
-        elif step.shown.nbytes and not is_in_place:  # root of a broadcast copies its x
-            parts = [(team.team.index, 0, step.shown.nbytes, 0)]
+        elif step.shown.nbytes and not is_in_place:  # a part of the result is a copy of x
+            parts += _parts_of([(team.team.index, 0, step.shown)], result)
         in_cpp = KnownCopy(*common, (header, step.shown.nbytes), parts, expected, team.moment_s)
     rows = _rows_of(result, x) if is_in_place and result is not x else None
     return _Known(
@@ -397,6 +414,13 @@ def _buffer(x: Any, is_writable: bool) -> Any:
     if flags.carray or (not is_writable and flags.c_contiguous and flags.aligned):
         return x
     return None
+
+
+def _overlap(x: Any, y: Any) -> bool:
+    begin, other = (
+        each.ctypes.data if type(each) is np.ndarray else each.data_ptr() for each in (x, y)
+    )
+    return bool(begin < other + y.nbytes and other < begin + x.nbytes)
 
 
 async def _never_run(_: Channel) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ringcomm.engine.api.point_to_point import start_recv, start_send
-from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.group import BlockingCalls, Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.short_calls import short_calls_of
 from ringcomm.engine.operations.barrier import plan_barrier
@@ -24,6 +24,7 @@ from ringcomm.torch.distributed.group import collectives
 from ringcomm.torch.distributed.group.backends_by_device import carries, is_foreign
 from ringcomm.torch.distributed.group.base import BaseGroup
 from ringcomm.torch.distributed.group.read_arguments import (
+    CallOptions,
     call_options,
     one_list,
     one_tensor,
@@ -63,14 +64,20 @@ class ProcessGroup(BaseGroup):
             return self.start(call, "allreduce", tensors, plan, x, call.reduction)
         op = collectives.scaled_(x, call.reduction)
         line = flatten(x)
-        is_own = x.is_cpu and (line is x or line.data_ptr() == x.data_ptr())
-        is_short = is_own and not (call.is_async or self._needs_engine)
-        short = short_calls_of(self.group) if is_short else None
-        if short is not None:
+        if short := self._short(call, (x, line)):
             short.run("allreduce_", line, op, timeout_s=call.timeout_s or self._timeout_s)
             return Work(None, tensors)
         work = self.start(call, "allreduce", tensors, collectives.allreduce, x, line, op)
         return work.outlives_its_caller() if call.is_async and x.numel() == 1 else work
+
+    def _short(self, call: CallOptions, *tensors: tuple[Tensor, Tensor]) -> BlockingCalls | None:
+        """Return the short calls if `call` can be one on these tensors, given with their lines."""
+        if call.is_async or self._needs_engine:
+            return None
+        for x, line in tensors:
+            if not x.is_cpu or (line is not x and line.data_ptr() != x.data_ptr()):
+                return None
+        return short_calls_of(self.group)
 
     @traced
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -91,6 +98,11 @@ class ProcessGroup(BaseGroup):
         if is_foreign(self, x):
             return self._devices.of(x).reduce(tensors, opts)
         call, plan = call_options(opts, *more, **named), collectives.reduce
+        line, (op, factor) = flatten(x), call.reduction
+        if factor is None and (short := self._short(call, (x, line))):
+            timeout_s = call.timeout_s or self._timeout_s
+            short.run("reduce_", line, op, call.root, timeout_s=timeout_s)
+            return Work(None, tensors)
         return self.start(call, "reduce", tensors, plan, x, call.reduction, call.root)
 
     @traced
@@ -110,6 +122,11 @@ class ProcessGroup(BaseGroup):
         if is_foreign(self, output):
             return self._devices.of(output)._reduce_scatter_base(output, input, opts)
         call, plan = call_options(opts), collectives.reduce_scatter_single
+        line, target, (op, factor) = flatten(input), flatten(output), call.reduction
+        if factor is None and (short := self._short(call, (input, line), (output, target))):
+            timeout_s = call.timeout_s or self._timeout_s
+            short.run("reduce_scatter_into", line, op, into=target, timeout_s=timeout_s)
+            return Work(None, [output])
         return self.start(call, "reduce_scatter", [output], plan, output, input, call.reduction)
 
     @traced
@@ -138,7 +155,11 @@ class ProcessGroup(BaseGroup):
         (x,) = tensors = one_tensor(tensors)
         if is_foreign(self, x):
             return self._devices.of(x).broadcast(tensors, opts)
-        call = call_options(opts, *more, **named)
+        call, line = call_options(opts, *more, **named), flatten(x)
+        if short := self._short(call, (x, line)):
+            timeout_s = call.timeout_s or self._timeout_s
+            short.run("broadcast_", bytes_of(line), None, call.root, timeout_s=timeout_s)
+            return Work(None, tensors)
         return self.start(call, "broadcast", tensors, collectives.broadcast, x, call.root)
 
     @traced
@@ -180,6 +201,11 @@ class ProcessGroup(BaseGroup):
         if is_foreign(self, output):
             return self._devices.of(output)._allgather_base(output, input, opts)
         call, plan = call_options(opts), collectives.allgather_single
+        line, target = flatten(input), flatten(output)
+        if short := self._short(call, (input, line), (output, target)):
+            timeout_s = call.timeout_s or self._timeout_s
+            short.run("allgather_into", bytes_of(line), into=bytes_of(target), timeout_s=timeout_s)
+            return Work(None, [output])
         return self.start(call, "allgather", [output], plan, output, input)
 
     @traced
@@ -249,7 +275,11 @@ class ProcessGroup(BaseGroup):
         """Return when every rank has called it."""
         if getattr(opts, "device_ids", None) and not carries(self, "cuda"):
             return self._devices.by_type(torch.accelerator.current_accelerator()).barrier(opts)
-        return self.start(call_options(opts, **named), "barrier", [], plan_barrier, None)
+        call = call_options(opts, **named)
+        if short := self._short(call):
+            short.run("barrier", timeout_s=call.timeout_s or self._timeout_s)
+            return Work(None, [])
+        return self.start(call, "barrier", [], plan_barrier, None)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
