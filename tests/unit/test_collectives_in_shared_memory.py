@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from faulty_transport import Faults
 from harness import DEADLINE_S, at_length, outcomes, run_ranks, wait_until
 from loopback import LoopbackHub
 from sample_values import total, whole_numbers
@@ -242,9 +243,23 @@ def test_a_rank_that_left_is_not_waited_for():
             return
         rc.allreduce_(np.zeros(10))
 
+    start = time.monotonic()
     error = outcomes(2, body)[0]
     assert isinstance(error, rc.PeerFailedError)
     assert "rank 1 left early" in str(error)
+    assert time.monotonic() - start < DEADLINE_S / 2
+
+
+@pytest.mark.parametrize("faults", [None, {r: Faults() for r in range(4)}], ids=["C++", "Python"])
+def test_after_many_bad_calls_on_one_rank_ranks_of_two_hosts_take_turns_again(faults):
+    def body(rank):
+        for _ in range(N_UNNAMED + 1):
+            with pytest.raises(rc.MismatchError):
+                rc.allreduce(np.full(3, "text") if rank == 1 else np.ones(3))
+        return rc.allreduce(np.ones(3)).tolist()
+
+    hub = LoopbackHub(4, (0, 0, 2, 2))
+    assert run_ranks(4, body, hub=hub, faults=faults) == [[4.0] * 3] * 4
 
 
 def test_the_deadline_names_the_missing_rank():
