@@ -262,6 +262,17 @@ def test_the_deadline_of_a_call_made_again_names_the_missing_rank(kind, count):
     outcomes(2, body, settings=Settings(timeout_s=0.3))
 
 
+def test_the_error_of_a_call_made_again_says_its_name():
+    def body(rank):
+        for name in "ab" * 4:
+            rc.allreduce(np.ones(4), name=name)
+        if rank == 0:
+            with pytest.raises(rc.CommTimeoutError, match=r"allreduce\[b\]"):
+                rc.allreduce(np.ones(4), name="b")
+
+    outcomes(2, body, settings=Settings(timeout_s=0.3))
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("over", [-16, 0, 1, 16])
 def test_a_payload_that_just_fits_and_one_that_does_not_are_the_same_to_the_caller(size, over):

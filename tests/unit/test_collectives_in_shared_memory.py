@@ -247,7 +247,7 @@ def test_a_rank_that_left_is_not_waited_for():
     error = outcomes(2, body)[0]
     assert isinstance(error, rc.PeerFailedError)
     assert "rank 1 left early" in str(error)
-    assert time.monotonic() - start < DEADLINE_S / 2
+    assert time.monotonic() - start < 10  # without a word of it: half a minute
 
 
 @pytest.mark.parametrize("faults", [None, {r: Faults() for r in range(4)}], ids=["C++", "Python"])
