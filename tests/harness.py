@@ -34,6 +34,7 @@ def outcomes(size, body, *, hub=None, settings=None, faults=None):
     """Run body(rank) on `size` ranks as threads; return each rank's result, or its exception.
 
     A rank that raises is dead to the others, as a process would be. faults: {rank: Faults}.
+    An assertion that fails in body() is raised, and is no outcome.
     """
     hub = hub or LoopbackHub(size, (0,) * size if wire == "node" else None)
     hub.is_native = hub.is_native and not faults  # a fault is met in Python
@@ -65,6 +66,9 @@ def outcomes(size, body, *, hub=None, settings=None, faults=None):
     if any(thread.is_alive() for thread in threads):
         faulthandler.dump_traceback(all_threads=True)
         raise AssertionError(f"ranks hang: {[t.is_alive() for t in threads]}")
+    for each in results:
+        if isinstance(each, AssertionError | pytest.fail.Exception):
+            raise each
     return results
 
 

@@ -330,8 +330,8 @@ def test_departure_is_no_failure_for_the_operation_it_took_part_in():
     assert run_ranks(4, body) == [True] * 4
 
 
-class WatchedLoop:
-    """A Loop, and an event: that rank 0's program has begun."""
+class StarvingLoop:
+    """Begins a program, then advances nothing of its own accord: its threads get no time."""
 
     def __init__(self, loop, has_begun):
         self._loop = loop
@@ -339,10 +339,6 @@ class WatchedLoop:
 
     def __getattr__(self, name):
         return getattr(self._loop, name)
-
-
-class StarvingLoop(WatchedLoop):
-    """Begins a program, then advances nothing of its own accord: its threads get no time."""
 
     def add(self, program):
         self._loop.add(program)
@@ -359,34 +355,30 @@ class StarvingLoop(WatchedLoop):
         pass
 
 
-class FollowingLoop(WatchedLoop):
-    """Begins a program once the other rank has."""
-
-    def add(self, program):
-        assert self._has_begun.wait(60)
-        self._loop.add(program)
-
-
 class StarvingHub(LoopbackHub):
     def __init__(self):
         super().__init__(2)
-        self._has_begun = threading.Event()
+        self.has_begun = threading.Event()  # rank 0's program
 
     def transport(self, rank):
         transport = super().transport(rank)
-        kind = StarvingLoop if rank == 0 else FollowingLoop
-        transport.loop = kind(transport.loop, self._has_begun)
+        if rank == 0:
+            transport.loop = StarvingLoop(transport.loop, self.has_begun)
         return transport
 
 
 def test_a_death_is_no_failure_for_the_operation_whose_part_was_done():
+    hub = StarvingHub()
+
     def body(rank):
+        if rank == 1:
+            assert hub.has_begun.wait(60)
         x = rc.broadcast_async(np.array([rank]), root=1).wait()
         if rank == 1:
             raise ValueError("boom")
         return x.tolist()
 
-    assert outcomes(2, body, hub=StarvingHub())[0] == [1]
+    assert outcomes(2, body, hub=hub)[0] == [1]
 
 
 def test_leaving_waits_for_the_last_rank_without_a_deadline():
