@@ -2,12 +2,13 @@
 
 `import torch` also loads what is for torch.compile() and for tensors without data, and the first
 step of an optimizer imports torch._dynamo, for functions that do nothing outside of that. Without
-these, a rank takes 1 s of a core for torch, not 3. Other parts, and texts for help(), load when
+these, a rank takes 0.9 s of a core for torch, not 3. Other parts, and texts for help(), load when
 somebody asks for them. Methods that dataclasses generates are compiled once, not by each rank.
 ci/all_cases runs all tests without this module.
 """
 
 import atexit
+import collections
 import functools
 import gc
 import importlib
@@ -25,23 +26,42 @@ LARGE = ("torch", "numpy", "ringcomm.engine.api.init_rank_size")
 COMPILER = "torch._dynamo"
 SHAPES = "torch.fx.experimental.symbolic_shapes"  # it imports sympy, which takes 2 s
 META = "torch._meta_registrations"  # operators in Python for tensors without data
+# What else these find loaded already where a whole torch is.
+FIRST = {
+    "torch.fx.experimental.proxy_tensor": "torch.fx.passes",  # the two import each other
+    "torch.utils.checkpoint": "torch._subclasses.functional_tensor",
+}
 PARTS = (
     "numpy._core._add_newdocs",
     "numpy._core._add_newdocs_scalars",
+    "platform",
+    "textwrap",
     "torch._size_docs",
     "torch._storage_docs",
     "torch._tensor_docs",
     "torch._torch_docs",
     "torch.ao",
     "torch.distributions",
+    "torch.export",
     "torch.hub",
     "torch.masked",
+    "torch.nn.attention",
     "torch.nn.intrinsic",
     "torch.nn.qat",
     "torch.nn.quantizable",
     "torch.nn.quantized",
+    "torch.profiler",
     "torch.quantization",
+    "torchgen.model",
+    "unittest.mock",
 )
+# Packages whose submodules load without them, and what else is imported from them.
+PACKAGES = {
+    "torch._higher_order_ops": ("cond", "while_loop"),
+    "torch._higher_order_ops.invoke_subgraph": ("NestedCompileRegionOptions",),
+    "torch.func": ("vmap",),
+    "unittest": (),
+}
 USERS_OF_META = ("torch._decomp", "torch._prims", "torch._refs", "torch.distributed.tensor")
 
 
@@ -131,6 +151,9 @@ def loaded(name):
     """Return the real one, in the place of this one."""
     if name == COMPILER:
         loaded(META)  # which the compiler could not import half-way
+        for other in ("torch.export", "torch.func", "torch._higher_order_ops"):
+            if isinstance(sys.modules[other], Part):
+                sys.modules[other].load()
     if LATE.pop(name, None):
         sys.modules.pop(name, None)
     return importlib.import_module(name)
@@ -142,17 +165,38 @@ class Part(ModuleType):
     def __getattr__(self, name):
         if name.startswith("__") and name not in ("__path__", "__all__"):
             raise AttributeError(name)
+        self.load()
+        return ModuleType.__getattribute__(self, name)
+
+    def load(self):
+        """Be the module itself."""
         with _bootstrap._ModuleLockManager(self.__name__):  # this thread may come again
             if LATE.pop(self.__name__, None):
-                parent = sys.modules[self.__name__.rpartition(".")[0]]
-                spec = PathFinder.find_spec(self.__name__, parent.__path__)
+                spec = spec_of(self.__name__)
                 _bootstrap._init_module_attrs(spec, self, override=True)
                 spec.loader.exec_module(self)
                 self.__class__ = ModuleType
-        return ModuleType.__getattribute__(self, name)
 
     def begin(self):
         """Do nothing: nobody has asked."""
+
+
+class Package(Part):
+    """Is a package until somebody asks for more than for its submodules, or calls what is in it."""
+
+    def begin(self):
+        self.__path__ = spec_of(self.__name__).submodule_search_locations
+        for name in PACKAGES[self.__name__]:
+            setattr(self, name, type(name, (Function,), {"home": self}))
+
+
+class Function:
+    """Is a function or class of a package, which loads once it is called; may be an annotation."""
+
+    def __new__(cls, *arguments, **options):
+        if isinstance(cls.home, Package):
+            cls.home.load()
+        return getattr(cls.home, cls.__name__)(*arguments, **options)
 
 
 class Typing(Part):
@@ -177,10 +221,14 @@ class Finder:
     def find_spec(self, fullname, path=None, target=None):
         if fullname == "dataclasses":
             return ModuleSpec(fullname, Dataclasses())
+        if fullname == "typing":
+            return ModuleSpec(fullname, Typings())
         if fullname in LARGE:
             return without_collections(PathFinder.find_spec(fullname, path, target))
         if fullname in USERS_OF_META and META in LATE:
-            return ModuleSpec(fullname, AfterMeta())
+            return ModuleSpec(fullname, After(META))
+        if fullname in FIRST and FIRST[fullname] not in sys.modules:
+            return ModuleSpec(fullname, After(FIRST[fullname]))
         return ModuleSpec(fullname, self) if fullname in LATE else None
 
     def create_module(self, spec):
@@ -250,17 +298,56 @@ class Dataclasses:
         _bootstrap._init_module_attrs(spec, module, override=True)
         spec.loader.exec_module(module)
         module.exec = Compiled().exec
+        module.inspect = WithoutSignatures
 
 
-class AfterMeta:
-    """Loads the real torch._meta_registrations, which may import the module itself, and then it."""
+class WithoutSignatures:
+    """Is the module inspect for dataclasses without a docstring, which nobody reads."""
+
+    def signature(_):
+        raise ValueError
+
+
+class Typings:
+    """Loads the module typing, whose named tuples keep annotations as they are: texts.
+
+    To compile each takes a rank 0.01 s.
+    """
 
     def create_module(self, spec):
-        loaded(META)
+        return None
+
+    def exec_module(self, module):
+        spec = PathFinder.find_spec(module.__name__)
+        _bootstrap._init_module_attrs(spec, module, override=True)
+        spec.loader.exec_module(module)
+        module._make_nmtuple = named_tuple
+
+
+def named_tuple(name, types, module, defaults=()):
+    types = dict(types)
+    new = collections.namedtuple(name, types, defaults=defaults, module=module)
+    new.__annotations__ = new.__new__.__annotations__ = types
+    return new
+
+
+class After:
+    """Loads the real one of another module first, which may import the module itself."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def create_module(self, spec):
+        loaded(self.other)
         return importlib.import_module(spec.name)
 
     def exec_module(self, module):
         """Do nothing: it has run."""
+
+
+def spec_of(name):
+    parent = name.rpartition(".")[0]
+    return PathFinder.find_spec(name, sys.modules[parent].__path__ if parent else None)
 
 
 def without_collections(spec):
@@ -291,5 +378,6 @@ LATE = {
     "numpy.typing": Typing,
     "numpy._typing": Typing,
     **dict.fromkeys(PARTS, Part),
+    **dict.fromkeys(PACKAGES, Package),
 }
 sys.meta_path.insert(0, Finder())

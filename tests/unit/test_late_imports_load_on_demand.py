@@ -79,3 +79,31 @@ def test_texts_for_help_load_when_they_are_asked_for(run):
         "assert texts.add_newdoc\n"
         "assert 'axis' in numpy.ndarray.sum.__doc__"
     )
+
+
+def test_named_tuples_and_their_defaults_are_those_of_typing(run):
+    run(
+        "from __future__ import annotations\n"
+        "from typing import Generic, NamedTuple, TypeVar\n"
+        "T = TypeVar('T')\n"
+        "class Pair(NamedTuple, Generic[T]):\n"
+        "    x: T\n"
+        "    y: list[int] | None = None\n"
+        "    def sum(self): return self.x + self.y\n"
+        "assert Pair(1) == (1, None) and Pair[int](x=1, y=2).sum() == 3\n"
+        "assert Pair(1)._replace(y=3)._asdict() == {'x': 1, 'y': 3}\n"
+        "assert repr(Pair(1)) == 'Pair(x=1, y=None)' and list(Pair.__annotations__) == ['x', 'y']\n"
+        "assert Pair.__module__ == '__main__'"
+    )
+
+
+def test_programs_that_test_load_what_they_use_of_unittest(run):
+    run(
+        "import unittest.mock as mock\n"
+        "import platform, textwrap, unittest\n"
+        "assert type(unittest).__name__ == 'Package'\n"
+        "assert textwrap.dedent(' x') == 'x' and platform.system()\n"
+        "with mock.patch('os.getpid', lambda: 7):\n"
+        "    assert __import__('os').getpid() == 7\n"
+        "assert unittest.TestCase and unittest.mock is mock"
+    )

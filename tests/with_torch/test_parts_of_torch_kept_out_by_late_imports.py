@@ -22,11 +22,22 @@ def test_parts_load_when_asked_for_and_neither_backward_nor_a_checkpoint_asks(tm
         "import torch.distributions.constraints as constraints\n"
         "assert torch.distributions is part and part.constraints is constraints\n"
         "assert part.Normal(0.0, 1.0).sample().shape == ()\n"
+        "kept_out = 'export func profiler nn.attention _higher_order_ops'.split()\n"
+        "late = [type(sys.modules[f'torch.{name}']).__name__ for name in kept_out]\n"
+        "assert late == ['Part', 'Package', 'Part', 'Part', 'Package'], late\n"
         "from torch.ao.quantization import QConfig\n"
         "from torch.quantization import quantize\n"
         "assert torch.nn.quantized.Linear and torch.nn.intrinsic.ConvBn1d and torch.hub.load\n"
         "assert 'quantized' in dir(torch.nn) and torch.masked.masked_tensor\n"
-        "assert torch.nn.qat.Linear and torch.nn.quantizable.LSTM"
+        "assert torch.nn.qat.Linear and torch.nn.quantizable.LSTM\n"
+        "assert torch.equal(torch.vmap(torch.sin)(x), x.sin()) and torch.func.grad\n"
+        "assert torch.nn.attention.SDPBackend\n"
+        "with torch.profiler.profile() as profile:\n"
+        "    torch.sin(x)\n"
+        "assert any('sin' in event.name for event in profile.events())\n"
+        "import unittest.mock\n"
+        "with unittest.mock.patch.object(torch, 'sin', torch.cos):\n"
+        "    assert torch.equal(torch.sin(x), x.cos())"
     )
     done = run_command([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
@@ -42,7 +53,9 @@ def test_what_backward_and_steps_use_of_the_compiler_is_the_real_one_once_asked_
         "assert ShapeEnv().create_unbacked_symint\n"
         "assert torch._dynamo.config.recompile_limit > 0 and torch._dynamo.eval_frame\n"
         "assert sym_eq((2,), (2,)) is True and expect_true(True)\n"
-        "torch.compile(torch.sin, backend='eager')(x)"
+        "torch.compile(torch.sin, backend='eager')(x)\n"
+        "assert torch.cond(True, torch.sin, torch.cos, (x,)).shape == (2,)\n"
+        "assert torch.export.export(torch.nn.Linear(2, 2), (x,)).module()(x).shape == (2,)"
     )
     done = run_command([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
