@@ -317,6 +317,7 @@ STALE = {
     "kind": lambda rank, n: rc.barrier_async(name="w") if rank == 1 else STALE["shape"](0, n),
     "argument": lambda rank, n: rc.allreduce_async([1] if rank == 1 else np.ones(n), name="w"),
 }
+SOON = Settings(timeout_s=10.0)  # ranks that disagree on what is cached wait for each other
 LONG = 40_000  # of a name that was agreed on, so many move while the ranks agree
 
 
@@ -332,7 +333,7 @@ def test_a_stale_name_is_poisoned_and_works_again(case, size, n):
         sums = [set(rc.allreduce(np.full(n, 2.0), name="w").tolist()) for _ in range(3)]
         return str(told.value), sums, rc.allreduce(np.ones(1)).item()
 
-    texts, sums, ones = zip(*run_ranks(size, body), strict=True)
+    texts, sums, ones = zip(*run_ranks(size, body, settings=SOON), strict=True)
     assert len(set(texts)) == 1
     assert all(each == [{2.0 * size}] * 3 for each in sums)
     assert ones == (size,) * size
@@ -372,7 +373,7 @@ def test_poison_says_that_what_was_to_be_overwritten_is_undefined():
             rc.allreduce_(np.ones(4 + rank), name="w")  # not cached any more: nothing moved
         return str(told.value), str(told_again.value)
 
-    texts = run_ranks(2, body)
+    texts = run_ranks(2, body, settings=SOON)
     assert texts[0] == texts[1]
     assert "is undefined now" in texts[0][0]
     assert "is undefined now" not in texts[0][1]
