@@ -254,7 +254,7 @@ def test_who_waits_in_another_operation_itself_is_not_who_is_waited_for(caplog):
             return rc.allreduce(X, name="second")
         assert is_inside.wait(60)
         second = rc.allreduce_async(X, name="second") if rank == 0 else None
-        wait_until(lambda: re.search(told, caplog.text), lambda: caplog.text)
+        wait_until(lambda: re.search(told, caplog.text), lambda: caplog.text, 20)
         rc.allreduce(X, name="other")
         return second.wait() if second else rc.allreduce(X, name="second")
 
