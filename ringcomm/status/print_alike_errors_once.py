@@ -2,13 +2,14 @@
 
 This works even in init(), before ranks know each other: the first rank claims a name made of the
 error's text. The name is that of an abstract socket (unix(7)), which ends with its process and
-leaves no file.
+leaves no file. Other users can claim names, too, but nobody is silent because of theirs.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ from ringcomm.launched.launcher import job_on_this_host, launched_size
 _PRINTING_S: Final = 2.0
 _SKEW_S: Final = 1.0
 _OF_ALL: Final = "is raised on all ranks"
+_CREDENTIALS: Final = struct.Struct("=3i")  # pid, uid, gid
 _claimed: list[str] = []
 
 
@@ -32,7 +34,7 @@ def print_alike_errors_once(is_watched: Callable[[], bool]) -> None:
     if launched_size() is None or _claimed:
         return
     earlier, pid = sys.excepthook, os.getpid()
-    _claim(f"ringcomm.{pid}")  # now a second call does nothing
+    _claimed.append("")  # now a second call does nothing
 
     def print_once(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -64,9 +66,10 @@ def _name_of(error: BaseException) -> str:
 
 def _claim(name: str) -> bool:
     """Hold a name until this process ends; return False if the name is held already."""
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         claim.bind("\0" + name)
+        claim.listen(socket.SOMAXCONN)  # only who listens shows who he is
     except OSError:
         claim.close()
         return False
@@ -81,12 +84,18 @@ def _is_printed(name: str) -> bool:
     This rank must wait, because the launcher kills the first rank as soon as this one ends.
     """
     deadline = time.monotonic() + _PRINTING_S
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
-        while time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.setblocking(False)  # others may have filled the queue
             try:
                 asking.connect(f"\0{name}.printed")
             except OSError:
                 time.sleep(0.005)  # no event reports that a name is claimed
             else:
-                return True
+                return _uid_of_peer(asking) == os.geteuid()
     return False
+
+
+def _uid_of_peer(connected: socket.socket) -> int:
+    facts = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(facts)[1])

@@ -1,10 +1,13 @@
 """How ranks of a host meet where they may look into each other, and where they may not."""
 
+import array
 import errno
 import os
 import re
 import select
+import socket
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,6 +193,38 @@ def test_an_inbox_takes_from_who_knows_the_token_alone():
     for each in (taken, read, write):
         os.close(each)
     inbox.close()
+
+
+def test_an_inbox_is_not_filled_by_who_sees_its_name_alone():
+    inbox = Inbox()
+    name, fds = inbox.address.partition("/")[0], [0] * 16
+    everyone = Path("/proc/net/unix").read_text()
+    assert f"@{name[1:]}" in everyone
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.setblocking(False)
+        for _ in range(int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text()) + 2):
+            other.sendto(bytes(16), name)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+        other.sendmsg([bytes(16)], [rights], 0, name)
+    give(inbox.address, 7, [0])
+    _, (taken,) = inbox.take(7)
+    os.close(taken)
+    inbox.close()
+
+
+def test_more_descriptors_of_others_than_fit_do_not_blame_the_limit(monkeypatch):
+    monkeypatch.setattr(Inbox, "_let_in_with_key", refuse_filters)  # as in a sandbox
+    inbox = Inbox()
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 16))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.sendmsg([bytes(16)], [rights], 0, inbox.address.partition("/")[0])
+    with pytest.raises(BlockingIOError):
+        inbox.take(7)
+    inbox.close()
+
+
+def refuse_filters(_):
+    raise OSError(errno.ENOPROTOOPT, "Protocol not available")
 
 
 @pytest.mark.parametrize("takes_memory", [False, True])

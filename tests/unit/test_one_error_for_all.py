@@ -1,14 +1,20 @@
 """What one rank refuses is the same error on all ranks, whoever is how late."""
 
+import os
+import signal
+import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 from harness import DEADLINE_S, errors_of_ranks, outcomes, run_ranks
+from other_users import IS_ROOT, OTHER
 
 import ringcomm as rc
 from ringcomm.engine.api import one_error_for_all
 from ringcomm.engine.api.one_error_for_all import gather_or_raise, raise_together
+from ringcomm.status import print_alike_errors_once
 
 
 def failing(error, on_rank):
@@ -113,6 +119,45 @@ def test_a_claim_is_held_until_the_process_ends_and_no_warning_is_about_it():
     command = [sys.executable, "-P", "-X", "dev", "-W", "error", "-c", code]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@contextmanager
+def claimed_by_another(name, monkeypatch):
+    """Let another user hold a name, for each kind of socket; without root, this one is another."""
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if IS_ROOT:
+                os.setuid(OTHER)
+            kinds = (socket.SOCK_DGRAM, socket.SOCK_STREAM)
+            held = [socket.socket(socket.AF_UNIX, kind) for kind in kinds]
+            for each in held:
+                each.bind(f"\0{name}")
+            held[1].listen()
+            os.write(tell, b"!")
+            signal.pause()
+        finally:
+            os._exit(1)
+    if not IS_ROOT:
+        monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+    try:
+        assert os.read(ready, 1) == b"!"
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(tell)
+
+
+def test_a_name_that_another_user_has_claimed_silences_nobody(monkeypatch):
+    name = f"ringcomm.test.{os.getpid()}"
+    with claimed_by_another(f"{name}.printed", monkeypatch):
+        assert not print_alike_errors_once._is_printed(name)
+    assert print_alike_errors_once._claim(f"{name}.printed")
+    monkeypatch.undo()
+    assert print_alike_errors_once._is_printed(name)
 
 
 def test_who_prints_it_stays_until_late_ranks_have_found_it_printed(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import os
 import socket
 import struct
@@ -16,43 +17,70 @@ from ringcomm.transport.node.neighbours import Neighbour, Neighbours, Offer
 # --- descriptors that are passed on ---------------------------------------------------------------
 # In a container with its own users, or in a sandbox, a rank may not open /proc/PID/fd/N of another
 # rank. A message between Unix sockets carries descriptors without that right. The sockets have
-# abstract names, which leave no file and are valid within one network namespace.
+# abstract names, which leave no file and are valid within one network namespace. Every user sees
+# them in /proc/net/unix, and can send. So a filter of the kernel drops what lacks the inbox's key.
+# It does not go by the sender's uid: ranks of a container with its own users have another one.
 _TOKEN = struct.Struct("=Q")
 _CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid
 _MOST = 8  # descriptors in a message
+_KEY_NBYTES = 8
+_SO_ATTACH_FILTER = 26
+_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # of BPF: a big-endian word at an offset
 
 
 class Inbox:
-    """The socket at which this rank receives descriptors. `address` is a secret of the job.
+    """The socket at which this rank receives descriptors.
 
+    `address` is a secret of the job: the name of the socket, and a key that no other user sees.
     Raises OSError if no socket can be made.
     """
 
     def __init__(self) -> None:
-        self.address = f"\0ringcomm-{os.urandom(16).hex()}"
+        name, self._key = f"\0ringcomm-{os.urandom(16).hex()}", os.urandom(_KEY_NBYTES)
+        self.address = f"{name}/{self._key.hex()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._socket.bind(self.address)
+        with contextlib.suppress(OSError):  # a sandbox without filters
+            self._let_in_with_key()
+        self._socket.bind(name)
+
+    def _let_in_with_key(self) -> None:
+        one, two = struct.unpack(">2I", self._key)
+        program = b"".join(
+            struct.pack("=HBBI", *step)
+            for step in [
+                (_LOAD, 0, 0, 0),
+                (_JUMP_IF_EQUAL, 0, 3, one),
+                (_LOAD, 0, 0, 4),
+                (_JUMP_IF_EQUAL, 0, 1, two),
+                (_RETURN, 0, 0, _KEY_NBYTES + _TOKEN.size + 1),  # so many bytes are kept
+                (_RETURN, 0, 0, 0),
+            ]
+        )
+        code = ctypes.create_string_buffer(program)
+        facts = struct.pack("@HP", 6, ctypes.addressof(code))
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, facts)
 
     def take(self, token: int) -> tuple[int, list[int]]:
         """Return the giver's pid and descriptors, which the caller must close; never waits.
 
         The pid is the one that this process sees; it is 0 if the giver is in a pid namespace that
-        is invisible here. Drops messages with other tokens. Raises OSError if no message with this
+        is invisible here. Drops messages of others. Raises OSError if no message with this
         token is there, or if `ulimit -n` allows no more descriptors.
         """
         room = socket.CMSG_SPACE(4 * _MOST) + socket.CMSG_SPACE(_CREDENTIALS.size)
         while True:
             data, ancillary, flags, _ = self._socket.recvmsg(
-                _TOKEN.size + 1, room, socket.MSG_CMSG_CLOEXEC
+                _KEY_NBYTES + _TOKEN.size + 1, room, socket.MSG_CMSG_CLOEXEC
             )
             pid, descriptors = _unpacked(ancillary)
-            if data == _TOKEN.pack(token) and not flags & socket.MSG_CTRUNC:
+            is_for_us = data == self._key + _TOKEN.pack(token)
+            if is_for_us and not flags & socket.MSG_CTRUNC:
                 return pid, descriptors
             for each in descriptors:
                 os.close(each)
-            if flags & socket.MSG_CTRUNC:
+            if is_for_us:
                 raise OSError("descriptors were lost on the way: `ulimit -n` allows no more")
 
     def close(self) -> None:
@@ -65,10 +93,11 @@ def give(address: str, token: int, descriptors: list[int]) -> None:
 
     Raises OSError if the inbox cannot be reached, or is full.
     """
+    name, _, key = address.partition("/")
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.setblocking(False)
-        sender.sendmsg([_TOKEN.pack(token)], [rights], 0, address)
+        sender.sendmsg([bytes.fromhex(key), _TOKEN.pack(token)], [rights], 0, name)
 
 
 def _unpacked(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, list[int]]:
