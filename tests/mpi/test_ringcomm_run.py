@@ -137,6 +137,8 @@ print("total", total, len(sys.argv), flush=True)
 print("warned", file=sys.stderr)
 names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
 print([os.environ[name] for name in names], int(os.environ["MASTER_PORT"]) > 0)
+sessions = os.environ.get("PMIX_SERVER_TMPDIR", "ringcomm-mpi-")  # of Open MPI
+print("private", "ringcomm-mpi-" in sessions, flush=True)
 print(os.environ["LOCAL_RANK"] == str(rc.local_rank()), flush=True)
 
 import threading
@@ -167,7 +169,7 @@ def test_a_job_leaves_its_configuration_its_logs_and_the_record_of_its_end(compl
         lines = job.log(rank).splitlines()
         assert lines[:2] == [f"total 2 {n_words}", "warned"]
         assert lines[2] == f"['{rank}', '2', '2', '127.0.0.1', '1'] True"
-        assert lines[3] == "True"
+        assert lines[3:5] == ["private True", "True"]
     config = json.loads((job.folder / "run.json").read_text())
     assert config["program"][1:] == [str(job.folder.parent / "train.py"), *ODD_ARGUMENTS]
     assert (config["ranks"], config["roles"]) == (2, {"worker": 2})

@@ -254,6 +254,28 @@ def test_a_record_has_one_name(name, tmp_path):
     assert folder.ends() == {}
 
 
+# --- the launcher's own files ---------------------------------------------------------------------
+SAYS = """
+path=$PRTE_MCA_prte_local_tmpdir_base
+if test -d "$path"; then stat -c "%a %u" "$path"; touch "$path/left"; fi; echo "$path"
+"""
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_prteruns_sessions_are_in_a_folder_that_nobody_can_have_made_before(is_given, tmp_path):
+    folder = a_run(tmp_path / "run")
+    given = {"PRTE_MCA_prte_tmpdir_base": "/scratch"} if is_given else {}
+    environ = {"PATH": os.environ["PATH"], **given}
+    job = Supervisor(["sh", "-c", SAYS], environ, folder, size=1, grace_s=1, forks_ranks=True)
+    said = job.run().launcher_text.splitlines()
+    if is_given:
+        assert said == [""]
+        return
+    facts, path = said
+    assert facts == f"700 {os.geteuid()}"
+    assert not os.path.exists(path)
+
+
 # --- ranks ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["rank-0.log", "rank-0.at", "rank-0.end"])
 def test_a_rank_writes_through_no_link(name, tmp_path):

@@ -1,5 +1,6 @@
 """The Chrome trace: whole lines, balanced slices, the phases of an operation."""
 
+import errno
 import json
 import logging
 import os
@@ -162,8 +163,25 @@ def test_ctl_leaves_the_timelines_of_single_ranks_as_they_are(tmp_path, monkeypa
     assert all("operations are recorded in timeline." in each for each in said)
 
 
-def test_a_disk_that_is_full_from_the_start_ends_it_too(tmp_path, caplog):
-    os.symlink("/dev/full", tmp_path / "trace.0.json")
+@pytest.mark.parametrize("plant", ["symlink_to", "hardlink_to", None])
+def test_what_others_have_put_in_its_place_is_replaced(plant, tmp_path):
+    precious, path = tmp_path / "precious", tmp_path / "trace.0.json"
+    precious.write_text("years of work")
+    if plant is None:
+        os.mkfifo(path)  # whoever opens it to write waits for a reader
+    else:
+        getattr(path, plant)(precious)
+    Timeline(str(tmp_path / "trace"), 0).close()
+    assert [event["ph"] for event in events_of(path)] == ["M"]
+    assert precious.read_text() == "years of work"
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_is_full_from_the_start_ends_it_too(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(os, "write", full)
     with caplog.at_level(logging.WARNING, logger="ringcomm"):
         timeline = Timeline(str(tmp_path / "trace"), 0)
         timeline.begin("allreduce[w]", 8).end("done")

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ringcomm.launched.children_are_no_ranks import run_file
 from ringcomm.system_text import host_name
 from ringcomm.transport.membership.view import View
 
@@ -55,7 +54,7 @@ class Lane:
 
 
 class Timeline:
-    """The trace of one rank, in the file `<prefix>.<rank>.json`, which is overwritten.
+    """The trace of one rank, in the file `<prefix>.<rank>.json`, which is replaced.
 
     If the job has lost ranks and gone on, the file is `<prefix>.<rank at first>.view<n>.json`.
     Raises OSError if the file cannot be made; its folder must exist.
@@ -67,9 +66,9 @@ class Timeline:
             name = f"{view.members[rank]}.view{view.number}.json"
         self.path = f"{os.fspath(prefix)}.{name}"
         self._rank = rank
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        if (folder := run_file("")) and self.path.startswith(folder):
-            flags |= os.O_NOFOLLOW  # others may have put links there, see create_run_file()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)  # it may be the link of another user
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o644)
         self._lock = threading.Lock()
         self._n_lanes = 0

@@ -9,9 +9,11 @@ import os
 import re
 import resource
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +49,7 @@ _TAIL: Final = 1 << 18  # bytes of what the launcher says that are kept, to find
 # What a rank says there; see become_rank_program.py.
 _BLIND: Final = re.compile(rb"ringcomm run: host (\S+) does not see ")
 _PR_SET_PDEATHSIG: Final = 1
+_SESSIONS: Final = "PRTE_MCA_prte_local_tmpdir_base"  # of Open MPI 5; on this host alone
 _CANNOT_START: Final = 127
 _OTHER_FILES: Final = 64  # that are opened beside the logs of the ranks
 
@@ -112,6 +115,7 @@ class Supervisor:
         Raises OSError if the launcher cannot be started.
         """
         with (
+            _private_folder() as private,
             _room_for_files(self._size + _OTHER_FILES) as limits,
             _Signals() as signals,
             self._folder.open_launcher_log() as log,
@@ -121,14 +125,14 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,  # Open MPI 5.0.11 loses some of it, or hangs (measured)
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=dict(self._environ),
+                env={**self._environ, **self._sessions(private)},
                 start_new_session=True,  # Ctrl-C reaches this process alone
                 preexec_fn=_in_child(os.getpid(), limits),  # noqa: PLW1509 - one thread is here
             )
             self._launcher = process.pid
             with (
                 process,
-                _watchdog(self._end_job_of(process.pid), self._folder.fileno()),
+                _watchdog(self._end_job_of(process.pid, private), self._folder.fileno()),
                 selectors.DefaultSelector() as s,
             ):
                 try:
@@ -142,6 +146,11 @@ class Supervisor:
         for name, what in sorted(self._folder.problems.items()):
             say(f"{name} in the folder of the run {what}: it does not count")
         return ending
+
+    def _sessions(self, private: str) -> dict[str, str]:
+        """Return by which variable the launcher takes a private folder for its sessions."""
+        is_given = any(name.endswith("_tmpdir_base") for name in self._environ)
+        return {_SESSIONS: private} if self._forks_ranks and not is_given else {}
 
     def _ending(self, launcher_code: int) -> JobEnding:
         return JobEnding(
@@ -316,7 +325,7 @@ class Supervisor:
         return any(end.code for end in self._folder.ends().values())
 
     # --- the end ----------------------------------------------------------------------------------
-    def _end_job_of(self, launcher: int) -> Callable[[], None]:
+    def _end_job_of(self, launcher: int, private: str) -> Callable[[], None]:
         """Return what the watchdog does: it ends a job whose `ringcomm run` has been killed."""
 
         def left() -> set[int]:
@@ -328,6 +337,7 @@ class Supervisor:
             files.note()
             _end_all(left)
             files.remove()
+            shutil.rmtree(private, ignore_errors=True)
 
         return end_job
 
@@ -473,6 +483,19 @@ class _Signals:
         self._caught.append(number)
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, b"!")
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[str]:
+    """Yield a new folder of this user alone, and remove it.
+
+    Unless prterun is given one, it uses ompi.PID in TMPDIR, also if it is there and another user's.
+    """
+    path = tempfile.mkdtemp(prefix="ringcomm-mpi-")
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

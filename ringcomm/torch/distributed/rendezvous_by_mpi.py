@@ -113,11 +113,20 @@ def start_as_rank(given_rank: int | None, given_size: int | None) -> None:
 
 def make_store(timeout: timedelta) -> Any:
     """Return a TCPStore that rank 0 serves on a free port. Collective."""
-    own = None
-    if rank() == 0:
-        own = c10d.TCPStore(_addresses()[0], 0, size(), True, timeout, False)
+    own = _serve_store(timeout) if rank() == 0 else None
     hosts, port = broadcast_object(None if own is None else (_addresses(), own.port))
     return own or c10d.TCPStore(_reachable(hosts, port), port, size(), False, timeout)
+
+
+def _serve_store(timeout: timedelta) -> Any:
+    if local_size() < size():
+        return c10d.TCPStore(_addresses()[0], 0, size(), True, timeout, False)
+    # By itself torch listens on all addresses, and no other host need reach this store.
+    with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as listener:
+        host, port = listener.getsockname()
+        return c10d.TCPStore(
+            host, port, size(), True, timeout, False, master_listen_fd=listener.detach()
+        )
 
 
 def _addresses() -> list[str]:
