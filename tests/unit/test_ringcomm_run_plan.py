@@ -1,5 +1,6 @@
 """plan() of `ringcomm run`: which command starts which job, in a table of situations."""
 
+import re
 import shlex
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.facts import Facts, Launcher, Library
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.hosts import Host, expand_names, parse_host_file, parse_hosts, slurm_hosts
+from ringcomm.launch.job.limits import Limits
 from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import Surroundings
 
@@ -131,6 +133,13 @@ SITUATIONS = {
     "more ranks than places, allowed": (
         "-np 4 -H h1:1,h2:1 --oversubscribe train.py", {"environ": {"OMP_NUM_THREADS": "1"}},
         f"{MPIRUN} --host h1:1,h2:1 --oversubscribe {FREE} {PASSED} -np 4", {},
+    ),
+    "few files here, and ranks elsewhere": (
+        "-np 8 -H h1:4,h2:4 train.py", {"limits": Limits(files=27)},
+        f"{MPIRUN} --host h1:4,h2:4 {FREE} {PASSED} -np 8", {},
+    ),
+    "few files for MPICH": (
+        "-np 4 train.py", with_mpi(MPICH, limits=Limits(files=27)), f"{MPIRUN} -np 4", {},
     ),
     "hosts with MPICH": (
         "-np 8 -H h1:4,h2:4 train.py", with_mpi(MPICH),
@@ -331,12 +340,14 @@ REFUSALS = {
         {"node_file": "a\na\nb\nb\n"},
         r"the hosts of \$PBS_NODEFILE have 4 places \(a:2, b:2\), and the job has 5 ranks",
     ),
-    "an empty PBS file": ("train.py", {"node_file": ""}, "the host file names no host"),
+    "an empty PBS file": ("train.py", {"node_file": ""}, r"\$PBS_NODEFILE names no host"),
     "Slurm contradicts itself": (
         "train.py",
         {"environ": SLURM | {"SLURM_TASKS_PER_NODE": "4"}},
         "for 1 hosts, and SLURM_JOB_NODELIST names 2",
     ),
+    "few files": ("-np 3 train.py", {"limits": Limits(files=34)}, "needs 35 for 3 ranks"),
+    "few threads": ("-np 3 train.py", {"limits": Limits(threads=22)}, "3 ranks .* need 23"),
     "spares": ("-np 2 --spares 1 train.py", {}, "Add --elastic MIN:MAX"),
     "spares of workers beside no servers": (
         "-np 2 --worker-spares 1 --elastic 1:2 train.py",
@@ -500,10 +511,41 @@ def test_a_range_of_hosts_is_each_of_them():
         ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
         ("r[1-2]n[08-09]-ib", ["r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib"]),
         ("", []),
+        ("h[1-2", []),
+        ("h[a-b]", []),
+        ("h[]", []),
+        ("h[5-1],g", []),
+        ("h[1-999999999][5-1]", []),
+        ("h,-Fx", []),
+        ("-F[1-2]", []),
+        ("\udcff\udcfeh", []),
     ],
 )
 def test_slurm_lists(text, names):
-    assert list(expand_names(text)) == names
+    assert expand_names(text) == names
+
+
+@pytest.mark.parametrize("text", ["h[1-999999999]", "h[1-999][1-999]", "h[0-100000]"])
+def test_a_range_of_hosts_is_not_without_end(text):
+    for parse in (expand_names, parse_hosts, parse_host_file):
+        with pytest.raises(ConfigError, match="more than 100000 hosts"):
+            parse(text)
+
+
+@pytest.mark.parametrize("text", ["-Fx", "-oProxyCommand=x", "-F[1-2]:2", "-Fx slots=2"])
+def test_a_host_is_no_option_of_ssh(text):
+    for parse in (parse_hosts, parse_host_file):
+        with pytest.raises(ConfigError, match="no host and number of places"):
+            parse(text)
+
+
+@pytest.mark.parametrize("names", ["h[5-1]", "h[a-b]", "h[1-", "-Fx", "h[1-999999999]"])
+def test_a_bad_list_of_slurm_is_one_sentence(names):
+    with pytest.raises(ConfigError, match=re.escape(names)):
+        slurm_hosts({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": names})
+    places = {"SLURM_JOB_NODELIST": "h", "SLURM_TASKS_PER_NODE": "2(x999999999)"}
+    with pytest.raises(ConfigError, match="name the hosts by -H"):
+        slurm_hosts({"SLURM_JOB_ID": "1", **places})
 
 
 def test_slurm_places_by_host():

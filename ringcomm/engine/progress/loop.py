@@ -27,6 +27,7 @@ from ringcomm.engine.progress.driver_turn import Turn, Waiter
 from ringcomm.engine.progress.task import Task
 from ringcomm.engine.progress.task_set import Service, TaskSet
 from ringcomm.errors import RingcommError
+from ringcomm.open_errors import needed_for
 from ringcomm.transport.control_messages import Watch
 
 _log = logging.getLogger("ringcomm")
@@ -118,11 +119,16 @@ class Progress:
         self._take_part(waiter, self._tasks.advance)
 
     def work_in_background(self) -> None:
-        if self._thread is None and self._transport.is_threaded and not self._is_stopping:
-            self._thread = threading.Thread(target=self._run, name="ringcomm", daemon=True)
-            self._thread.start()
-        if self._transport.is_threaded:
+        """Start the threads of this rank. Raises OSError if there can be no more."""
+        if not self._transport.is_threaded:
+            return
+        with needed_for("the threads of this rank"):
+            # First: Python aborts at its exit if its own thread runs on.
             self._loop.start_thread()
+            if self._thread is None and not self._is_stopping:
+                thread = threading.Thread(target=self._run, name="ringcomm", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def wait(self, task: Task, timeout_s: float = math.inf) -> bool:
         """Return True once the task is over, False after timeout_s; any thread may call.

@@ -57,7 +57,7 @@ class Facts:
     is_guardian_executable: bool
     cores: int  # number of cores that this process can use
     is_root: bool
-    has_home: bool = True  # HOME is set, or the user has an entry with a home
+    has_home: bool = True  # HOME is set
     allows_root: bool  # ROOT_VARIABLES are set
     settings_error: str = ""  # what is wrong with a RINGCOMM_ variable; "": nothing
     gpu: Stack | None = field(default_factory=Stack)  # None: the search for GPUs failed

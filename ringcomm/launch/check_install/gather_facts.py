@@ -68,7 +68,7 @@ def gather(environ: Mapping[str, str], *, is_for_job: bool = False) -> Facts:
         is_guardian_executable=guardian is not None and os.access(guardian, os.X_OK),
         cores=min(_cores(os.sched_getaffinity(0)), cgroup_limit()),
         is_root=os.geteuid() == 0,
-        has_home="HOME" in environ or os.path.expanduser("~") != "~",
+        has_home="HOME" in environ,
         allows_root=all(environ.get(name) == "1" for name in ROOT_VARIABLES),
         settings_error=_settings_error(environ),
         gpu=gpu,

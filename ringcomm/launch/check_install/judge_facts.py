@@ -77,6 +77,10 @@ def _library(facts: Facts) -> _Told:
     return "ok", f"{library.kind}{place}"
 
 
+# Not /tmp: Open MPI loads what the files in its HOME name, and others can put some there.
+_MAKE_HOME: Final = "export HOME=$(mktemp -d)"
+
+
 def _mpirun(facts: Facts) -> _Told:
     launcher, library = facts.launcher, facts.mpi.kind
     if launcher is None:
@@ -84,7 +88,7 @@ def _mpirun(facts: Facts) -> _Told:
     if launcher.kind is None:
         found = f"{launcher.path} does not run ({launcher.error})"
         if not facts.has_home:  # Open MPI 5 ends with "Failed initializing opal"
-            return "problem", f"{found}: HOME is not set", "export HOME=/tmp"
+            return "problem", f"{found}: HOME is not set", _MAKE_HOME
         return "problem", found, _mend_mpi(facts)
     found = f"{launcher.kind} ({launcher.path})"
     if library is None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import resource
 import shlex
 import shutil
 import socket
@@ -20,6 +23,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.foreign_text import printable
 from ringcomm.launch.check_install.gather_facts import gather
 from ringcomm.launch.job.arguments import Arguments, parse_arguments
+from ringcomm.launch.job.limits import Limits
 from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import RunPlan, RunRequest, Surroundings
 from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
@@ -31,7 +35,8 @@ from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, JobEnding, Verdict
 from ringcomm.launch.run_child_with_deadline import outside_of_a_job, run_child
 from ringcomm.launched import become_rank_program
 from ringcomm.launched.launcher import launching_variable
-from ringcomm.system_text import host_name, read_text
+from ringcomm.regular_files import BrokenFileError, read_regular
+from ringcomm.system_text import host_name, text_of
 
 # --- what a run depends on ------------------------------------------------------------------------
 _ANSWER_S = 30.0
@@ -42,8 +47,11 @@ def gather_surroundings(
 ) -> Surroundings:
     """Return what plan() is to know. Takes about 0.3 s.
 
-    Raises ConfigError if $PBS_NODEFILE is to name the hosts, and cannot be read.
+    Raises ConfigError if $PBS_NODEFILE is to name the hosts, and cannot be read, or if there can be
+    no further process.
     """
+    limits = limits_here()
+    limits.require(1)  # else the children that look for MPI fail first
     return Surroundings(
         facts=gather(environ, is_for_job=True),
         environ=environ,
@@ -54,7 +62,25 @@ def gather_surroundings(
         free_port=_free_port(),
         folder=str(folder),
         starter=str(Path(become_rank_program.__file__).resolve()),
+        limits=limits,
     )
+
+
+def limits_here() -> Limits:
+    """Return the limits of this process; root has none of threads."""
+    files, threads = (
+        math.inf if limit == resource.RLIM_INFINITY else limit
+        for limit, _ in map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    )
+    uid = os.getuid()
+    if uid == 0 or threads == math.inf:
+        return Limits(files)
+    used = 0
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.stat(f"/proc/{pid}").st_uid == uid:
+                used += len(os.listdir(f"/proc/{pid}/task"))
+    return Limits(files, threads, used)
 
 
 def _own_names() -> frozenset[str]:
@@ -67,10 +93,11 @@ def _node_file(environ: Mapping[str, str]) -> str | None:
     if not path:
         return None
     try:
-        return read_text(path)
-    except OSError as error:
+        return text_of(read_regular(path))
+    except (OSError, BrokenFileError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"PBS_NODEFILE is {path}, which cannot be read ({error.strerror}). Name the hosts by -H"
+            f"PBS_NODEFILE is {path}, which cannot be read ({why}). Name the hosts by -H"
         ) from error
 
 
@@ -127,7 +154,8 @@ def _run_and_restart(argv: Sequence[str], args: Arguments, folder: RunFolder) ->
     request, first, n_restarts = args.request, None, 0
     while True:
         folder, here, job = _planned(args, request, folder)
-        folder.create(_config(argv, request, here, job, args.notes), job.files)
+        config = _config(argv, request, here, job, args.notes)
+        folder.create(config, job.files, is_secret=_has_secrets(request))
         first = first or folder
         verdict, ending = _run(args, request, here, job, folder)
         if ending is None:
@@ -239,7 +267,10 @@ def _shown(job: RunPlan) -> str:
 def _config(
     argv: Sequence[str], request: RunRequest, here: Surroundings, job: RunPlan, notes: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the content of run.json: enough to run the job again, and no secret of the user."""
+    """Return the content of run.json: enough to run the job again.
+
+    It lacks the port of torch's store, which another user who knew it could take first.
+    """
     return {
         "command": ["ringcomm", "run", *argv],
         "program": list(request.program),
@@ -251,7 +282,7 @@ def _config(
         "roles": dict(job.roles),
         "hosts": [str(host) for host in job.hosts],
         "launcher": list(job.argv),
-        "variables": dict(job.variables),
+        "variables": {name: job.variables[name] for name in job.variables if name != "MASTER_PORT"},
         "settings": _settings(here.environ),
         "notes": [*notes, *job.notes],
         "versions": {
@@ -261,6 +292,12 @@ def _config(
             **here.facts.versions,
         },
     }
+
+
+def _has_secrets(request: RunRequest) -> bool:
+    """Return True if the command line has values of variables that may be passwords."""
+    given = (name for name, value in request.variables.items() if value is not None)
+    return not all(name.startswith("RINGCOMM_") for name in given)
 
 
 def _settings(environ: Mapping[str, str]) -> dict[str, str]:

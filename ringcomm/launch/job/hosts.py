@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Final
 
 from ringcomm.errors import ConfigError
+
+_MOST: Final = 100_000  # names in a list; "h[1-999999999]" would take all memory
 
 
 @dataclass(frozen=True)
@@ -29,35 +34,39 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
     "gpu[01-03,7]:4" are four hosts of 4 places each. Raises ConfigError for anything else.
     """
-    items = re.split(r",(?![^\[]*\])", text)  # not those in brackets
-    return _counted(host for item in items for host in _hosts(item, "-H"))
+    return _counted(host for item in _COMMA.split(text) for host in _hosts(item, "-H"))
 
 
-def parse_host_file(text: str) -> tuple[Host, ...]:
+def parse_host_file(text: str, where: str = "the host file") -> tuple[Host, ...]:
     """Return the hosts of a file with a line per host: "h1 slots=4", "h1:4" or "h1".
 
     A host may have several lines, as in PBS's $PBS_NODEFILE, which has one per place. # begins a
     comment; names may be ranges, as for parse_hosts(). Raises ConfigError for anything else, and if
-    there is no host.
+    there is no host; its text begins with `where`.
     """
     lines = text.removeprefix("\ufeff").splitlines()  # the mark with which Windows begins a text
     items = filter(None, (line.partition("#")[0].strip() for line in lines))
-    hosts = _counted(host for item in items for host in _hosts(item, "the host file"))
+    hosts = _counted(host for item in items for host in _hosts(item, where))
     if not hosts:
-        raise ConfigError("the host file names no host; it needs lines such as `node1 slots=4`")
+        raise ConfigError(f"{where} names no host; it needs lines such as `node1 slots=4`")
     return hosts
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the hosts of the Slurm allocation in `environ`; () outside of one.
 
-    Raises ConfigError if Slurm's variables contradict each other.
+    Raises ConfigError if Slurm's variables contradict each other, or are no lists.
     """
-    names = list(expand_names(environ.get("SLURM_JOB_NODELIST", "")))
-    if not names or "SLURM_JOB_ID" not in environ:
+    listed = environ.get("SLURM_JOB_NODELIST", "")
+    if not listed or "SLURM_JOB_ID" not in environ:
         return ()
+    names = expand_names(listed)
+    if not names:
+        raise ConfigError(
+            f"SLURM_JOB_NODELIST is {listed!r}, which is no list of hosts; name them by -H"
+        )
     text = environ.get("SLURM_TASKS_PER_NODE", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    places = list(_repeated(text))
+    places = list(islice(_repeated(text), _MOST))
     if len(places) != len(names):
         raise ConfigError(
             f"SLURM_TASKS_PER_NODE is {text!r}, for {len(places)} hosts, and SLURM_JOB_NODELIST "
@@ -66,42 +75,61 @@ def slurm_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
     return tuple(map(Host, names, places))
 
 
-def expand_names(text: str) -> Iterator[str]:
-    """Yield the names of a Slurm list of hosts: "gpu[01-03,7],login" has five."""
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        yield from _expand(item)
+def expand_names(text: str) -> list[str]:
+    """Return the names of a Slurm list of hosts: "gpu[01-03,7],login" has five; [] if it is none.
+
+    Raises ConfigError if it has more than 100,000.
+    """
+    items = _COMMA.split(text)
+    if not all(_NAMES.fullmatch(item) and item.isprintable() for item in items):
+        return []
+    counts = [
+        math.prod(sum(map(len, _numbers(each))) for each in _BRACKETS.findall(item))
+        for item in items
+    ]
+    if sum(counts) > _MOST:
+        raise ConfigError(f"{text} has more than {_MOST} hosts")
+    return [name for item in items for name in _expand(item)] if all(counts) else []
 
 
 def _expand(item: str) -> Iterator[str]:
-    match = re.search(r"\[([^\]]*)\]", item)
+    match = _BRACKETS.search(item)
     if match is None:
         yield item
         return
-    for part in match[1].split(","):
-        first, _, last = part.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            yield from _expand(
-                f"{item[: match.start()]}{number:0{len(first)}d}{item[match.end() :]}"
-            )
+    for numbers, part in zip(_numbers(match[1]), match[1].split(","), strict=True):
+        width = len(part.partition("-")[0])
+        for number in numbers:
+            yield from _expand(f"{item[: match.start()]}{number:0{width}d}{item[match.end() :]}")
+
+
+def _numbers(text: str) -> list[range]:
+    """Return [range(1, 4), range(7, 8)] for "01-03,7"."""
+    ends = (part.partition("-") for part in text.split(","))
+    return [range(int(first), int(last or first) + 1) for first, _, last in ends]
 
 
 def _repeated(text: str) -> Iterator[int]:
     """Yield the numbers of "4(x2),3", which are 4, 4, 3."""
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        yield from [int(count)] * int(times or 1)
+    for count, times in re.findall(rf"({_NUMBER})(?:\(x({_NUMBER})\))?", text):
+        yield from repeat(int(count), int(times or 1))
 
 
-_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_COMMA = re.compile(r",(?![^\[]*\])")  # not one in brackets
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
+_NUMBER = r"\d{1,9}"
+_RANGES = rf"\[{_NUMBER}(?:-{_NUMBER})?(?:,{_NUMBER}(?:-{_NUMBER})?)*\]"
+_NAMES = re.compile(rf"(?!-)(?:[^\s:=,\[\]]|{_RANGES})+")  # "-F..." would be an option of ssh
 _HOSTS = re.compile(
-    rf"((?:[^\s:=,\[\]]|{_RANGES})+)"
-    r"(?:\s*:\s*(\d+)|\s+slots\s*=\s*(\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?",
+    rf"({_NAMES.pattern})(?:\s*:\s*({_NUMBER})|\s+slots\s*=\s*({_NUMBER}))?"
+    r"(?:\s+max[-_]slots\s*=\s*\d+)?",
     re.IGNORECASE,
 )
 
 
 def _hosts(text: str, where: str) -> list[Host]:
     match = _HOSTS.fullmatch(text.strip())
-    names = list(expand_names(match[1])) if match else []  # none of a range such as [3-1]
+    names = expand_names(match[1]) if match else []  # none of a range such as [3-1]
     places = int(match[2] or match[3] or 1) if match else 0
     if not names or places < 1:
         raise ConfigError(

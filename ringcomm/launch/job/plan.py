@@ -24,6 +24,9 @@ def plan(request: RunRequest, here: Surroundings) -> RunPlan:
     """
     _refuse_what_is_missing(request, here)
     where = _where(request, here)
+    is_all_here = not (where.hosts or where.is_slurm)
+    if is_all_here and here.facts.launcher_family == "openmpi" and request.launcher == "mpirun":
+        here.limits.require(where.size)
     threads, thread_notes = _threads(request, here, where)
     variables = _variables(request, here, where, threads) | _given(request, here)
     order = Order(
@@ -124,7 +127,7 @@ def _hosts(request: RunRequest, here: Surroundings) -> tuple[tuple[Host, ...], s
     if hosts := slurm_hosts(here.environ):
         return hosts, _SLURM
     if here.node_file is not None:
-        return parse_host_file(here.node_file), "the hosts of $PBS_NODEFILE"
+        return parse_host_file(here.node_file, "$PBS_NODEFILE"), "the hosts of $PBS_NODEFILE"
     return (), ""
 
 

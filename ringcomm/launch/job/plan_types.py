@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from ringcomm.launch.check_install.facts import Facts
 from ringcomm.launch.job.hosts import Host
+from ringcomm.launch.job.limits import Limits
 
 LAUNCHERS: Final = ("mpirun", "srun")
 
@@ -66,6 +67,7 @@ class Surroundings:
         free_port: a TCP port that nobody uses here.
         folder: the run folder, as an absolute path.
         starter: path of the script that starts the program of a rank.
+        limits: files and processes that the job may have here.
     """
 
     facts: Facts
@@ -77,6 +79,7 @@ class Surroundings:
     free_port: int
     folder: str
     starter: str
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,9 @@ LAUNCHER_LOG: Final = "launcher.log"
 _ABORT: Final = re.compile(rb"^Abort\(-?\d+\) on node \d+ \(rank \d+ in comm \d+\): ", re.MULTILINE)
 _END_NBYTES: Final = 4096
 _OF_HOST: Final = re.compile(r"host-.*\.json")
-_MODE: Final = 0o755  # whatever the umask lets others do: what is recorded there is believed
+# Whatever the umask lets others do: what is recorded there is believed.
+_MODE: Final = 0o755
+_FILE_MODE: Final = 0o644
 _LACKS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 T = TypeVar("T")
 
@@ -116,8 +118,10 @@ class RunFolder:
             )
         return ""
 
-    def create(self, config: Mapping[str, Any], files: Mapping[str, str]) -> None:
-        """Write the configuration and files for the launcher.
+    def create(
+        self, config: Mapping[str, Any], files: Mapping[str, str], *, is_secret: bool = False
+    ) -> None:
+        """Write the configuration, which a secret closes to other users, and the launcher's files.
 
         Raises ConfigError if they cannot be written.
         """
@@ -125,7 +129,7 @@ class RunFolder:
             self.path.mkdir(_MODE, parents=True, exist_ok=True)
             for name, text in files.items():
                 self.put(name, text.encode())
-            self._write(CONFIG, config)
+            self._write(CONFIG, config, 0o600 if is_secret else _FILE_MODE)
 
     def record_end(self, end: Mapping[str, Any]) -> None:
         self._write(END, end)
@@ -219,7 +223,7 @@ class RunFolder:
 
     def _create(self, name: str, flags: int) -> int:
         flags |= os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, 0o644, dir_fd=self.fileno())
+        return os.open(name, flags, _FILE_MODE, dir_fd=self.fileno())
 
     def _exists(self, name: str) -> bool:
         try:
@@ -311,9 +315,9 @@ class RunFolder:
         self.problems[name] = f"belongs to {user_name(owner)}"
         return None
 
-    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+    def _write(self, name: str, content: Mapping[str, Any], mode: int = _FILE_MODE) -> None:
         try:
-            with replacing(Path(f"/proc/self/fd/{self.fileno()}", name), mode=0o644) as file:
+            with replacing(Path(f"/proc/self/fd/{self.fileno()}", name), mode=mode) as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
         except OSError as error:
             raise OSError(error.errno, error.strerror, os.fspath(self.path / name)) from error
