@@ -8,6 +8,8 @@ Run with `mpirun -np 4 python train.py`. For torch: `import ringcomm.torch as hv
 """
 
 import os
+import sys
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ringcomm._version import __version__
@@ -81,6 +83,21 @@ _HOMES = (
     "engine.api.program_parameters",
     "launch.run",
 )
+
+
+def _print_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    try:
+        from ringcomm.status.print_alike_errors_once import print_error
+    except Exception:  # noqa: BLE001 - as at the end of Python: the error is more important
+        sys.__excepthook__(kind, error, trace)
+    else:
+        print_error(kind, error, trace)
+
+
+if sys.excepthook is sys.__excepthook__:  # nobody else shows errors in his way
+    sys.excepthook = _print_error
 
 
 def __getattr__(name: str) -> Any:

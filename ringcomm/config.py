@@ -71,6 +71,8 @@ class Settings:
             "" = none.
         tensorboard: folder for TensorBoard's files, which rank 0 writes; "" = none.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
+        traceback: "full" = a traceback that ends the program shows ringcomm's own frames, too;
+            "short" = it does not.
     """
 
     timeout_s: float = 600.0
@@ -84,6 +86,7 @@ class Settings:
     read_memory: int = 1
     nvtx: int = 0
     tuning: str = ""
+    traceback: str = "short"
     tensorboard: str = ""
     prometheus_token_file: str = ""
     ps_servers: int = 0
@@ -168,6 +171,11 @@ class Settings:
     @property
     def stall_warning_or_inf(self) -> float:
         return self.stall_warning_s or math.inf
+
+
+def shows_all_frames(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if tracebacks are to show ringcomm's own frames; works before init()."""
+    return environ.get(_PREFIX + "TRACEBACK") == "full"
 
 
 def environment() -> dict[str, str]:
@@ -269,6 +277,8 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
                 f"{_PREFIX}{name} is {values[name.lower()]}, and {_PREFIX}ELASTIC is 0: only an "
                 f"elastic job has places for other ranks. Set {_PREFIX}ELASTIC=1"
             )
+    if found.traceback not in ("short", "full"):
+        raise ConfigError(f"{_PREFIX}TRACEBACK is {found.traceback!r}; it must be short or full.")
     _ = found.forced  # raises if RINGCOMM_ALGORITHM is wrong
     if found.gpu_transport not in ("auto", *GPU_TRANSPORTS):
         raise ConfigError(

@@ -17,11 +17,11 @@ from ringcomm.engine.api.world import topology_of
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.meet_and_leave import leave, meet
+from ringcomm.ranks_as_text import ranges_of, ranks_in
 from ringcomm.transport.base import ArrivedMessage
 from ringcomm.transport.control_header import ControlHeader, ControlKind
 from ringcomm.transport.membership.view import View
 from ringcomm.transport.presence import PLACE
-from ringcomm.transport.ranks_as_text import ranges_of, ranks_in
 from ringcomm.transport.tags import WIDEST
 
 SIZES = (128, 1024, 16384)  # with more than 64 ranks, C++ sends no short payloads of its own

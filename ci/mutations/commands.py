@@ -4,6 +4,24 @@ from mutations.mutation import Mutation
 
 CLIENT = [
     Mutation(
+        "tracebacks-of-ranks-are-shown-apart",
+        "client",
+        "launch/job/output_lines.py",
+        "alike = {each: bare[each] for each in bare if bare[each][: len(block)] == block}",
+        "alike = {rank: first}",
+        "each rank's copy of one traceback fills the screen",
+        ("unit/test_uncaught_errors.py",),
+    ),
+    Mutation(
+        "errors-before-init-have-no-text",
+        "client",
+        "launch/job/supervisor.py",
+        "verdict = self._with_error(judge_ending(ending))",
+        "verdict = judge_ending(ending)",
+        "`ringcomm run` says that rank 1 failed, and not why",
+        ("unit/test_ringcomm_run_output.py",),
+    ),
+    Mutation(
         "command-at-a-step-already-begun",
         "client",
         "engine/control/rounds.py",

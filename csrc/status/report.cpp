@@ -212,8 +212,11 @@ std::string waiting_lines(const std::vector<RankFacts>& ranks, int culprit,
     std::int64_t start_ns = kNever;
   };
   std::map<std::pair<std::string, std::uint64_t>, Group> groups;
+  const std::vector<int> likewise = alike(ranks, culprit);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (static_cast<int>(i) == culprit || ops[i].state == OpState::idle) continue;
+    const int index = static_cast<int>(i);
+    if (index == culprit || ops[i].state == OpState::idle) continue;
+    if (std::find(likewise.begin(), likewise.end(), index) != likewise.end()) continue;
     Group& group = groups[{ops[i].name, ops[i].nbytes}];
     group.ranks.push_back(ranks[i].rank);
     group.start_ns = std::min(group.start_ns, ops[i].start_ns);

@@ -134,6 +134,13 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     return next((int(text) for text in found if text.isdigit()), 0)
 
 
+def launched_local_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks of this host, or of the job if the launcher says only that."""
+    sized = launched_size(environ)
+    found = (environ.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    return next((int(text) for text in found if text.isdigit()), 1 if sized is None else sized[1])
+
+
 def is_fault_tolerant(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True under `mpirun --with-ft ulfm`."""
     return is_on(environ.get("OMPI_MCA_mpi_ft_enable", ""))

@@ -25,9 +25,10 @@ from ringcomm.launched.children_are_no_ranks import run_file
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.launched.rank_process import note_rank_process
 from ringcomm.status.page_enums import Ending
+from ringcomm.status.print_alike_errors_once import print_error_of_thread
+from ringcomm.status.text_of_error import OWN_FILES, is_of_library, was_raised_by_code
 
-_OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_FRAMES = 3
+_FRAMES = 1  # the traceback has all
 _REPORT_S = 1.0
 
 
@@ -129,7 +130,10 @@ class LastWords:
             self._excepthook(kind, error, trace)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs, /) -> None:
-        self._thread_hook(args)
+        if self._thread_hook is threading.__excepthook__:
+            print_error_of_thread(args)
+        else:
+            self._thread_hook(args)
         if not self._is_rank() or args.exc_value is None or args.exc_type is SystemExit:
             return
         if args.thread is not None and args.thread.daemon and _is_of_full_disk(args.exc_value):
@@ -144,7 +148,9 @@ class LastWords:
             self._page.record_end(Ending.PEER_FAILED, blamed, *words)
             self._tell(Failure(error.reason, blamed))
             return
-        is_interrupt = isinstance(error, KeyboardInterrupt) and not _was_raised_by_code(error)
+        is_interrupt = isinstance(error, KeyboardInterrupt) and not was_raised_by_code(
+            error.__traceback__
+        )
         self._page.record_end(Ending.INTERRUPTED if is_interrupt else Ending.EXCEPTION, 1, *words)
         self._tell(Failure(f"raised {lines[-1]}"))
 
@@ -271,18 +277,6 @@ def _whole(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _was_raised_by_code(error: BaseException) -> bool:
-    """Return True if a `raise` of the program raised the error, not a signal."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    from opcode import opname  # only an interrupt needs it
-
-    return opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
-
-
 def _line_of(frame: Any) -> str:
     return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
 
@@ -290,8 +284,8 @@ def _line_of(frame: Any) -> str:
 def _last_frames(error: BaseException) -> list[str]:
     """Return the frames of the user's code, innermost last, or else those of libraries."""
     trace = traceback.extract_tb(error.__traceback__)
-    others = [f for f in trace if not f.filename.startswith((_OWN_FILES, threading.__file__))]
-    own = [f for f in others if "site-packages" not in f.filename]
+    others = [f for f in trace if not f.filename.startswith((OWN_FILES, threading.__file__))]
+    own = [f for f in others if not is_of_library(f.filename)]
     return [
         f'File "{f.filename}", line {f.lineno}, in {f.name}' for f in (own or others)[-_FRAMES:]
     ]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ringcomm.ranks_as_text import ranks_in
 from ringcomm.transport.base import ANY_SOURCE, ArrivedMessage, PeerDied, Transport
 from ringcomm.transport.control_header import (
     LETTERS,
@@ -21,7 +22,6 @@ from ringcomm.transport.control_header import (
 )
 from ringcomm.transport.failure_news import WAITS, Fact, News, NewsMessage
 from ringcomm.transport.peer_state import GaveUp, PeerTable
-from ringcomm.transport.ranks_as_text import ranks_in
 
 # Called with a message: the rank that sent it, its header and its text.
 Listener = Callable[[int, ControlHeader, str], None]

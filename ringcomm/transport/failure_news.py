@@ -24,8 +24,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ringcomm.ranks_as_text import parts, ranges_of
 from ringcomm.transport.control_header import ControlKind
-from ringcomm.transport.ranks_as_text import parts, ranges_of
 
 DIRECT = 16  # ranks of the largest job in which every rank sends its news to all others
 SOON_S, LATE_S = 0.05, 1.0  # first and longest pause before a known text is passed on again

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ringcomm.ranks_as_text import parts, ranges_of, ranks_in
 from ringcomm.transport.control_header import TEXT_MAX, cut
-from ringcomm.transport.ranks_as_text import parts, ranges_of, ranks_in
 
 
 class Obstacle(NamedTuple):

@@ -104,7 +104,7 @@ from ringcomm.status import print_alike_errors_once
 one_error_for_all.collectives.barrier = lambda **_: None
 print_alike_errors_once._SKEW_S = float("inf")
 print_alike_errors_once.time.sleep = lambda seconds: sys.stdin.read() if seconds > 1 else None
-print_alike_errors_once.print_alike_errors_once(is_watched=lambda: True)
+print_alike_errors_once.note_watch(lambda: True)
 print("ready", flush=True)
 sys.stdin.readline()
 one_error_for_all.raise_together(RingcommError("refused"))
@@ -114,7 +114,7 @@ one_error_for_all.raise_together(RingcommError("refused"))
 def test_a_claim_is_held_until_the_process_ends_and_no_warning_is_about_it():
     code = (
         "import os; from ringcomm.status.print_alike_errors_once import _claim; "
-        "name = f'ringcomm.test.{os.getpid()}'; assert _claim(name); assert not _claim(name)"
+        "name = f'ringcomm.test.{os.getpid()}'; _claim(name).close(); assert not _claim(name)"
     )
     command = [sys.executable, "-P", "-X", "dev", "-W", "error", "-c", code]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)

@@ -100,6 +100,21 @@ def test_a_job_whose_log_cannot_be_written_goes_on(tmp_path, monkeypatch, capfd)
     assert "two\n" in said
 
 
+def test_an_error_before_init_is_in_the_report_and_the_launchers_box_is_not_shown(tmp_path, capfd):
+    folder = RunFolder(tmp_path / "run")
+    folder.create({}, {})
+    trace = '\nTraceback (most recent call last):\n  File "x.py", line 1\nValueError: no\n'
+    (folder.path / "rank-1.log").write_text(f"begins{trace}an end\n")
+    box = f"{'-' * 70}\nprterun detected\n   Process name: [job@1,1]\n{'-' * 70}"
+    says = f"echo '{box}' >&2; exit 1"
+    verdict, _ = Supervisor(["sh", "-c", says], {}, folder, size=2, grace_s=1).run_and_record()
+    report = 'x rank 1 failed - exit 1\n    File "x.py", line 1\n    ValueError: no\n'
+    assert verdict.report == folder.end().report == report
+    shown = capfd.readouterr()
+    assert "prterun" not in shown.out + shown.err
+    assert shown.out.startswith("[1] begins\n[1] Traceback")
+
+
 def test_a_job_may_have_more_ranks_than_a_process_has_files(tmp_path, capfd):
     folder, size = RunFolder(tmp_path / "run"), 100
     folder.create({}, {})

@@ -8,9 +8,9 @@ import random
 import pytest
 from harness import at_length
 
+from ringcomm.ranks_as_text import ranges_of, ranks_in, ranks_text
 from ringcomm.transport.control_header import ControlKind
 from ringcomm.transport.failure_news import DIRECT, GRACE_S, REST_S, RESTS, WAITS, Fact, News
-from ringcomm.transport.ranks_as_text import ranges_of, ranks_in, ranks_text
 
 NODE = 4  # ranks that see each other's deaths
 DELAY_S, NOTICE_S = 1e-3, 0.05

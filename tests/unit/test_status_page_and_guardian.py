@@ -258,6 +258,19 @@ DEEDS = {
 }
 
 
+def test_who_has_failed_likewise_does_not_wait(start_rank, capfd):
+    body = 'page.begin_op("allreduce[w]", 1, 8); 1 / 0'
+    ranks = [start_rank(rank, body) for rank in range(2)]
+    guardian = Guardian([rank.ward for rank in ranks], grace_s=3, is_fault_tolerant=False)
+    for rank in ranks:
+        rank.go()
+    for rank in ranks:
+        rank.end()
+    guardian.wait()
+    report = capfd.readouterr().err
+    assert re.search(r"    ZeroDivisionError: division by zero\n  likewise: rank \d\n\Z", report)
+
+
 @pytest.mark.parametrize("deed", DEEDS)
 def test_the_guardian_names_the_culprit_and_ends_the_others(deed, start_rank, capfd):
     body, expected = DEEDS[deed]
@@ -793,7 +806,8 @@ def test_one_rank_stopped_by_sigterm_is_named(start_rank, capfd):
 def test_disarmed_hooks_are_taken_back(start_rank):
     body = """
     words.disarm()
-    assert sys.excepthook is sys.__excepthook__, sys.excepthook
+    import ringcomm
+    assert sys.excepthook is ringcomm._print_error, sys.excepthook
     assert threading.excepthook is threading.__excepthook__
     assert sys.exit.__module__ == "sys" and os._exit.__module__ == "posix"
     os._exit(0)

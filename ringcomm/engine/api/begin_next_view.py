@@ -14,6 +14,7 @@ from ringcomm.engine.api.world import World, begin_view, current, engine_for
 from ringcomm.engine.core.current_engine import engine, has_engine
 from ringcomm.engine.core.meet_and_leave import end_view
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
+from ringcomm.ranks_as_text import ranks_text
 from ringcomm.transport.membership.events_and_actions import (
     Cleared,
     EvictRanks,
@@ -25,7 +26,6 @@ from ringcomm.transport.membership.events_and_actions import (
 )
 from ringcomm.transport.membership.state_machine import Phase
 from ringcomm.transport.membership.who_may_evict import Eviction, eviction
-from ringcomm.transport.ranks_as_text import ranks_text
 
 if TYPE_CHECKING:
     from ringcomm.transport.membership.service import MembershipService

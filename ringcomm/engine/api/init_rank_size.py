@@ -53,7 +53,7 @@ from ringcomm.launched.mpi_defaults import missed_settings
 from ringcomm.status.children_hold_stop_signals import let_children_hold
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import PageState
-from ringcomm.status.print_alike_errors_once import print_alike_errors_once
+from ringcomm.status.print_alike_errors_once import note_watch
 from ringcomm.system_text import host_name
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
     _refuse_child()
     if current_engine.has_engine():
         return
-    print_alike_errors_once(is_watched=lambda: current() is not None)
+    note_watch(lambda: current() is not None)
     settings = read()
     from ringcomm.transport.mpi import MpiTransport
     from ringcomm.transport.presence import Presence

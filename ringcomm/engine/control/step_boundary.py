@@ -17,8 +17,8 @@ from ringcomm.engine.control.rounds import ControlRounds, Note, RoundMessage
 from ringcomm.engine.control.stop_signals import StopSignals
 from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.errors import CommTimeoutError
+from ringcomm.ranks_as_text import ranks_text
 from ringcomm.transport.control_header import ControlHeader, ControlKind
-from ringcomm.transport.ranks_as_text import ranks_text
 
 _WAIT: Final = "a command of `ringcomm ctl`"
 _ANY_NUMBER: Final = 1 << 62  # the owner's next step is one step, whatever its number

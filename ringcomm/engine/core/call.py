@@ -12,7 +12,7 @@ import numpy as np
 from ringcomm.arrays.base import AnyAdapter, Array
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.operators import Op, ReductionOptions
-from ringcomm.transport.ranks_as_text import ranks_text as listed
+from ringcomm.ranks_as_text import ranks_text as listed
 
 _MAX_TEXT = 400
 

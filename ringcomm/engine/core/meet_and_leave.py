@@ -11,10 +11,10 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.progress.deadlines import Farewell
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
+from ringcomm.ranks_as_text import ranks_text
 from ringcomm.status.page_enums import PageState
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.failure_news import DIRECT, REST_S, RESTS, WAITS
-from ringcomm.transport.ranks_as_text import ranks_text
 
 _DRIVER_S = 5.0  # for another thread of this rank, which drives, to end
 

@@ -12,10 +12,10 @@ from ringcomm.config import Settings
 from ringcomm.engine.progress.clock_without_stops import RunningTime
 from ringcomm.engine.progress.task import Task
 from ringcomm.errors import CommTimeoutError, PeerFailedError
+from ringcomm.ranks_as_text import ranks_text
 from ringcomm.transport.control_header import ControlKind
 from ringcomm.transport.control_messages import Watch
 from ringcomm.transport.peer_state import GaveUp
-from ringcomm.transport.ranks_as_text import ranks_text
 
 _log = logging.getLogger("ringcomm")
 

@@ -45,7 +45,7 @@ def plan(request: RunRequest, here: Surroundings) -> RunPlan:
         variables=start.variables | variables,
         roles=where.roles,
         hosts=where.hosts,
-        notes=(*where.notes, *thread_notes, *start.notes),
+        notes=(*(thread_notes or where.notes), *start.notes),
         files=start.files,
     )
 
@@ -110,7 +110,7 @@ def _where(request: RunRequest, here: Surroundings) -> _Where:
     is_here = not is_slurm and all(host.name in here.own_names for host in hosts)
     cores = here.facts.cores
     shares_cores = is_here and size > cores
-    note = f"{size} ranks share {cores} core{'s' if cores > 1 else ''}"
+    note = f"{size} ranks share {_counted(cores, 'core')}"
     return _Where(
         roles,
         () if is_here else hosts,
@@ -153,7 +153,7 @@ def _roles(request: RunRequest, hosts: tuple[Host, ...], origin: str) -> dict[st
 
 
 def _listed(roles: dict[str, int]) -> str:
-    return ", ".join(f"{n} {role}{'s' if n > 1 else ''}" for role, n in roles.items() if n)
+    return ", ".join(_counted(n, role) for role, n in roles.items() if n)
 
 
 # --- variables ----------------------------------------------------------------------------------
@@ -167,7 +167,14 @@ def _threads(request: RunRequest, here: Surroundings, where: _Where) -> tuple[in
         return int(cpus), [f"{_THREADS}={cpus}, Slurm's --cpus-per-task"]
     ranks = min(where.size, max((host.places for host in where.hosts), default=where.size))
     threads = max(1, here.facts.cores // ranks)
-    return threads, [f"{_THREADS}={threads}: {here.facts.cores} cores for {ranks} ranks"]
+    chosen, cores = f"{_THREADS}={threads}", here.facts.cores
+    if where.notes:
+        return threads, [f"{', '.join(where.notes)}: {chosen}"]
+    return threads, [f"{chosen}: {_counted(cores, 'core')} for {_counted(ranks, 'rank')}"]
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' if n > 1 else ''}"
 
 
 def _variables(

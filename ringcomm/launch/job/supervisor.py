@@ -16,14 +16,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final
 
 from ringcomm.config import environment
 from ringcomm.foreign_text import printable
-from ringcomm.launch.job.output_lines import LauncherText, LinesOf
+from ringcomm.launch.job.output_lines import (
+    LauncherText,
+    LinesOf,
+    Tracebacks,
+    error_of_log,
+    prefix_of,
+)
 from ringcomm.launch.job.processes.ranks_of_this_host import (
     MpiFiles,
     live_ranks_here,
@@ -102,6 +108,7 @@ class Supervisor:
         self._forks_ranks = forks_ranks
         self._kill_at = float("inf")  # the launcher, which was asked to end
         self._logs: dict[int, _Log] = {}
+        self._tracebacks = Tracebacks()
         self._launcher_text = LauncherText()
         self._launcher_tail = b""
         self._blind_hosts: set[str] = set()
@@ -179,16 +186,28 @@ class Supervisor:
         ending = None
         try:
             ending = self.run()
-            verdict = judge_ending(ending)
+            verdict = self._with_error(judge_ending(ending))
         except OSError as error:
             verdict = Verdict(_CANNOT_START, f"{self._argv[0]}: {error}")
-        if ending is not None and verdict.code != 0 and not verdict.report:
+        if ending is not None and verdict.code != 0 and verdict.rank is None and not verdict.report:
             show(b"".join(self._launcher_text.held), sys.stderr)  # about deaths
         try:
             self._folder.record_end(_record(verdict, ending, start))
         except OSError as error:  # the disk is full, or somebody has removed the folder
             say(f"{self._folder.path / END} cannot be written: {error.strerror}")
         return verdict, ending
+
+    def _with_error(self, verdict: Verdict) -> Verdict:
+        """Add the error of a rank of which no guardian tells, from the end of its log."""
+        if verdict.code != 1 or verdict.rank is None or verdict.report:
+            return verdict
+        if (log := self._folder.open_log_of(verdict.rank)) is None:
+            return verdict
+        with log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _PIECE))
+            error = error_of_log(log.read(_PIECE))
+        lines = [f"x {verdict.what} - exit {verdict.code}", *(f"    {each}" for each in error)]
+        return replace(verdict, report="\n".join([*lines, ""])) if error else verdict
 
     def _watch(
         self,
@@ -267,10 +286,11 @@ class Supervisor:
         if len(self._logs) < self._size:
             for rank in range(self._size):
                 if rank not in self._logs and (file := self._folder.open_log_of(rank)):
-                    prefix = f"[{rank}] ".encode() if self._size > 1 else b""
+                    prefix = prefix_of([rank]) if self._size > 1 else b""
                     self._logs[rank] = _Log(file, LinesOf(prefix))
-        for log in self._logs.values():
-            show(log.news(), sys.stdout)
+        for rank, log in self._logs.items():
+            self._show_lines(rank, log.news())
+        show(self._tracebacks.due(time.monotonic()), sys.stdout)
         if self._goes_on:
             self._show_reports()
         return any(log.has_more for log in self._logs.values())
@@ -280,14 +300,20 @@ class Supervisor:
         signals.take()
         self._show_logs()
         is_cut = False
-        for log in self._logs.values():
+        for rank, log in self._logs.items():
             for lines in log.rest():
                 is_cut = is_cut or bool(signals.take())
                 if is_cut:
                     break
-                show(lines, sys.stdout)
+                self._show_lines(rank, lines)
+        show(self._tracebacks.flush(), sys.stdout)
         if is_cut:
             say(f"the rest of the output is in the logs of the ranks, {self._folder.path}")
+
+    def _show_lines(self, rank: int, lines: bytes) -> None:
+        if self._size > 1:
+            lines = self._tracebacks.add(rank, lines, time.monotonic())
+        show(lines, sys.stdout)
 
     def _show_reports(self) -> None:
         texts = [f.text for g in self._folder.guardians() for f in g.failures]

@@ -333,6 +333,7 @@ def _by_launcher(e: JobEnding) -> Verdict:
     if code == 0 or is_unknown:
         rank = next(r for r in range(e.size) if e.ends.get(r, RankEnd()).code is None)
         return Verdict(1, f"rank {rank} has not recorded a good end", rank)
+    rank = 0 if e.size == 1 else rank
     return Verdict(code, "the job failed" if rank is None else f"rank {rank} failed", rank)
 
 

@@ -10,7 +10,7 @@ from ringcomm.launch.job.processes.ranks_of_this_host import company, ranks_here
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launched.process_stat import ProcessStat
 from ringcomm.launched.rank_process import RankProcess
-from ringcomm.transport.ranks_as_text import ranks_text
+from ringcomm.ranks_as_text import ranks_text
 
 _LOOK_S: Final = 1.0  # between two looks whether ranks of this host live
 _PATIENCE_S: Final = 3.0  # for ranks to end after another one
