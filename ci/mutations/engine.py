@@ -4,6 +4,15 @@ from mutations.mutation import Mutation
 
 ORDER = [
     Mutation(
+        "a-mismatch-does-not-say-where-the-ranks-are",
+        "order",
+        "engine/executors/routes.py",
+        "call = replace(plan.call, at=place_of_thread(work.thread))",
+        "call = plan.call",
+        "a user searches the whole program for the two calls that differ",
+        ("unit/test_mismatched_calls.py",),
+    ),
+    Mutation(
         "tensor-still-under-way",
         "order",
         "engine/api/point_to_point.py",

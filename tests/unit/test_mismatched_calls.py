@@ -40,7 +40,8 @@ CASES = {
     ),
     "kind": (
         lambda r: rc.barrier() if r == 1 else rc.allreduce(np.ones(2)),
-        "ranks 0, 2 called allreduce #1, rank 1 called barrier #1. Every rank must call",
+        "ranks 0, 2 called allreduce #1, rank 1 called barrier #1. One rank calls an "
+        "operation more than another, or",
     ),
     "kind under one name": (
         lambda r: rc.barrier(name="w") if r == 1 else rc.allreduce(np.ones(2), name="w"),
@@ -83,6 +84,29 @@ def test_mismatch_is_the_same_error_on_every_rank_and_the_engine_works_on(case):
     assert set(sums) == {3.0}
     assert len(set(texts)) == 1
     assert expected in texts[0]
+
+
+def test_the_error_says_where_each_rank_is_and_that_one_may_call_an_operation_more():
+    def two():
+        rc.allreduce(np.ones(2))
+
+    def three():
+        rc.allreduce(np.ones(3))
+
+    def body(rank):
+        with pytest.raises(rc.MismatchError) as one_more:
+            (three if rank == 0 else two)()
+        with pytest.raises(rc.MismatchError) as one_call:
+            rc.allreduce_async(np.ones(2 + rank), name="w").wait()
+        return str(one_more.value), str(one_call.value)
+
+    (one_more, one_call), *others = run_ranks(2, body)
+    assert others == [(one_more, one_call)]
+    lines = [each.__code__.co_firstlineno + 1 for each in (three, two)]
+    assert "One rank calls an operation more than another" in one_more
+    assert one_more.endswith(f" Rank 0 at {__file__}:{lines[0]}, rank 1 at {__file__}:{lines[1]}.")
+    assert "more than another" not in one_call
+    assert f"Nothing was sent. All are at {__file__}:" in one_call
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])

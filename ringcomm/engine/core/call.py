@@ -32,6 +32,7 @@ class Call:
     error: str | None = None  # why this rank cannot take part, so that all ranks raise
     is_once: bool = False  # no rank will use the name again
     place: str | None = None  # "cuda" for arrays in a GPU's memory
+    at: str | None = None  # "train.py:12", where the program is; set for the text of a mismatch
 
     @functools.cached_property  # packing and hashing take 15 us
     def fingerprint(self) -> int:
@@ -132,12 +133,13 @@ def explain_mismatch(
     `sequence` is the operation's number, for the label of an unnamed one. has_moved: ranks may have
     sent data already, because they had agreed on this name before.
     """
-    text = _explain(calls, sequence, ranks)
+    text, places = _explain(calls, sequence, ranks), _places(calls, ranks)
     if not has_moved:
-        return f"{text} Nothing was sent."
+        return f"{text} Nothing was sent.{places}"
     if not any(call.kind.endswith("_") for call in calls):
-        return text
-    return f"{text} What the call overwrites is undefined now: the name was agreed on before."
+        return text + places
+    is_undefined = "What the call overwrites is undefined now: the name was agreed on before."
+    return f"{text} {is_undefined}{places}"
 
 
 def _explain(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
@@ -152,6 +154,8 @@ def _explain(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
             sides = _sides(calls, field, sequence, ranks)
             is_named = field == "kind" and calls[0].name is not None
             what_next = _ONE_NAME if is_named else advice
+            if field in _OF_ONE_CALL and _are_different_calls(calls):
+                what_next = f"{_ONE_MORE} If these lines mean one call: {advice}"
             starts = {call.kind.partition("allreduce")[0] for call in calls}
             if field == "kind" and starts >= {"", "sparse_"}:
                 what_next = _ONE_LAYOUT
@@ -163,9 +167,14 @@ _ONE_LAYOUT = (
     "One has a sparse tensor, the other a dense one. Use one layout on all ranks, by .to_dense() "
     "or by sparse= of the layer."
 )
+_ONE_MORE = (
+    "One rank calls an operation more than another, or they call them in another order: look for a "
+    "call under an if, or in a loop that has more steps on some ranks."
+)
+_OF_ONE_CALL = ("reduction", "root", "dtype", "shape")
 _ONE_NAME = "Every rank must call the same operation under one name."
 _ADVICE = {
-    "kind": "Every rank must call the same operations in the same order.",
+    "kind": _ONE_MORE,
     "name": "Every rank must call the same operations in the same order.",
     "reduction": "Pass the same op= on every rank.",
     "root": "Pass the same root on every rank.",
@@ -173,6 +182,21 @@ _ADVICE = {
     "shape": "Pad, slice or drop the tensor so that all ranks pass one shape.",
     "place": "Move the array so that all ranks pass one on a GPU, or all one in host memory.",
 }
+
+
+def _are_different_calls(calls: Sequence[Call]) -> bool:
+    """Return True if the ranks stand at different lines, and no name says that they mean one."""
+    return calls[0].name is None and len({call.at for call in calls}) > 1
+
+
+def _places(calls: Sequence[Call], ranks: Sequence[int]) -> str:
+    places = [call.at for call in calls]
+    if None in places:
+        return ""
+    if len(set(places)) == 1:
+        return f" All are at {places[0]}."
+    sides = _by_value([f"at {place}" for place in places], ranks)
+    return f" {sides[0].upper()}{sides[1:]}."
 
 
 def _subject(calls: Sequence[Call], sequence: int, field: str) -> str:

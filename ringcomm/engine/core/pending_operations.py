@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringcomm._core import StatusPage
 from ringcomm.engine.core.call import Call
@@ -33,6 +33,7 @@ class PendingOperation:
     is_awaited: bool = False  # the thread that started it waits for it
     order: int = 0  # among all operations that this rank has entered
     lane: Lane | None = None  # its row of the timeline, if there is a timeline
+    thread: int = field(default_factory=threading.get_ident)  # that started it
 
 
 class Pending:

@@ -41,6 +41,7 @@ gpu/test_collectives.py::test_each_transport_is_a_route_of_its_own.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 from ringcomm.engine.core.agreement import agree, mismatch
@@ -49,6 +50,7 @@ from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.core.pending_operations import PendingOperation
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.progress.task import TaskCoroutine
+from ringcomm.status.text_of_error import place_of_thread
 from ringcomm.transport.channel import Channel, Disagreement, Until, Wait
 from ringcomm.transport.control_messages import Watch
 from ringcomm.transport.node.steps import AGREE, Meeting, NodeWork, Team
@@ -191,7 +193,8 @@ class Routes:
     ) -> Exception:
         talk = self._channel(work, stream, CALLS)
         number, problem = work.ticket.number, work.problem
-        return await mismatch(plan.call, number, talk, has_moved=has_moved, problem=problem)
+        call = replace(plan.call, at=place_of_thread(work.thread))
+        return await mismatch(call, number, talk, has_moved=has_moved, problem=problem)
 
     def _channel(
         self, work: PendingOperation, stream: int, channel: int, fingerprint: int | None = None
