@@ -83,7 +83,7 @@ narrate() {
       line=''
     fi
     if ((SECONDS - told >= BEAT_S)); then
-      say "$what, $((SECONDS - start)) s: ${newest:0:100}"
+      say "$what, $((SECONDS - start)) s${newest:+: ${newest:0:100}}"
       told=$SECONDS
     fi
     if [[ -n $pid ]] && ((SECONDS - heard >= limit)); then

@@ -4,6 +4,33 @@ from mutations.mutation import Mutation
 
 CLIENT = [
     Mutation(
+        "a-rate-that-can-be-set-is-not-named",
+        "client",
+        "engine/control/live_parameters_and_callbacks.py",
+        'live.append("lr (of the optimizers)")',
+        "pass",
+        "`set foo=3` says that there is nothing to set, right after `set lr=` has worked",
+        ("unit/test_program_parameters.py",),
+    ),
+    Mutation(
+        "a-slow-rank-is-compared-with-steps-of-others",
+        "client",
+        "launch/watch/what_is_slow.py",
+        "own_ns = median(_duration(row[rank]) for row in rows)",
+        "own_ns = step_ns",
+        "`ringcomm top` says that a rank loses 150 ms of 137 ms per step",
+        ("unit/test_slow_part.py",),
+    ),
+    Mutation(
+        "a-slow-evaluator-says-nothing",
+        "client",
+        "ps/evaluation.py",
+        "if step >= due + every and not has_skipped:",
+        "if False:",
+        "with every=50, reports come of 50, 135, 150, and nobody says why",
+        ("unit/test_ps_evaluation.py",),
+    ),
+    Mutation(
         "tracebacks-of-ranks-are-shown-apart",
         "client",
         "launch/job/output_lines.py",

@@ -264,8 +264,8 @@ def leave() -> NoReturn:
     world = current()
     if world is None or world.membership is None:
         raise RingcommError(
-            "elastic.leave: the others could not go on without this rank. Set RINGCOMM_ELASTIC=1, "
-            "and call this after init()"
+            "elastic.leave: the others could not go on without this rank. Start the job by "
+            "`ringcomm run --elastic MIN:MAX`, and call this after init()"
         )
     if not world.survives_deaths and (text := world.gap_text("elastic.leave")):
         raise RingcommError(text)

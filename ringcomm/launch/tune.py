@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     rc.init()
     if rc.size() == 1:
-        refusal = "1 rank, and a collective needs two: mpirun -np 2 ringcomm tune"
+        refusal = "1 rank, and a collective needs two: ringcomm run -np 2 ringcomm tune"
         print(f"ringcomm tune: {refusal}", file=sys.stderr)
         rc.shutdown()
         return 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,8 @@ from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.session import Session, require_not_begun, session
+
+_log = logging.getLogger("ringcomm")
 
 F = TypeVar("F", bound=Callable[..., Any])
 _LAST_WORDS_S: Final = 1.0  # a report of an evaluator that has left comes in this time
@@ -41,7 +44,8 @@ def evaluator(every: int) -> Callable[[F], F]:
     """Mark the function that evaluators run: function(step), every so many steps of the slowest.
 
     `step` is how many steps the slowest worker has completed when the snapshot is requested: a
-    multiple of `every`, or more if the evaluation before took longer; none is made up for. The
+    multiple of `every`, or more if the evaluation before took longer: then those between are
+    skipped, and the first time a warning is logged. With every=50: 50, 135, 150, 200. The
     snapshot may be some steps further. Within the function ps.table(...) and pull() read it. The
     function must be marked before ps.init(), which calls it on ranks that evaluate. An error that
     it raises ends the evaluator; in an elastic job training goes on without it, in any other the
@@ -201,12 +205,19 @@ def evaluate() -> None:
     """Run the function that is marked until the workers have left."""
     assert _evaluation is not None
     function, every = _evaluation
-    due = every
+    due, has_skipped = every, False
     while True:
         try:
             step = wait_for_step(due, float("inf"))
             if step is None:
                 return
+            if step >= due + every and not has_skipped:
+                has_skipped = True
+                _log.warning(
+                    "an evaluation takes longer than %d steps of training, so this one is of step "
+                    "%d, not %d: evaluations of steps that have passed are skipped",
+                    every, step, due,
+                )  # fmt: skip
             with snapshot():
                 function(step)
         except ServerLostError:

@@ -73,4 +73,4 @@ def test_a_wrong_result_is_shown_and_ends_with_1(tmp_path):
 def test_one_rank_is_told_to_bring_another(command, tmp_path):
     job = run_job(1, "-P", "-m", "ringcomm", command, cwd=tmp_path)
     assert job.code == 2, job.output
-    assert "1 rank, and a collective needs two: mpirun -np 2 ringcomm" in job.output
+    assert "1 rank, and a collective needs two: ringcomm run -np 2 ringcomm" in job.output

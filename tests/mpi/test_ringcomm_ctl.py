@@ -59,6 +59,7 @@ late = random.Random(rc.rank())
 
 @rc.on_checkpoint
 def save(step):
+    assert step == n  # it was raised before the boundary
     assert rc.allreduce(np.array([step]))[0] == step * rc.size()  # all are here
     print("saved", step, flush=True)
 
@@ -124,7 +125,7 @@ def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp
     ]
     assert taken_by(tmp_path) == [taken_by(tmp_path)[0]] * 3  # each command, after the same step
     code, said = ctl(tmp_path, "scale", "2")
-    assert (code, "Set RINGCOMM_ELASTIC=1" in said) == (1, True), said
+    assert (code, "`ringcomm run --elastic MIN:MAX`" in said) == (1, True), said
     code, said = ctl(tmp_path, "stop")
     assert code == 0
     end = re.fullmatch(r"stop: stops after step (\d+)\n", said)[1]

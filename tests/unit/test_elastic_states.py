@@ -24,6 +24,12 @@ def values_of(state):
     return state.step, state.x.tolist()
 
 
+@pytest.mark.parametrize("call", [lambda: rc.elastic.request_scale(3), rc.elastic.leave])
+def test_a_job_that_is_not_elastic_says_how_to_start_one(call):
+    with pytest.raises(rc.RingcommError, match="`ringcomm run --elastic MIN:MAX`"):
+        call()
+
+
 def test_before_the_first_commit_all_get_what_rank_0_has():
     def body(rank):
         seen = []

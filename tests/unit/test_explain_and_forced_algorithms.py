@@ -34,7 +34,7 @@ def test_it_tells_the_choice_why_the_topology_and_all_candidates():
     first, *rows = explained(1 << 20).splitlines()
     assert first == (
         "allreduce of 1 MiB float32 SUM on 2 hosts x 2 ranks: hierarchical, the fastest by "
-        "estimate (to measure: mpirun -np 4 ringcomm tune)"
+        "estimate (to measure: ringcomm run -np 4 ringcomm tune)"
     )
     assert rows[0].split()[0] == "hierarchical"
     assert {row.split()[0] for row in rows} == set(config.ALGORITHMS)

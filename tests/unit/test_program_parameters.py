@@ -104,3 +104,14 @@ def test_commands_change_live_parameters_and_no_others(given):
         with pytest.raises(ValueError, match=f"{name} "):
             PROGRAM.checked(name, text)
     assert p.size == 2
+
+
+def test_a_refusal_names_what_can_be_set_also_the_rate_of_an_optimizer(monkeypatch):
+    monkeypatch.setattr(PROGRAM, "parameters", [])
+    monkeypatch.setattr(PROGRAM, "rates", [])
+    with pytest.raises(ValueError, match=r"there is none, see rc\.Params"):
+        PROGRAM.checked("foo", "3")
+    PROGRAM.add_rate(lambda: lambda rate: None)
+    PROGRAM.checked("lr", "0.1")()
+    with pytest.raises(ValueError, match=r"those are lr \(of the optimizers\)$"):
+        PROGRAM.checked("foo", "3")

@@ -62,7 +62,7 @@ def test_an_evaluator_sees_one_round_at_a_time_and_reports_to_the_chief(n_server
     assert seen[-1] == (12, 12.0)
 
 
-def test_an_evaluator_that_was_slow_goes_on_with_the_step_of_now():
+def test_an_evaluator_that_was_slow_goes_on_with_the_step_of_now_and_says_so(caplog):
     is_trained, steps = threading.Event(), []
 
     @ps.evaluator(every=3)
@@ -81,6 +81,8 @@ def test_an_evaluator_that_was_slow_goes_on_with_the_step_of_now():
 
     assert run_workers(1, body, evaluators=1) == [[3, 13]]
     assert steps == [3, 13]
+    (said,) = [each.getMessage() for each in caplog.records if "evaluation" in each.getMessage()]
+    assert "this one is of step 13, not 6" in said
 
 
 def test_a_report_that_does_not_come_is_told_with_who_should_have_sent_it():

@@ -71,9 +71,10 @@ def test_a_flag_of_horovodrun_is_understood_or_refused_with_ours(flag, capsys, t
     ("argv", "text"),
     [
         ([], "name the program"),
-        (["-np", "0", "train.py"], "0 is not at least 1"),
+        (["-np", "0", "train.py"], "'0' is not a whole number >= 1"),
+        (["-np=-3", "train.py"], "'-3' is not a whole number >= 1"),
         (["--grace", "soon", "train.py"], "'soon' is not a number"),
-        (["--servers", "-1", "train.py"], "'-1' is not a whole number"),
+        (["--servers", "-1", "train.py"], "'-1' is not a whole number >= 0"),
         (["--env", "=3", "train.py"], "'=3' is not NAME"),
         (["--launch", "srun", "train.py"], "unrecognized|required|invalid|name the program"),
     ],

@@ -50,6 +50,13 @@ def test_the_slow_rank_and_the_part_are_named(size, part):
     assert f"rank 1 is slow {OWN_PARTS[part]}: +" in str(found)
 
 
+def test_a_rank_is_not_slower_by_more_than_its_step():
+    """Its own steps may be longer than those of ranks that do not wait for it."""
+    steps = {r: steps_of([[10, 20, 5, 3 + 150 * (r == 2)]] * 40) for r in range(3)}
+    (found,) = slow_parts(steps)
+    assert str(found).endswith(": +150 ms of 188 ms per step")
+
+
 def test_two_slow_ranks_are_both_named():
     found = slow_parts(job(5, late=[(1, 0, 50), (4, 1, 30)]))
     assert [each.who for each in found] == ["rank 1", "rank 4"]

@@ -92,7 +92,7 @@ def test_a_spoilt_or_foreign_table_is_ignored_with_its_name_and_the_fix(
     assert record.levelno == logging.WARNING
     assert str(path) in record.getMessage()
     assert problem in record.getMessage()
-    assert "mpirun -np 2 ringcomm tune" in record.getMessage()
+    assert "ringcomm run -np 2 ringcomm tune" in record.getMessage()
 
 
 def test_what_was_saved_is_loaded_and_nothing_else_is_left(tmp_path, caplog):

@@ -155,7 +155,8 @@ def _because(choice: Choice, n_ranks: int) -> str:
     reasons = {
         "forced": "as RINGCOMM_ALGORITHM says",
         "measured": "the fastest that `ringcomm tune` measured",
-        "estimated": f"the fastest by estimate (to measure: mpirun -np {n_ranks} ringcomm tune)",
+        "estimated": "the fastest by estimate "
+        f"(to measure: ringcomm run -np {n_ranks} ringcomm tune)",
         "only": "the only one that can",
         "memory": "because its ranks share their node's memory",
         "short": "as it is short: it goes along with the messages by which the ranks agree",

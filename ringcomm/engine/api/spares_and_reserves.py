@@ -104,8 +104,8 @@ def request_size(n: int) -> None:
     world = current()
     if world is None or world.membership is None:
         raise RingcommError(
-            "elastic.request_scale: the number of ranks cannot change. Set RINGCOMM_ELASTIC=1, "
-            "and call this after init()"
+            "elastic.request_scale: the number of ranks of this job cannot change. Start it by "
+            "`ringcomm run --elastic MIN:MAX`, and call this after init()"
         )
     world.engine.extensions.require_view("elastic.request_scale")
     state, presence = world.membership.state, world.presence

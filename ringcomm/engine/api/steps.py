@@ -51,7 +51,9 @@ def on_checkpoint(save: C) -> C:
     """Decorate a function that writes a checkpoint, which all ranks call after the same step.
 
     `ringcomm ctl JOB checkpoint` and `stop` call save(step), so do SIGTERM and SIGUSR1. It may use
-    collectives. Its argument is the number of complete steps. In an elastic job, those that were
+    collectives. Its argument is the number of complete steps. A counter of the program that is
+    raised after rc.step(), or after the step of an optimizer, is still one behind then: save the
+    argument. In an elastic job, those that were
     made again after a loss count again, so that later checkpoints have larger numbers.
     """
     if not callable(save):

@@ -36,7 +36,7 @@ def load(settings: Settings, transport: Transport) -> str:
         if settings.tuning:
             _log.warning(
                 "RINGCOMM_TUNING: %s holds no table for %s over %s yet; algorithms are chosen by "
-                "estimate. `mpirun -np %d ringcomm tune` writes one.",
+                "estimate. `ringcomm run -np %d ringcomm tune` writes one.",
                 os.path.dirname(path),
                 layout,
                 transport.implementation,
@@ -49,7 +49,7 @@ def load(settings: Settings, transport: Transport) -> str:
         problem = f"it {error}" if isinstance(error, BrokenFileError) else str(error)
     if problem:
         _log.warning(
-            "%s is ignored: %s. `mpirun -np %d ringcomm tune` writes it anew.",
+            "%s is ignored: %s. `ringcomm run -np %d ringcomm tune` writes it anew.",
             path,
             printable(problem),
             transport.size,

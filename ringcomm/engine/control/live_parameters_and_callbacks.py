@@ -64,6 +64,8 @@ class Program:
             rate = _rate(text)
             return partial(_call_all, setters, rate)
         live = [each for r in self.parameters if (p := r()) is not None for each in p.live_names]
+        if self._setters() and "lr" not in live:
+            live.append("lr (of the optimizers)")
         known = f"those are {', '.join(live)}" if live else "there is none, see rc.Params"
         raise ValueError(f"{name} is no live parameter of this program; {known}")
 

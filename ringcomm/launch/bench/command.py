@@ -80,7 +80,7 @@ def measure_all(args: Namespace, others: Callable[[], Mapping[str, Bind]] = dict
     before = {"load": os.getloadavg()[0], "settings": _settings()}  # init() adds settings
     rc.init()
     if rc.size() == 1:
-        raise ConfigError("1 rank, and a collective needs two: mpirun -np 2 ringcomm bench")
+        raise ConfigError("1 rank, and a collective needs two: ringcomm run -np 2 ringcomm bench")
     report: dict[str, Any] = {"ringcomm_bench": 2, **before, **_facts(args), "rows": []}
     _say(*_preamble(report))
     _measure(args, dtypes, others(), report)
@@ -260,7 +260,7 @@ def _say(*lines: str) -> None:
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="ringcomm bench",
-        usage="mpirun -np N ringcomm bench [options]",
+        usage="ringcomm run -np N ringcomm bench [options]",
         description="Measure the collectives on this job's ranks, beside a simultaneous memcpy. "
         "Each size is checked bit by bit; the exit code is 1 if any result was wrong. "
         "docs/benchmarks.md explains the table, and how to compare with other libraries.",

@@ -259,14 +259,12 @@ def _ssh(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _positive(text: str) -> int:
-    if (number := _count(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    return _count(text, least=1)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+def _count(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
     return int(text)
 
 

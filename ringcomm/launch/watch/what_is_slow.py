@@ -51,7 +51,7 @@ class SlowPart:
         who: "rank 2", "server 0 (rank 3)" or "the servers".
         part: where, in words.
         extra_s: by how much, in the median of steps.
-        step_s: the median duration of a step.
+        step_s: the median duration of its steps; for a server, of those of the workers.
     """
 
     who: str
@@ -77,11 +77,12 @@ def slow_parts(steps: Mapping[int, Sequence[Step]]) -> list[SlowPart]:
     least_ns = max(_LEAST_NS, _LEAST_SHARE * step_ns)
     found = []
     for rank in sorted(steps):
+        own_ns = median(_duration(row[rank]) for row in rows)
         for part, text in OWN_PARTS.items():
             extra = [_extra(row, rank, part) for row in rows]
             is_so = [each > least_ns / 2 for each in extra]
             if median(extra) > least_ns and mean(is_so) >= _MOST:
-                found.append(SlowPart(f"rank {rank}", text, median(extra) / 1e9, step_ns / 1e9))
+                found.append(SlowPart(f"rank {rank}", text, median(extra) / 1e9, own_ns / 1e9))
     return found
 
 
