@@ -4,6 +4,15 @@ from mutations.mutation import Mutation
 
 CLIENT = [
     Mutation(
+        "a-missing-script-is-started",
+        "client",
+        "launch/job/command.py",
+        "if not job.hosts:  # others may",
+        "if False:  # others may",
+        "each rank of a job prints that the script is missing, and then the launcher does",
+        ("unit/test_ringcomm_run_output.py",),
+    ),
+    Mutation(
         "a-rate-that-can-be-set-is-not-named",
         "client",
         "engine/control/live_parameters_and_callbacks.py",

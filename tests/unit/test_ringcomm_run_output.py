@@ -142,6 +142,23 @@ def test_a_job_whose_folder_is_removed_keeps_its_exit_code(tmp_path):
     assert supervised(folder, f"rm -r '{folder.path}'; exit 3").launcher_code == 3
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (["no_such.py"], "no_such.py: no such file in FOLDER; nothing was started"),
+        (["-m", "no_such.module"], "-m no_such.module: there is no module no_such; nothing was"),
+    ],
+)
+def test_a_missing_script_or_module_is_one_line_and_starts_nothing(
+    program, said, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["-np", "2", *program]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"ringcomm run: {said.replace('FOLDER', str(tmp_path))}")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_job_whose_end_cannot_be_recorded_keeps_its_exit_code(tmp_path, monkeypatch, capfd):
     def full(self, end):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

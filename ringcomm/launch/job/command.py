@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,8 @@ def _planned(
     """
     here = _surroundings(request, folder)
     job = plan(request, here)
+    if not job.hosts:  # others may have what this one lacks
+        _require_program(request)
     while not folder.claim():
         if args.run_folder is not None:
             raise ConfigError(f"{folder.path} holds a run already; name another by --run-folder")
@@ -195,6 +199,19 @@ def _planned(
         here = replace(here, folder=str(folder.path))
         job = plan(request, here)
     return folder, here, job
+
+
+def _require_program(request: RunRequest) -> None:
+    """Raise ConfigError if there is no such script, or no such module."""
+    python, what, *module = [*request.program, "", ""][:3]
+    if python != sys.executable or "PYTHONPATH" in request.variables:
+        return
+    if what == "-m":
+        top = module[0].partition(".")[0]
+        if PathFinder.find_spec(top, [os.getcwd()]) is None and find_spec(top) is None:
+            raise ConfigError(f"-m {module[0]}: there is no module {top}; nothing was started")
+    elif what and not what.startswith("-") and not os.path.exists(what):
+        raise ConfigError(f"{what}: no such file in {os.getcwd()}; nothing was started")
 
 
 def _surroundings(request: RunRequest, folder: RunFolder) -> Surroundings:
