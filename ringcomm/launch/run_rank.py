@@ -14,6 +14,7 @@ from ringcomm.atomic_files import replacing
 from ringcomm.errors import PeerFailedError
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.regular_files import BrokenFileError, with_checksum, without_checksum
+from ringcomm.status.text_of_error import text_of_error
 from ringcomm.trusted_files import read_trusted
 
 CALL: Final = "call"
@@ -22,7 +23,7 @@ CALL: Final = "call"
 @dataclass(frozen=True)
 class RankReport:
     result: bytes = b""  # pickled; empty after an error
-    error: str = ""  # the traceback
+    error: str = ""  # the traceback, without ringcomm's frames
     reason: str = ""  # the error in one line
     exception: bytes = b""  # pickled; empty if that is impossible
     blames: tuple[int, str] | None = None  # another rank that failed first, and how
@@ -91,7 +92,7 @@ def _failure(error: BaseException) -> RankReport:
     is_about_sending = isinstance(error, _SendingError)
     words = "".join(traceback.format_exception_only(error)).strip()
     return RankReport(
-        error="".join(traceback.format_exception(error)),
+        error=text_of_error(error),
         reason=str(error) if is_about_sending else f"raised {words}",
         exception=_pickled(error),
         blames=(error.rank, error.reason) if isinstance(error, PeerFailedError) else None,

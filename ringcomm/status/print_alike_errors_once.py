@@ -48,15 +48,11 @@ def print_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print an uncaught error, unless a rank of this host has printed it; a sys.excepthook."""
-    is_rank = launched_size() is not None and parent_rank_pid() is None
+    is_rank = _is_rank()
     if not is_rank and not hides_frames(error):
         sys.__excepthook__(kind, error, trace)
         return
-    text = text_of_error(error)
-    if not is_rank or run_file(""):
-        _write(text)
-    else:
-        _print_once(text)
+    _print(text_of_error(error))
     if is_rank and _OF_ALL in vars(error):
         time.sleep(_SKEW_S)  # ranks that are later must find the claim
 
@@ -64,11 +60,11 @@ def print_error(
 def print_error_of_thread(args: threading.ExceptHookArgs) -> None:
     """Print an error that has ended a thread, as threading.excepthook does."""
     error = args.exc_value
-    if error is None or not hides_frames(error):
+    if error is None or isinstance(error, SystemExit) or not (_is_rank() or hides_frames(error)):
         threading.__excepthook__(args)
         return
     name = threading.get_ident() if args.thread is None else args.thread.name
-    _write(f"Exception in thread {name}:\n{text_of_error(error)}")
+    _print(f"Exception in thread {name}:\n{text_of_error(error)}")
 
 
 def others_raise_it_too(error: BaseException) -> None:
@@ -76,8 +72,19 @@ def others_raise_it_too(error: BaseException) -> None:
     vars(error)[_OF_ALL] = True
 
 
+def _is_rank() -> bool:
+    return launched_size() is not None and parent_rank_pid() is None
+
+
 def _is_watched() -> bool:
     return any(is_watched() for is_watched in _watch)
+
+
+def _print(text: str) -> None:
+    if _is_rank() and not run_file(""):
+        _print_once(text)
+    else:
+        _write(text)
 
 
 def _write(text: str) -> None:
