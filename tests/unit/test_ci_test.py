@@ -360,3 +360,14 @@ def test_of_many_cases_some_are_left_in_which_each_value_is_met(monkeypatch):
     assert all({case[one] for case in few} == set(every[one]) for one in every)
     monkeypatch.setenv("FAST", "1")
     assert len(harness.few_of(cases)) == 1
+
+
+def test_work_that_has_said_nothing_yet_is_told_with_its_seconds_alone():
+    said = subprocess.run(
+        ["bash", "-c", f"source {ROOT}/ci/setup.sh; BEAT_S=1; sleep 1.5 | narrate build never"],
+        capture_output=True,
+        text=True,
+        timeout=harness.HANG_S,
+        check=True,
+    ).stdout
+    assert re.fullmatch(r"(.*: build, \d s\n)+", said), said
