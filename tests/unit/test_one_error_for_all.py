@@ -155,9 +155,24 @@ def test_a_name_that_another_user_has_claimed_silences_nobody(monkeypatch):
     name = f"ringcomm.test.{os.getpid()}"
     with claimed_by_another(f"{name}.printed", monkeypatch):
         assert not print_alike_errors_once._is_printed(name)
-    assert print_alike_errors_once._claim(f"{name}.printed")
-    monkeypatch.undo()
-    assert print_alike_errors_once._is_printed(name)
+    with print_alike_errors_once._claim(f"{name}.printed"):
+        monkeypatch.undo()
+        assert print_alike_errors_once._is_printed(name)
+
+
+def test_ranks_tell_the_one_that_prints_and_strangers_do_not_count(monkeypatch):
+    """It gathers as long as it takes, until all ranks have told it."""
+    name = f"ringcomm.test.{os.getpid()}"
+    monkeypatch.setattr(print_alike_errors_once, "_GATHERING_S", 60.0)
+    monkeypatch.setattr(print_alike_errors_once, "_SKEW_S", 60.0)
+    monkeypatch.setattr(print_alike_errors_once, "launched_local_size", lambda: 3)
+    uids = iter([OTHER, os.geteuid(), os.geteuid()])
+    monkeypatch.setattr(print_alike_errors_once, "_uid_of_peer", lambda _: next(uids))
+    with print_alike_errors_once._claim(name) as claim:
+        for rank in (7, 1, 2):
+            monkeypatch.setattr(print_alike_errors_once, "launched_rank", lambda rank=rank: rank)
+            print_alike_errors_once._tell(name)
+        assert print_alike_errors_once._others_that_raise_it(claim) == {1, 2}
 
 
 def test_who_prints_it_stays_until_late_ranks_have_found_it_printed(monkeypatch):
