@@ -95,15 +95,18 @@ def _write(text: str) -> None:
 
 
 def _print_once(text: str) -> None:
-    name, ranks = _name_of(text), {launched_rank()}
-    if (claim := _claim(name)) is not None:
-        with claim:
-            ranks |= _others_that_raise_it(claim)
-    elif name not in _printed:
+    name = _name_of(text)
+    claim = _claim(name)
+    if claim is None and name not in _printed:
         _tell(name)
         if _is_printed(name):
             return
-    _write(f"rank{'s' * (len(ranks) > 1)} {ranges_of(ranks)}:\n{text}")
+    _write(f"rank {launched_rank()}:\n{text}")  # at once: the launcher may kill this rank soon
+    if claim is not None:
+        with claim:
+            others = _others_that_raise_it(claim)
+        if others:
+            _write(f"likewise: rank{'s' * (len(others) > 1)} {ranges_of(others)}\n")
     _printed.add(name)
     if (printed := _claim(name + ".printed")) is not None:
         printed.close()

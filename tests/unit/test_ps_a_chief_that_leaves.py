@@ -25,6 +25,7 @@ def await_departure_of_the_chief():
 
 
 def test_the_next_worker_goes_on_with_saves_every_so_many_steps(tmp_path):
+    fourth_step = threading.Barrier(3)  # if the chief left in it, worker 1 would save in it
     last_step = threading.Barrier(2)  # if worker 1 left before it, worker 2 would save in it
 
     def body(rank):
@@ -32,6 +33,7 @@ def test_the_next_worker_goes_on_with_saves_every_so_many_steps(tmp_path):
         ps.save(tmp_path, every_steps=2, keep=None)
         for step in range(8):
             if step == 4:
+                fourth_step.wait(DEADLINE_S)
                 if rank == 0:
                     return "left"
                 await_departure_of_the_chief()

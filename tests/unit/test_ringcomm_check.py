@@ -608,7 +608,7 @@ def test_each_row_of_the_table_leads_to_a_command_with_its_own_help(command, cap
         cli.main([command, "--help"])
     assert ended.value.code == 0
     help_text = capsys.readouterr().out
-    assert re.search(rf"usage: (mpirun .*)?ringcomm {command}", help_text)
+    assert re.search(rf"usage: (ringcomm run .*)?ringcomm {command}", help_text)
 
 
 @pytest.fixture
