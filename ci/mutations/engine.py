@@ -32,12 +32,12 @@ ORDER = [
         if not options or _are_default(options):
             calls = _short(group)
             if calls is not None:
-                return calls.run(kind, x, op, name=name)
+                return calls.run(kind, x, op, 0, name)
 """,
         """\
         calls = _short(group)
         if calls is not None:
-            return calls.run(kind, x, op, name=name)
+            return calls.run(kind, x, op, 0, name)
 """,
         "allreduce_(deterministic=True) of a small array within a node is not deterministic",
         ("unit/test_options_reach_the_plan.py",),
@@ -55,7 +55,7 @@ ORDER = [
         "a-known-name-stays-pending",
         "order",
         "engine/executors/short_calls.py",
-        "                        ledger.finish(ticket)",
+        "                        self._ledger.finish(place)",
         "                        pass",
         "a name can be used four times, and never again",
         ("unit/test_calls_made_again.py",),
@@ -64,8 +64,8 @@ ORDER = [
         "a-known-call-has-any-name",
         "order",
         "engine/executors/short_calls.py",
-        "else (kind, x.dtype, x.shape or type(x), op, root, name)",
-        "else (kind, x.dtype, x.shape or type(x), op, root)",
+        "key = (*key, name)",
+        "key = (*key, '')",
         "an error names another operation; calls of equal arrays under two names may be a mismatch",
         ("unit/test_calls_made_again.py",),
     ),

@@ -107,7 +107,7 @@ def _shortened_reduction(form: F) -> F:
         if not options or _are_default(options):
             calls = _short(group)
             if calls is not None:
-                return calls.run(kind, x, op, name=name)
+                return calls.run(kind, x, op, 0, name)
         return form(x, op, name=name, group=group, **options)
 
     return call
@@ -120,7 +120,7 @@ def _shortened_scan(form: F) -> F:
     def call(x: Any, op: Op = SUM, *, name: str | None = None, group: Group | None = None) -> Any:
         calls = _short(group)
         if calls is not None:
-            return calls.run(kind, x, op, name=name)
+            return calls.run(kind, x, op, 0, name)
         return form(x, op, name=name, group=group)
 
     return call
@@ -142,7 +142,7 @@ def _shortened_reduction_at_root(form: F) -> F:
         if not options or _are_default(options):
             calls = _short(group)
             if calls is not None:
-                return calls.run(kind, x, op, root, name=name)
+                return calls.run(kind, x, op, root, name)
         return form(x, op, root, name=name, group=group, **options)
 
     return call
@@ -155,7 +155,7 @@ def _shortened(form: F) -> F:
     def call(x: Any, *, name: str | None = None, group: Group | None = None) -> Any:
         calls = _short(group)
         if calls is not None:
-            return calls.run(kind, x, name=name)
+            return calls.run(kind, x, None, 0, name)
         return form(x, name=name, group=group)
 
     return call
@@ -168,7 +168,7 @@ def _shortened_at_root(form: F) -> F:
     def call(x: Any, root: int = 0, *, name: str | None = None, group: Group | None = None) -> Any:
         calls = _short(group)
         if calls is not None:
-            return calls.run(kind, x, None, root, name=name)
+            return calls.run(kind, x, None, root, name)
         return form(x, root, name=name, group=group)
 
     return call
@@ -182,7 +182,7 @@ def _shortened_scatter(form: F) -> F:
         calls = _short(group)
         if calls is not None:
             is_root = calls.is_root(root)
-            return calls.run("scatter", x if is_root else None, None, root, name=name)
+            return calls.run("scatter", x if is_root else None, None, root, name)
         return form(x, root, name=name, group=group)
 
     return call
@@ -201,7 +201,7 @@ def _shortened_alltoall(form: F) -> F:
         if splits is None and return_splits is False:
             calls = _short(group)
             if calls is not None:
-                return calls.run("alltoall", x, name=name)
+                return calls.run("alltoall", x, None, 0, name)
         return form(x, splits, return_splits, name=name, group=group)
 
     return call
@@ -212,7 +212,7 @@ def _shortened_barrier(form: F) -> F:
     def call(*, name: str | None = None, group: Group | None = None) -> Any:
         calls = _short(group)
         if calls is not None:
-            return calls.run("barrier", name=name)
+            return calls.run("barrier", None, None, 0, name)
         return form(name=name, group=group)
 
     return call

@@ -155,7 +155,9 @@ def _explain(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
             is_named = field == "kind" and calls[0].name is not None
             what_next = _ONE_NAME if is_named else advice
             if field in _OF_ONE_CALL and _are_different_calls(calls):
-                what_next = f"{_ONE_MORE} If these lines mean one call: {advice}"
+                what_next = (
+                    f"{_ONE_MORE} If these lines mean one call: {advice[0].lower()}{advice[1:]}"
+                )
             starts = {call.kind.partition("allreduce")[0] for call in calls}
             if field == "kind" and starts >= {"", "sparse_"}:
                 what_next = _ONE_LAYOUT

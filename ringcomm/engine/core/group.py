@@ -19,15 +19,14 @@ from ringcomm.transport.wire_team import WireTeam
 
 
 class BlockingCalls(Protocol):
-    def run(
+    def run(  # noqa: PLR0917 - see ShortCalls
         self,
         kind: str,
         x: Any = None,
         op: Any = None,
         root: Any = 0,
-        *,
-        timeout_s: float | None = None,
         name: str | None = None,
+        timeout_s: float | None = None,
         into: Any = None,
     ) -> Any:
         """Carry out a collective, and return its result."""

@@ -120,15 +120,14 @@ class ShortCalls:
         self._index = group.index
         self._known: dict[Any, _Known | str | None] = {}
 
-    def run(
+    def run(  # noqa: PLR0917 - CPython calls what has keyword-only arguments more slowly
         self,
         kind: str,
         x: Any = None,
         op: Any = None,
         root: Any = 0,
-        *,
-        timeout_s: float | None = None,
         name: str | None = None,
+        timeout_s: float | None = None,
         into: Any = None,
     ) -> Any:
         """Carry out a collective, and return its result.
@@ -138,8 +137,8 @@ class ShortCalls:
             x: this rank's array; None: it passes none.
             op: operator of a reduction.
             root: of a collective that has one.
-            timeout_s: deadline; None: RINGCOMM_TIMEOUT_S.
             name: that the user gave to the operation, if any.
+            timeout_s: deadline; None: RINGCOMM_TIMEOUT_S.
             into: array that gets the result of allgather_into or reduce_scatter_into.
 
         Raises the errors of the collective.
@@ -147,10 +146,10 @@ class ShortCalls:
         try:
             # A number of numpy has the dtype and shape of an array of no dimension, but no memory.
             key: Any = (
-                (kind, op, root, name)
-                if x is None
-                else (kind, x.dtype, x.shape or type(x), op, root, name)
+                (kind, op, root) if x is None else (kind, x.dtype, x.shape or type(x), op, root)
             )
+            if name is not None:
+                key = (*key, name)
             if into is not None:
                 key = (*key, into.dtype, into.shape)
             known = self._known[key]
@@ -165,7 +164,7 @@ class ShortCalls:
             if is_scalar(x):
                 return self._of_number(_Asked(kind, name, x, op, root, into), timeout_s)
             return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
-        if not isinstance(known, _Known) or type(root) is not int:
+        if type(known) is not _Known or type(root) is not int:
             to_learn = key if known is _MADE_ONCE else None
             return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s, to_learn)
         source = target = out = None
@@ -193,50 +192,48 @@ class ShortCalls:
         engine = self._engine()
         if engine is None:
             return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
-        ledger, team = self._ledger, self._team
-        place: int | None = None
-        ticket: Ticket | None = None
-        slot = task = None
+        place: Any = None  # a number; with a name, a Ticket
+        task = None
         try:
             if name is None:
-                place = engine.take_place(ledger, team)
-                slot = None if place is None else place % self._n_slots
+                place = engine.take_place(self._ledger, self._team)
             else:
-                ticket = engine.take_name(ledger, name)
-                slot = None if ticket is None else self._slot_of(ticket)
-            if slot is not None:
+                place = engine.take_name(self._ledger, name)
+            if place is not None:
+                slot = place % self._n_slots if name is None else self._slot_of(place)
                 step = known.in_cpp.run(slot, source, target)
                 if step is None:
-                    if place is not None:
-                        team.end_turn(place)
-                    elif ticket is not None:
-                        ledger.finish(ticket)
+                    if name is None:
+                        self._team.end_turn(place)
+                    else:
+                        self._ledger.finish(place)
                 else:
                     group, plan, anew = self._rest(
                         known, _Asked(kind, name, x, op, root, into), out
                     )
-                    if place is not None:
-                        ticket = ledger.unnamed(place)
-                    assert ticket is not None
+                    ticket = self._ledger.unnamed(place) if name is None else place
                     task = engine.adopt(ticket, step, plan, group, timeout_s=timeout_s)
                     out = engine.completion.result_of(task)
                     if anew is not None and _has_chosen(anew):
                         self._known[key] = _known_of(self._team, anew, x, out, is_in_place=False)
         except BaseException as error:
             if task is None or not task.is_over:  # other ranks wait for this operation
-                label = "an operation" if slot is None else known.call.label(place or 0)
+                number = place if name is None else 0
+                label = "an operation" if place is None else known.call.label(number)
                 engine.completion.break_engine(error, label)
             raise
-        if slot is None:  # it needs a task, or its turn has not come
+        if place is None:  # it needs a task, or its turn has not come
             return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
         if into is not None or (writes_x and type(x) is not np.ndarray):
             changed = x if into is None else into
             adapter_for(changed).written(changed)
         return out if known.after is None else known.after(x, out)
 
-    def _slot_of(self, ticket: Ticket) -> int | None:
+    def _slot_of(self, ticket: Ticket) -> int:
         stream = self._ledger.proposal(ticket)
-        return self._team.slot(stream, self._ledger.slot(ticket, stream))
+        slot = self._team.slot(stream, self._ledger.slot(ticket, stream))
+        assert slot is not None  # all names that are agreed on have one
+        return slot
 
     def _of_number(self, asked: _Asked, timeout_s: float | None) -> Any:
         kind, name, x, op, root, _ = asked
