@@ -101,6 +101,12 @@ Shown shown_of(const HeaderAndSize& told) {
   return {std::string(header.c_str(), header.size()), nbytes};
 }
 
+std::vector<Shown> all_shown_of(const std::vector<HeaderAndSize>& told) {
+  std::vector<Shown> all;
+  for (const HeaderAndSize& each : told) all.push_back(shown_of(each));
+  return all;
+}
+
 std::vector<Pull> pulls_of(std::size_t n_members,
                            const std::vector<std::tuple<std::size_t, std::size_t, Bytes>>& told) {
   std::vector<Pull> pulls;
@@ -330,6 +336,7 @@ void bind_shm(nb::module_& m) {
       .def_prop_ro("quitter", &CollectiveStep::quitter)
       .def("drive", [](CollectiveStep& step, double seconds) { return step.drive(nanoseconds(seconds)); },
            Unlocked(), "seconds"_a)
+      .def_prop_ro("moves", &CollectiveStep::moves)
       .def_prop_ro("is_to_choose", &CollectiveStep::is_to_choose)
       .def("shown",
            [](const CollectiveStep& self) {
@@ -377,12 +384,22 @@ void bind_shm(nb::module_& m) {
              std::vector<KnownCopy::Part> pulls;
              for (const auto& [member, offset, nbytes, at] : parts)
                pulls.push_back({member, offset, nbytes, at});
-             std::vector<Shown> due;
-             for (const HeaderAndSize& each : expected) due.push_back(shown_of(each));
              new (self) KnownCopy(std::move(team), fingerprint, shown_of(mine), std::move(pulls),
-                                  std::move(due), nanoseconds(moment_s));
+                                  all_shown_of(expected), nanoseconds(moment_s));
            },
            "team"_a, "fingerprint"_a, "mine"_a, "parts"_a, "expected"_a, "moment_s"_a);
+  nb::class_<KnownSchedule, KnownCall>(m, "KnownSchedule")
+      .def("__init__",
+           [](KnownSchedule* self, std::shared_ptr<WireTeam> team, std::uint64_t fingerprint,
+              const HeaderAndSize& mine, const std::vector<HeaderAndSize>& expected,
+              std::shared_ptr<Runner> runner, std::shared_ptr<Schedule> schedule, std::vector<int> members,
+              int first_tag, int tag_stride, double moment_s) {
+             new (self) KnownSchedule(std::move(team), fingerprint, shown_of(mine), all_shown_of(expected),
+                                      std::move(runner), std::move(schedule), std::move(members), first_tag,
+                                      tag_stride, nanoseconds(moment_s));
+           },
+           "team"_a, "fingerprint"_a, "mine"_a, "expected"_a, "runner"_a, "schedule"_a, "members"_a,
+           "first_tag"_a, "tag_stride"_a, "moment_s"_a);
   nb::class_<Places>(m, "Places").def(nb::init<>()).def("take", &Places::take);
   nb::class_<CopyStep, CollectiveStep>(m, "CopyStep").def_prop_ro("place", &CopyStep::place);
   m.def("start_copy", &start_copy, "team"_a, "slot"_a, "fingerprint"_a, "shown"_a.noconvert(),

@@ -96,6 +96,21 @@ class KnownCopy(KnownCall):
         moment_s: float,
     ) -> None: ...
 
+class KnownSchedule(KnownCall):
+    def __init__(
+        self,
+        team: WireTeam,
+        fingerprint: int,
+        mine: tuple[bytes, int],
+        expected: Sequence[tuple[bytes, int]],
+        runner: Runner,
+        schedule: Schedule,
+        members: Sequence[int],
+        first_tag: int,
+        tag_stride: int,
+        moment_s: float,
+    ) -> None: ...
+
 class WireTeam(MeetingPlace):
     def __init__(
         self,
@@ -118,6 +133,8 @@ class CollectiveStep(Program):
     @property
     def quitter(self) -> int | None: ...
     def drive(self, seconds: float) -> bool: ...
+    @property
+    def moves(self) -> int: ...
     @property
     def is_to_choose(self) -> bool: ...
     def shown(self) -> list[tuple[bytes, int]]: ...

@@ -339,7 +339,7 @@ NODE = [
         "a-long-payload-counts-as-gone-along",
         "wire",
         "engine/executors/routes.py",
-        "return await (plan.end(t) if step.is_whole else plan.run(t))",
+        "return await (plan.end(t) if step.is_whole else plan.move(t))",
         "return await plan.end(t)",
         "between hosts, a call of more than a few KiB returns what was in its result before",
         ("unit/test_calls_made_again.py",),

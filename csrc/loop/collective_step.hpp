@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -37,7 +38,7 @@ class CollectiveStep : public Program {
 
   // False if the fingerprints differ: nothing was touched. To be read once it is over.
   virtual bool agrees() const = 0;
-  // False if all agree, but a member brings more than fits: nothing was touched. As agrees().
+  // False if all agree, but a member brings more than fits: no array was touched. As agrees().
   virtual bool is_whole() const { return true; }
   // False if the member is known not to have entered it.
   virtual bool has_arrived(std::size_t member) const = 0;
@@ -45,7 +46,11 @@ class CollectiveStep : public Program {
   virtual std::optional<std::size_t> quitter() const { return {}; }
   virtual std::size_t size() const = 0;
 
-  // All are here and agree, and this rank is to choose(): nothing goes on before.
+  // Grows while messages of a long one complete; any thread may look.
+  virtual std::uint64_t moves() const { return 0; }
+
+  // All are here and agree, and this rank is to choose(): nothing goes on before. Also if the step is not
+  // whole, as long as all headers are here: what is chosen is then not pulled.
   virtual bool is_to_choose() const { return false; }
   // By member; to be read while is_to_choose().
   virtual const std::vector<Shown>& shown() const { throw std::logic_error("nothing is to be chosen"); }

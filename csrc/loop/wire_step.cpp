@@ -21,13 +21,13 @@ constexpr std::size_t padded(std::size_t nbytes) { return (nbytes + 15) / 16 * 1
 
 }  // namespace
 
-// Then come the header and the data, each padded; neither if is_whole is 0.
+// Then come the header, and if is_whole the data, each padded.
 struct WireStep::Head {
   std::uint64_t fingerprint;
   std::uint64_t nbytes;  // shown, also if they are not here
   std::uint32_t header_nbytes;
   std::uint32_t is_whole;
-  std::uint64_t reserved;
+  std::uint64_t is_told;  // the header is here, if only an empty one
 };
 
 void WireStep::Free::operator()(std::byte* memory) const {
@@ -71,9 +71,9 @@ WireStep::WireStep(std::shared_ptr<const WireTeam> team, int tag, std::uint64_t 
   traffic_->blocks.reset(memory);
   ends_.reserve(size());
   if (const auto* reduction = std::get_if<NodeReduction>(&what_))
-    bring(fingerprint, reduction->source, reduction->bounds.back(), {}, true);
+    bring(fingerprint, reduction->source, reduction->bounds.back(), {}, true, false);
   else if (const auto* copy = std::get_if<NodeCopy>(&what_))
-    bring(fingerprint, copy->shown, copy->nbytes, copy->header, copy->is_whole);
+    bring(fingerprint, copy->shown, copy->nbytes, copy->header, copy->is_whole, copy->stays_here);
 }
 
 WireStep::~WireStep() {
@@ -81,16 +81,20 @@ WireStep::~WireStep() {
 }
 
 void WireStep::bring(std::uint64_t fingerprint, const std::byte* data, std::size_t nbytes,
-                     const std::string& header, bool is_whole) {
-  const bool fits = is_whole && padded(header.size()) + padded(nbytes) <= team_->most_brought_;
-  const auto header_nbytes = static_cast<std::uint32_t>(fits ? header.size() : 0);
-  const Head head{fingerprint, nbytes, header_nbytes, fits ? 1u : 0u, 0};
+                     const std::string& header, bool is_whole, bool stays_here) {
+  const std::size_t most = team_->most_brought_;
+  const bool is_told = is_whole && padded(header.size()) <= most;
+  const bool fits = is_told && !stays_here && padded(header.size()) + padded(nbytes) <= most;
+  const auto header_nbytes = static_cast<std::uint32_t>(is_told ? header.size() : 0);
+  const Head head{fingerprint, nbytes, header_nbytes, fits ? 1u : 0u, is_told ? 1u : 0u};
   std::byte* at = traffic_->blocks.get();
   std::memcpy(at, &head, sizeof head);
   at += sizeof head;
-  if (fits) {
+  if (is_told) {
     if (!header.empty()) std::memcpy(at, header.data(), header.size());
     at += padded(header.size());
+  }
+  if (fits) {
     if (nbytes != 0) std::memcpy(at, data, nbytes);
     at += padded(nbytes);
   }
@@ -133,7 +137,7 @@ void WireStep::take_in(std::size_t nbytes) {
     const std::size_t most = team_->most_brought_;
     if (head.header_nbytes > most || (head.is_whole != 0 && head.nbytes > most))
       throw std::runtime_error("a message of another kind came");
-    const std::size_t data = head.is_whole != 0 ? padded(head.header_nbytes) + padded(head.nbytes) : 0;
+    const std::size_t data = padded(head.header_nbytes) + (head.is_whole != 0 ? padded(head.nbytes) : 0);
     if (end - at - sizeof(Head) < data) throw std::runtime_error("a message of another kind came");
     at += sizeof(Head) + data;
     ends_.push_back(at);
@@ -153,15 +157,23 @@ bool WireStep::is_as_expected() const {
   return true;
 }
 
+bool WireStep::are_all_told() const {
+  for (std::size_t member = 0; member < size(); ++member)
+    if (head_of(member).is_told == 0) return false;
+  return true;
+}
+
 void WireStep::meet() {
   const std::uint64_t own = head_of(team_->index_).fingerprint;
   for (std::size_t member = 0; member < size(); ++member) {
     agrees_ = agrees_ && head_of(member).fingerprint == own;
     is_whole_ = is_whole_ && head_of(member).is_whole != 0;
   }
-  if (!agrees_ || !is_whole_) return;
   const auto* copy = std::get_if<NodeCopy>(&what_);
-  if (copy == nullptr || (copy->pulls && is_as_expected())) return;
+  if (!agrees_ || copy == nullptr || (!is_whole_ && !are_all_told())) return;
+  // Who wanted to pull what does not come has to know of it all the same.
+  const bool is_ready = is_as_expected() && (is_whole_ || copy->stays_here);
+  if (copy->pulls && (!copy->expected || is_ready)) return;
   for (std::size_t member = 0; member < size(); ++member)
     shown_.push_back({std::string(header_of(member), head_of(member).header_nbytes), head_of(member).nbytes});
   is_to_choose_.store(true, std::memory_order_release);

@@ -78,12 +78,13 @@ class WireStep final : public CollectiveStep {
 
   Step go_on();
   void bring(std::uint64_t fingerprint, const std::byte* data, std::size_t nbytes,
-             const std::string& header, bool is_whole);
+             const std::string& header, bool is_whole, bool stays_here);
   void begin_round();
   void take_in(std::size_t nbytes);
   void meet();
   void work();
   bool is_as_expected() const;
+  bool are_all_told() const;
   bool are_all_sent();
   std::size_t n_of_round() const { return std::min(distance_, size() - distance_); }
   const Head& head_of(std::size_t member) const;

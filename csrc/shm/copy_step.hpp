@@ -31,6 +31,7 @@ struct NodeCopy {
   std::shared_ptr<const std::vector<Shown>> expected;
   std::shared_ptr<Places> places;  // null: the step gets no place; alike on all members
   bool is_whole = true;  // false: the ranks of a WireStep only agree
+  bool stays_here = false;  // a WireStep tells the header and the size of what is shown, but does not bring it
 };
 
 // Every rank shows some bytes and takes what it wants of what the others show: broadcast, allgather,

@@ -222,7 +222,8 @@ class Channel(Performer):
                 self._posted.add(request)
                 self.transport.loop.add(step)
                 while not step.is_over:
-                    await Wait((request,))
+                    await Wait((request,))  # the deadline starts anew with each move
+                    request.seen = step.moves
                     choose(step, what)
                 self._posted.discard(request)
         if step.fault:

@@ -48,16 +48,18 @@ class NextMove(WireRequest):
 
 @dataclass(eq=False)
 class StepRequest(WireRequest):
-    """Request that waits for a step: until it is over, or is to choose."""
+    """Request that waits for a step: until it is over, or is to choose, or has made a move."""
 
     step: CollectiveStep
     loop: Loop  # advances `step`
     members: tuple[int, ...]  # the ranks of the job that take part
     buffers: tuple[Any, ...]  # kept alive by this request
+    seen: int = 0  # moves of the step that are known
     is_in_cpp = True
 
     def test(self) -> bool:
-        return self.step.is_over or self.step.is_to_choose
+        step = self.step
+        return step.is_over or step.is_to_choose or step.moves != self.seen
 
     def cancel(self) -> None:
         self.loop.abandon(self.step)  # afterwards no other rank touches the buffers

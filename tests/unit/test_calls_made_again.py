@@ -1,5 +1,6 @@
 """Calls that are made again with the same dtype and shape, in shared memory and by messages."""
 
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from sample_values import whole_numbers
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.core.current_engine import engine, serve_thread
+from ringcomm.engine.executors.short_calls import ShortCalls
 from ringcomm.transport.node.steps import AGREE, Meeting
 from ringcomm.transport.wire_team import most_brought
 
@@ -106,7 +108,7 @@ def test_calls_made_again_differ_by_root_operator_dtype_and_shape():
     run_ranks(3, body)
 
 
-@pytest.mark.parametrize("count", [3, 5000])
+@pytest.mark.parametrize("count", [3, 5000, 40_000])
 def test_a_call_made_again_takes_what_others_bring_if_that_has_changed(count):
     """Another number of rows, and another dtype and shape of what the root scatters."""
 
@@ -286,6 +288,96 @@ def test_a_payload_that_just_fits_and_one_that_does_not_are_the_same_to_the_call
             np.testing.assert_array_equal(found, x - np.uint8(rank) + np.uint8(size - 1))
 
     run_ranks(size, body)
+
+
+ALL = {
+    **KNOWN,
+    "allreduce_": rc.allreduce_,
+    "reduce_": rc.reduce_,
+    "reduce_scatter_": rc.reduce_scatter_,
+    "broadcast_": rc.broadcast_,
+    "scatter": lambda x: rc.scatter(None if rc.rank() else x),
+    "read-only": lambda x: rc.broadcast_(x if rc.rank() else frozen(x)),
+}
+
+
+def frozen(x):
+    x = x.view()
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.parametrize("kind", ALL.keys() - {"scan", "exscan"})
+def test_a_long_call_made_again_is_not_planned_again(kind, monkeypatch):
+    has_begun, plans = threading.Barrier(3), []
+    by_plan = ShortCalls._by_plan
+    monkeypatch.setattr(ShortCalls, "_by_plan", lambda *a: plans.append(a[1]) or by_plan(*a))
+
+    def body(rank):
+        x = np.full(60_000, float(rank))
+        for _ in range(3):
+            ALL[kind](x)
+        has_begun.wait(DEADLINE_S)
+        plans.clear()
+        has_begun.wait(DEADLINE_S)
+        ALL[kind](x)
+
+    run_ranks(3, body)
+    assert not plans
+
+
+def test_a_rank_that_dies_when_all_have_agreed_on_a_long_call_is_named(wire):
+    hub, are_in = LoopbackHub(3), threading.Barrier(3)
+
+    def body(rank):
+        x = np.full(60_000, float(rank))
+        for _ in range(3):
+            rc.allreduce_(x)
+        are_in.wait(DEADLINE_S)
+        if rank == 2:
+            group = engine().groups.default
+            (known,) = group.short_calls._known.values()
+            number = group.ledger.next_place
+            where = Meeting(group.wire, number % group.wire.n_slots, known.call.fingerprint)
+            assert AGREE.begin(where).drive(DEADLINE_S)
+            hub.kill(2, "was killed")
+            return
+        with pytest.raises(rc.PeerFailedError, match="rank 2 was killed"):
+            rc.allreduce_(x)
+
+    if wire == "messages":
+        run_ranks(3, body, hub=hub)
+
+
+@pytest.mark.long
+def test_the_deadline_of_a_long_call_made_again_is_for_a_wait_in_which_nothing_moves(
+    wire, monkeypatch
+):
+    """A rank that counted on would give up after 0.5 s, and 0.5 s to ask."""
+    monkeypatch.setattr("ringcomm.transport.wire_team._SLOWEST_BPS", math.inf)
+
+    def body(rank):
+        x = np.full(150_000, 1.0)  # in pieces, one of which follows another
+        if rank == 3:
+            engine().groups.default.wire.moment_s = 0.0  # so this rank can go on step by step
+        for _ in range(3):
+            rc.allreduce_(x, rc.MAX)
+        begin = time.monotonic()
+        if rank != 3:
+            rc.allreduce_(x, rc.MAX)
+            return time.monotonic() - begin
+        group = engine().groups.default
+        (known,) = group.short_calls._known.values()
+        place = engine().take_place(group.ledger, group.wire)
+        step = known.in_cpp.run(place % group.wire.n_slots, None, x)
+        while not step.is_over and time.monotonic() - begin < DEADLINE_S:
+            time.sleep(0.4)  # a slow rank
+            step.advance()
+        return 0.0
+
+    if wire == "messages":
+        took = run_ranks(4, body, settings=Settings(timeout_s=0.5))
+        assert max(took) > 1.2
 
 
 @pytest.mark.parametrize("is_named", [False, True])

@@ -15,7 +15,7 @@ from ringcomm._core import WireFault
 from ringcomm.arrays import Flat
 from ringcomm.collectives.algorithms import ring
 from ringcomm.collectives.operators import SUM
-from ringcomm.collectives.recording import perform
+from ringcomm.collectives.recording import CannotRecord, perform, record_call
 
 SIZES = [1, 2, 3, 4, 7, 8]
 
@@ -83,6 +83,64 @@ def test_an_algorithm_runs_on_paper_once_for_arguments_of_the_same_sizes():
         on_one_rank(double_, x)
     assert n_runs == 2
     assert all((x == 2 * np.arange(len(x))).all() for x in xs)
+
+
+def recorded(run, x):
+    t = channel(LoopbackHub(1).transport(0))
+    return record_call(run, t, x.bytes, lambda result: result and result.bytes)
+
+
+def test_a_whole_call_is_recorded_for_other_arrays():
+    """With the copies around its algorithm, and what it keeps for itself."""
+
+    def call_on(x, out):
+        async def call(t):
+            apart = x.like(x.count)
+            t.copy(apart, x)
+            t.combine(apart, x, SUM)
+            t.copy(out, apart)
+            return out
+
+        return call
+
+    x, out = flat(np.zeros(5, np.float32)), flat(np.zeros(5, np.float32))
+    schedule, peers, writes_x = recorded(call_on(x, out), x)
+    assert (peers, writes_x) == ((), False)
+    values, doubled = np.arange(5, dtype=np.float32), np.empty(5, np.float32)
+    runner = LoopbackHub(1).transport(0).runner
+    run = runner.run(schedule, [values.view(np.uint8), doubled.view(np.uint8)], [], 0)
+    assert run.drive(DEADLINE_S)
+    assert (doubled == 2 * values).all()
+    assert not x.bytes.any()
+    assert not out.bytes.any()
+
+
+def test_a_call_that_overwrites_its_array_is_recorded_for_one_argument():
+    x = flat(np.zeros(5, np.float32))
+
+    async def call(t):
+        t.combine(x, x, SUM)
+        return x
+
+    schedule, _, writes_x = recorded(call, x)
+    assert writes_x
+    values = np.arange(5, dtype=np.float32)
+    runner = LoopbackHub(1).transport(0).runner
+    assert runner.run(schedule, [np.empty(0, np.uint8), values.view(np.uint8)], [], 0).drive(1)
+    assert values.tolist() == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("n_written", [0, 2])
+def test_a_call_that_reads_what_it_has_not_written_is_not_recorded(n_written):
+    """It was filled when the call was planned."""
+    x, other = flat(np.zeros(5, np.float32)), flat(np.zeros(5, np.float32))
+
+    async def call(t):
+        t.copy(other[:n_written], x[:n_written])
+        t.copy(x, other)
+
+    with pytest.raises(CannotRecord):
+        recorded(call, x)
 
 
 @pytest.mark.parametrize("is_native", [False, True])

@@ -22,11 +22,11 @@ TESTS = Path(__file__).parent.parent
 X = np.arange(5000.0)
 LONG = np.arange(50_000.0)
 CASES = {
-    "short call": ("node, messages", lambda _: rc.allreduce_(X.copy()), set()),
+    "short call": ("node, messages", lambda _: rc.allreduce_(LONG.copy()), set()),
     "short call by name": ("node, messages", lambda _: rc.broadcast_(X.copy(), name="n"), set()),
     "one step": ("node, messages", lambda _: rc.allreduce_(X.copy(), deterministic=True), set()),
     "met and run": ("node", lambda _: rc.grouped_allreduce([X, X]), set()),
-    "met by messages": ("messages", lambda _: rc.allreduce_(LONG.copy()), {"recorded schedule"}),
+    "met by messages": ("messages", lambda _: rc.grouped_allreduce([LONG]), {"recorded schedule"}),
     "agreed and run": (
         "messages",
         lambda _: rc.allreduce_(X.copy(), name=f"{engine().groups.default.ledger.tally.n_entered}"),
@@ -34,10 +34,10 @@ CASES = {
     ),
     "cached and run beside": (
         "messages",
-        lambda _: rc.allreduce(LONG, name="known"),
+        lambda _: rc.allreduce(LONG, name="known", deterministic=True),
         {"recorded schedule"},
     ),
-    "recorded schedule": ("messages", lambda _: rc.broadcast(LONG), {"met by messages"}),
+    "recorded schedule": ("messages", lambda _: rc.grouped_allreduce([X]), {"met by messages"}),
     "Python coroutine": ("faulty", lambda _: rc.allreduce(X), {"agreed and run"}),
     "conversation": (
         "messages",

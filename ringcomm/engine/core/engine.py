@@ -26,6 +26,7 @@ from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.transport.base import Transport
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import Meeting, Team, drive
+from ringcomm.transport.programs_as_requests import StepRequest
 
 R = TypeVar("R")
 
@@ -292,11 +293,11 @@ class Engine(EngineContext):
         plan.begun = step
         with self.pending.lock:
             task = self._make_task(plan, entered)
-        loop = self.transport.loop
+        transport = self.transport
 
         def give_up() -> None:
             if not step.is_over:  # its coroutine may never have begun
-                loop.abandon(step)
+                transport.abandon([StepRequest(step, transport.loop, (), (plan,))])
 
         task.give_up = give_up
         self.progress.begin(task, is_awaited=entered.is_awaited, at_once=True)

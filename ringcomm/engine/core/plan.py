@@ -60,6 +60,8 @@ class Plan(Generic[R]):
     agrees_first: bool = False  # waits for the agreement, even if the name was agreed on before
     rest: Callable[[Channel], Coroutine[Any, Any, R]] | None = None  # after a step that goes_on
     begun: CollectiveStep | None = None  # the step, if it has begun
+    acts_through_channel: bool = False  # all that run() does to arrays is done by its Channel
+    has_run: Channel | None = None  # of run(), once that has moved the payload
 
     @property
     def goes_on(self) -> bool:
@@ -79,11 +81,17 @@ class Plan(Generic[R]):
         if self.begun is not None:
             return await self.go_on(self.begun, t)
         if self.step is None or not t.takes_steps:
-            return await self.run(t)
+            return await self.move(t)
         assert t.meeting is not None
         return await self.go_on(self.step.begin(t.meeting), t)
 
     async def go_on(self, step: CollectiveStep, t: Channel) -> R:
         """Return the result once a step is over; by run() if the payload did not fit."""
         await t.follow(step, self.step, self)
-        return await (self.end(t) if step.is_whole else self.run(t))
+        return await (self.end(t) if step.is_whole else self.move(t))
+
+    async def move(self, t: Channel) -> R:
+        """Return the result, by run()."""
+        result = await self.run(t)
+        self.has_run = t
+        return result

@@ -3,7 +3,7 @@
 Three choices follow one another: how an operation begins, how its ranks agree, and how its data
 moves. For each route the table says when it is taken, and which function carries it out:
 
-    short call             blocking, unnamed, one step, made before with this dtype and shape
+    short call             blocking, unnamed, made before with this dtype and shape
                            engine.core.engine::Engine.take_place
     short call by name     the same, under a name that was agreed on before
                            engine.core.engine::Engine.take_name
@@ -33,7 +33,8 @@ moves. For each route the table says when it is taken, and which function carrie
                            gpu.executor.via_host_memory::through_host
 
 A step takes place in shared memory; else, among at most 64 ranks, it is short messages.
-A short call or one step becomes a task if another rank is late. The tests of the table are
+A short call is one step, and a recorded schedule if its payload does not fit. It becomes a task if
+another rank is late, as one step does. The tests of the table are
 unit/test_routes.py::test_each_route_is_taken_when_the_table_says_so and, for GPUs,
 gpu/test_collectives.py::test_each_transport_is_a_route_of_its_own.
 """
@@ -53,7 +54,7 @@ from ringcomm.engine.progress.task import TaskCoroutine
 from ringcomm.status.text_of_error import place_of_thread
 from ringcomm.transport.channel import Channel, Disagreement, Until, Wait
 from ringcomm.transport.control_messages import Watch
-from ringcomm.transport.node.steps import AGREE, Meeting, NodeWork, Team
+from ringcomm.transport.node.steps import AGREE, Meeting, NodeExchange, NodeWork, Team
 from ringcomm.transport.tags import CALLS, DATA
 from ringcomm.transport.wire_team import WireTeam
 
@@ -78,7 +79,9 @@ class Routes:
         stream = ledger.cached_stream(ticket, plan.call.fingerprint)
         is_beside = stream is not None and work.problem is None and not plan.agrees_first
         if work.wire is not None and (ticket.name is None or ledger.is_cached(ticket)):
-            if not is_beside or work.wire.fits(plan.nbytes):
+            # What each rank brings is told with the agreement.
+            agrees_first = plan.begun is not None or isinstance(plan.step, NodeExchange)
+            if not is_beside or agrees_first or work.wire.fits(plan.nbytes):
                 return (self._meet_by_messages(work, plan, work.wire),)
         elif not is_beside:
             return (self._agree_and_run(work, plan),)
@@ -132,7 +135,7 @@ class Routes:
             ledger.settle(ticket, stream, None if work.problem else plan.call.fingerprint)
             if work.problem is not None:
                 raise work.problem
-            return await (plan.end(t) if step.is_whole else plan.run(t))
+            return await (plan.end(t) if step.is_whole else plan.move(t))
         finally:
             end_turn(team, ticket)
 

@@ -1,6 +1,7 @@
-"""Short calls: blocking collectives of one step, which take a few microseconds in C++.
+"""Short calls: blocking collectives that are made again, which take one call of C++.
 
-A plan, a task and a coroutine would cost more than the step. So the first two calls of a kind,
+A plan, a task and a coroutine would cost more than a step, in which all short payloads move. Longer
+ones between hosts are moved by the schedule that was recorded. So the first two calls of a kind,
 dtype, shape, operator, root and name are carried out by their plan. The second one is remembered
 as a KnownCall, and the next ones look that up. (Of a name, the very first call agrees on it, and
 does not count.) If ranks disagree, one is late, or another rank brings other rows than before, a
@@ -21,6 +22,7 @@ from ringcomm._core import KnownCall, KnownCopy, KnownReduction
 from ringcomm.arrays import adapter_for
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.collectives.operators import ReductionOptions
+from ringcomm.collectives.recording import CannotRecord, record_call
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.engine import Engine
@@ -43,6 +45,7 @@ from ringcomm.engine.operations.scan import combine_scan, plan_exscan, plan_scan
 from ringcomm.engine.operations.scatter import plan_scatter
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeExchange, NodeReduction, Team
+from ringcomm.transport.wire_team import WireTeam
 
 _MAX_KNOWN: Final = 4096
 _MADE_ONCE: Final = "made once"
@@ -67,8 +70,10 @@ class _Asked(NamedTuple):
 _PLANS: Final[dict[str, Callable[[Group, _Asked], Plan[Any]]]] = {
     "allreduce": lambda g, a: plan_allreduce(g, a.name, a.x, a.options, is_borrowed=True),
     "allreduce_": lambda g, a: plan_allreduce(g, a.name, a.x, a.options, in_place=True),
-    "reduce": lambda g, a: plan_reduce(g, a.name, a.x, a.options, a.root),
-    "reduce_": lambda g, a: plan_reduce(g, a.name, a.x, a.options, a.root, in_place=True),
+    "reduce": lambda g, a: plan_reduce(g, a.name, a.x, a.options, a.root, is_borrowed=True),
+    "reduce_": lambda g, a: plan_reduce(
+        g, a.name, a.x, a.options, a.root, in_place=True, is_borrowed=True
+    ),
     "reduce_scatter": lambda g, a: plan_reduce_scatter(g, a.name, a.x, a.options, is_borrowed=True),
     "reduce_scatter_": lambda g, a: plan_reduce_scatter(g, a.name, a.x, a.options, in_place=True),
     "reduce_scatter_into": lambda g, a: plan_reduce_scatter_into(g, a.name, a.into, a.x, a.options),
@@ -79,7 +84,7 @@ _PLANS: Final[dict[str, Callable[[Group, _Asked], Plan[Any]]]] = {
     "gather": lambda g, a: plan_gather(g, a.name, a.x, a.root),
     "scatter": lambda g, a: plan_scatter(g, a.name, a.x, a.root),
     "alltoall": lambda g, a: plan_alltoall(g, a.name, a.x, None, return_splits=False),
-    "broadcast": lambda g, a: plan_broadcast(g, a.name, a.x, a.root),
+    "broadcast": lambda g, a: plan_broadcast(g, a.name, a.x, a.root, is_borrowed=True),
     "broadcast_": lambda g, a: plan_broadcast(g, a.name, a.x, a.root, in_place=True),
     "barrier": lambda g, a: plan_barrier(g, a.name),
 }
@@ -215,7 +220,7 @@ class ShortCalls:
                     task = engine.adopt(ticket, step, plan, group, timeout_s=timeout_s)
                     out = engine.completion.result_of(task)
                     if anew is not None and _has_chosen(anew):
-                        self._known[key] = _known_of(self._team, anew, x, out, is_in_place=False)
+                        self._known[key] = _known_of(self._team, plan, x, out, is_in_place=False)
         except BaseException as error:
             if task is None or not task.is_over:  # other ranks wait for this operation
                 number = place if name is None else 0
@@ -268,6 +273,7 @@ class ShortCalls:
         left = Plan(known.call, known.nbytes, _never_run, None, finish)
         if anew is not None:
             left.step, left.rest, left.run = anew.step, anew.rest, anew.run
+            left.acts_through_channel = anew.acts_through_channel
         return group, left, anew
 
     def _by_plan(self, asked: _Asked, timeout_s: float | None, key: Any = None) -> Any:
@@ -304,10 +310,14 @@ def _known_of(
 ) -> _Known | None:
     """Return the call that has been carried out by a plan; None if only a plan can do it."""
     step = plan.step
-    if step is None or not (is_plain(x) and is_plain(result)) or not team.fits(plan.nbytes):
+    if step is None or not (is_plain(x) and is_plain(result)):
         return None
-    if isinstance(step, NodeExchange) and step.pulls_from is not None and not step.has_chosen:
-        return None  # messages have carried it out
+    if isinstance(step, NodeExchange) and not step.has_chosen:
+        return None  # nobody has told what there is to pull
+    if plan.has_run is not None:
+        return _known_schedule(team, plan, x, result, is_in_place=is_in_place)
+    if not team.fits(plan.nbytes):
+        return None
     common = team.team, plan.call.fingerprint ^ team.digest
     in_cpp: KnownCall
     if plan.call.kind in ("scan", "exscan"):
@@ -325,8 +335,6 @@ def _known_of(
         has_target = bool(parts)
         if isinstance(step, NodeExchange):
             header, expected = step.header, step.shown_by_all
-        elif step.shown.nbytes and not is_in_place:  # a part of the result is a copy of x
-            parts += _parts_of([(team.team.index, 0, step.shown)], result)
         in_cpp = KnownCopy(*common, (header, step.shown.nbytes), parts, expected, team.moment_s)
     rows = _rows_of(result, x) if is_in_place and result is not x else None
     return _Known(
@@ -334,6 +342,44 @@ def _known_of(
         rows, None if is_in_place or result is None else _maker_of(result),
         returns_x=is_in_place and rows is None,
     )  # fmt: skip
+
+
+def _known_schedule(
+    team: Team, plan: Plan[Any], x: Any, result: Any, *, is_in_place: bool
+) -> _Known | None:
+    """Return a call whose payload its plan has moved by messages; None if C++ cannot do so."""
+    step, t = plan.step, plan.has_run
+    assert step is not None
+    assert t is not None
+    if not plan.acts_through_channel or not isinstance(team, WireTeam):
+        return None
+    try:
+        recorded = record_call(plan.run, t, _bytes_of(x), _bytes_of)
+    except CannotRecord:
+        return None
+    header, expected = b"", []
+    if isinstance(step, NodeExchange):
+        header, expected = step.header, step.shown_by_all
+    shown = step.source if isinstance(step, NodeReduction) else step.shown
+    nbytes = max(plan.nbytes, 0 if result is None else result.nbytes)
+    in_cpp = team.known_schedule(
+        plan.call.fingerprint,
+        (header, shown.nbytes),
+        expected,
+        (recorded.schedule, [t.members[peer] for peer in recorded.peers]),
+        nbytes,
+    )
+    is_x = is_in_place and result is x
+    rows = _rows_of(result, x) if is_in_place and not is_x else None
+    return _Known(
+        in_cpp, plan.call, plan.nbytes, x is not None and not (is_x and recorded.writes_x),
+        is_in_place and recorded.writes_x, rows,
+        None if is_in_place or result is None else _maker_of(result), returns_x=is_x,
+    )  # fmt: skip
+
+
+def _bytes_of(x: Any) -> Bytes | None:
+    return None if x is None else adapter_for(x).flat(x).bytes
 
 
 def _known_scan(team: Team, plan: Plan[Any], x: Any, result: Any) -> _Known:

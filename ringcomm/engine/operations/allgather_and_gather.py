@@ -43,7 +43,7 @@ class Gathering(Operation):
     root: int | None  # None: every rank gets the rows
 
     def on_host(self) -> Plan[Any]:
-        """Return the plan: one step in a node, else numbers of rows are exchanged first."""
+        """Return the plan; in a node it is one step."""
         x, adapter, root, group = self.x, self.adapter, self.root, self.group
         shape = adapter.shape(x)
         width = math.prod(shape[1:])
@@ -58,21 +58,25 @@ class Gathering(Operation):
             flat: Flat = adapter.flat(out)
             return flat
 
+        def rows_of(shown: ShownByAll) -> list[int]:
+            return [int.from_bytes(header, "little") for header, _ in shown]
+
         def pulls_from(shown: ShownByAll) -> Pulls:
-            rows = [int.from_bytes(header, "little") for header, _ in shown]
+            if not is_wanted:
+                return ()
+            rows = rows_of(shown)
             flat, parts = make(rows), consecutive([n * width for n in rows])
             return [(r, 0, flat[parts[r]].bytes) for r in from_own(group.index, group.size)]
 
         async def run(t: Channel) -> Any:
-            rows = await gather_counts(shape[0], t)
+            rows = rows_of(step.shown_by_all) or await gather_counts(shape[0], t)
             parts = consecutive([n * width for n in rows])
             if not is_wanted:
                 await perform(node_or(linear, t).gather_, t, None, mine, parts, root)
                 return None
             flat = make(rows)
             own = flat[parts[t.rank]]
-            with t.phase("copy"):
-                own.bytes[:] = mine.bytes
+            t.copy(own, mine)
             if root is None:
                 await perform(choose("allgather", flat, t).allgather_, t, flat, parts)
             else:
@@ -80,5 +84,6 @@ class Gathering(Operation):
             return out
 
         header = shape[0].to_bytes(8, "little")
-        step = NodeExchange(mine.bytes, header, pulls_from if is_wanted else None)
-        return Plan(self.call, mine.bytes.nbytes, run, step, lambda _: out)
+        step = NodeExchange(mine.bytes, header, pulls_from)
+        nbytes = mine.bytes.nbytes
+        return Plan(self.call, nbytes, run, step, lambda _: out, acts_through_channel=True)

@@ -67,4 +67,11 @@ class Allreduce(ArrayReduction):
             return finish(t)
 
         step = reduction_in_node(source, flat.bytes, options.op, group)
-        return Plan(self.call, flat.bytes.nbytes, run, step, finish)
+        return Plan(
+            self.call,
+            flat.bytes.nbytes,
+            run,
+            step,
+            finish,
+            acts_through_channel=not options.is_scaled,
+        )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringcomm.arrays import Flat, any_adapter_for, arrived
 from ringcomm.collectives.algorithms import linear
@@ -43,7 +44,7 @@ class Alltoall(Operation):
     mirrored: ClassVar[dict[str, Any]] = {"return_splits": False}
 
     def on_host(self) -> Plan[Any]:
-        """Return the plan: one step in a node, else numbers of rows are exchanged first."""
+        """Return the plan; in a node it is one step."""
         x, adapter, sent, group = self.x, self.adapter, self.sent, self.group
         shape = adapter.shape(x)
         width = math.prod(shape[1:])
@@ -59,11 +60,17 @@ class Alltoall(Operation):
             out = adapter.empty(x, (sum(rows), *shape[1:]))
             return adapter.flat(out), consecutive([n * width for n in rows])
 
+        def splits_of(shown: ShownByAll) -> list[NDArray[np.int64]]:
+            return [np.frombuffer(header, np.int64) for header, _ in shown]
+
+        def rows_of(shown: ShownByAll) -> list[int]:
+            return [int(splits[group.index]) for splits in splits_of(shown)]
+
         def pulls_from(shown: ShownByAll) -> Pulls:
-            me, of_all = group.index, [np.frombuffer(header, np.int64) for header, _ in shown]
-            flat, parts = make([int(splits[me]) for splits in of_all])
+            me, splits = group.index, splits_of(shown)
+            flat, parts = make(rows_of(shown))
             return [
-                (r, int(of_all[r][:me].sum()) * row_nbytes, flat[parts[r]].bytes)
+                (r, int(splits[r][:me].sum()) * row_nbytes, flat[parts[r]].bytes)
                 for r in from_own(me, group.size)
             ]
 
@@ -72,13 +79,15 @@ class Alltoall(Operation):
 
         async def run(t: Channel) -> Any:
             algorithm = node_or(linear, t)
-            flat, incoming = make(await algorithm.alltoall_counts(sent, t))
+            rows = rows_of(step.shown_by_all) or await algorithm.alltoall_counts(sent, t)
+            flat, incoming = make(rows)
             outgoing = consecutive([n * width for n in sent])
             await perform(algorithm.alltoall_, t, mine, outgoing, flat, incoming)
             return finish()
 
         step = NodeExchange(mine.bytes, np.array(sent, np.int64).tobytes(), pulls_from)
-        return Plan(self.call, mine.bytes.nbytes, run, step, finish)
+        nbytes = mine.bytes.nbytes
+        return Plan(self.call, nbytes, run, step, finish, acts_through_channel=True)
 
 
 def _splits_of(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:

@@ -26,8 +26,18 @@ _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 @takes_scalars("broadcast")
 def plan_broadcast(
-    group: Group, name: str | None, x: A, root: int, *, in_place: bool = False
+    group: Group,
+    name: str | None,
+    x: A,
+    root: int,
+    *,
+    in_place: bool = False,
+    is_borrowed: bool = False,
 ) -> Plan[A]:
+    """Plan a broadcast; the result is x itself if in_place.
+
+    is_borrowed: the caller keeps x unchanged until the end, so no copy is needed.
+    """
     x = arrived(x)
     adapter = any_adapter_for(x)
     root = rank_of("root", root, group)
@@ -35,21 +45,29 @@ def plan_broadcast(
     call = Call(kind, name, None, dtype, adapter.shape(x), root, place=adapter.place)
     if in_place and group.rank != root:
         adapter.require_writable(x)
-    return plan(Broadcast(group, call, adapter, x, root, in_place))
+    return plan(Broadcast(group, call, adapter, x, root, in_place, is_borrowed))
 
 
 @dataclass(slots=True, eq=False)
 class Broadcast(Operation):
     root: int
     in_place: bool  # x gets the result
+    is_borrowed: bool = False
     mirrored: ClassVar[dict[str, Any]] = {"in_place": True}
 
     def on_host(self) -> Plan[Any]:
         """Return the plan; in a node it is one step."""
         x, adapter, root, in_place = self.x, self.adapter, self.root, self.in_place
         is_root = self.group.rank == root
-        work = contiguous(x, adapter) if in_place else adapter.copy(x)
+        if in_place:
+            work = contiguous(x, adapter)
+        elif is_root and not self.is_borrowed:
+            work = adapter.copy(x)
+        else:
+            work = adapter.empty(x, adapter.shape(x))
         flat = adapter.flat(work)
+        is_copied = is_root and not in_place and self.is_borrowed
+        source = adapter.flat(contiguous(x, adapter)) if is_copied else flat
 
         def finish(t: Channel | None = None) -> Any:
             if in_place and not is_root:
@@ -57,8 +75,11 @@ class Broadcast(Operation):
             return x if in_place else work
 
         async def run(t: Channel) -> Any:
+            if source is not flat:
+                t.copy(flat, source)
             await perform(node_or(tree, t).broadcast_, t, flat, root)
             return finish(t)
 
-        step = NodeCopy(flat.bytes) if is_root else NodeCopy(_NO_BYTES, [(root, 0, flat.bytes)])
-        return Plan(self.call, flat.bytes.nbytes, run, step, finish)
+        pulls = [] if is_root and source is flat else [(root, 0, flat.bytes)]
+        step = NodeCopy(source.bytes if is_root else _NO_BYTES, pulls)
+        return Plan(self.call, flat.bytes.nbytes, run, step, finish, acts_through_channel=True)

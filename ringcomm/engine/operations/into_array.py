@@ -69,8 +69,11 @@ class AllgatherInto(Operation):
         group, adapter, out, parts = self.group, self.adapter, self.out, self.parts
         target, source = self.target, self.source
         own = target[parts[group.index]]
-        if own.bytes.ctypes.data != source.bytes.ctypes.data:
-            own.bytes[:] = source.bytes
+        others = [(group.index + shift) % group.size for shift in range(1, group.size)]
+        if overlap(source, target) and not is_same(own, source):
+            own.bytes[:] = source.bytes  # before other parts of x are overwritten
+            source = own
+        takes_from = others if is_same(own, source) else [group.index, *others]
         choose = group.engine.selection.algorithm
 
         def finish(_: Channel | None = None) -> Any:
@@ -78,12 +81,14 @@ class AllgatherInto(Operation):
             return out
 
         async def run(t: Channel) -> Any:
+            if takes_from is not others:
+                t.copy(own, source)
             await perform(choose("allgather", target, t).allgather_, t, target, parts)
             return finish()
 
-        others = [(group.index + shift) % group.size for shift in range(1, group.size)]
-        step = NodeCopy(own.bytes, [(r, 0, target[parts[r]].bytes) for r in others])
-        return Plan(self.call, target.bytes.nbytes, run, step, finish)
+        step = NodeCopy(source.bytes, [(r, 0, target[parts[r]].bytes) for r in takes_from])
+        nbytes = target.bytes.nbytes
+        return Plan(self.call, nbytes, run, step, finish, acts_through_channel=True)
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
         out, x = mirrors
@@ -164,11 +169,13 @@ class ReduceScatterInto(Operation):
             t.copy(flat, source)
             algorithm = choose("reduce_scatter", flat, t, options)
             own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=options.op)
-            t.copy(result, own)
-            return finish()
+            t.copy(target, own)
+            adapter.written(out)
+            return out
 
         step = reduction_in_node(source, result.bytes, options.op, group, parts=parts)
-        return Plan(self.call, source.bytes.nbytes, run, step, finish)
+        nbytes = source.bytes.nbytes
+        return Plan(self.call, nbytes, run, step, finish, acts_through_channel=True)
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
         (x,) = mirrors

@@ -14,7 +14,7 @@ from ringcomm.engine.core.call import reduction_call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
-from ringcomm.engine.operations.base import A, rank_of, written
+from ringcomm.engine.operations.base import A, contiguous, rank_of, written
 from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction, reduction_in_node
 from ringcomm.engine.operations.scalars import takes_scalars
 from ringcomm.transport.channel import Channel
@@ -30,15 +30,19 @@ def plan_reduce(
     root: int,
     *,
     in_place: bool = False,
+    is_borrowed: bool = False,
 ) -> Plan[Any]:
-    """Plan a reduction for root; in place, x of the other ranks stays as it is."""
+    """Plan a reduction for root; in place, x of the other ranks stays as it is.
+
+    For is_borrowed see ArrayReduction.
+    """
     x = arrived(x)
     adapter = any_adapter_for(x)
     root = rank_of("root", root, group)
     call = reduction_call("reduce_" if in_place else "reduce", name, options, x, adapter, root)
     if in_place and group.rank == root:
         adapter.require_writable(x)
-    return plan(Reduce(group, call, adapter, x, options, in_place, root=root))
+    return plan(Reduce(group, call, adapter, x, options, in_place, is_borrowed, root))
 
 
 class Reduce(ArrayReduction):
@@ -50,11 +54,17 @@ class Reduce(ArrayReduction):
         x, adapter, group, root = self.x, self.adapter, self.group, self.root
         options, in_place = self.options, self.in_place
         is_root = group.rank == root
-        if in_place and not is_root:
-            work = adapter.copy(x)
+        is_kept = not (in_place and is_root)  # x is not overwritten
+        if is_kept and self.is_borrowed and not options.is_scaled:
+            source = adapter.flat(contiguous(x, adapter))
+            work = adapter.empty(x, adapter.shape(x))
             flat = adapter.flat(work)
+        elif in_place and not is_root:
+            work = adapter.copy(x)
+            source = flat = adapter.flat(work)
         else:
             work, flat = self.working_copy()
+            source = flat
         out = flat if is_root else None
         choose = group.engine.selection.algorithm
 
@@ -66,13 +76,16 @@ class Reduce(ArrayReduction):
         async def run(t: Channel) -> Any:
             algorithm = choose("reduce_scatter", flat, t, options)
             if algorithm is node:
-                await node.reduce(flat, out, root, t, options.op)
+                await node.reduce(source, out, root, t, options.op)
             else:
+                if source is not flat:
+                    t.copy(flat, source)
                 parts = chunks(flat.count, t.size)
                 own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=options.op)
                 await perform(node_or(linear, t).gather_, t, out, own, parts, root)
             return finish(t)
 
         target = None if out is None else out.bytes
-        step = reduction_in_node(flat, target, options.op, group, root=root)
-        return Plan(self.call, flat.bytes.nbytes, run, step, finish)
+        step = reduction_in_node(source, target, options.op, group, root=root)
+        acts = not options.is_scaled
+        return Plan(self.call, flat.bytes.nbytes, run, step, finish, acts_through_channel=acts)

@@ -82,4 +82,5 @@ class ReduceScatter(ArrayReduction):
             return finish(t)
 
         step = reduction_in_node(source, target.bytes, options.op, group, parts=parts)
-        return Plan(self.call, source.bytes.nbytes, run, step, finish)
+        acts = not options.is_scaled
+        return Plan(self.call, source.bytes.nbytes, run, step, finish, acts_through_channel=acts)

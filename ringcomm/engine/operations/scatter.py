@@ -101,7 +101,8 @@ class Scatter(Operation):
 
         async def run(t: Channel) -> Any:
             nonlocal told
-            told = await broadcast_bytes(outline, root, t)
+            if not step.has_chosen:
+                told = await broadcast_bytes(outline, root, t)
             return await fetch(t)
 
         if whole is None:
@@ -111,7 +112,9 @@ class Scatter(Operation):
         else:
             step = NodeExchange(whole.bytes, outline, pulls_from)
         nbytes = 0 if whole is None else whole.bytes.nbytes
-        return Plan(self.call, nbytes, run, step, lambda _: out, rest=fetch)
+        return Plan(
+            self.call, nbytes, run, step, lambda _: out, rest=fetch, acts_through_channel=True
+        )
 
 
 class _Due(NamedTuple):
