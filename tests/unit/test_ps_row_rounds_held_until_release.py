@@ -13,8 +13,7 @@ from ringcomm.ps.client import request_order
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.server.dense.round_mean import squares_of_rows
-from ringcomm.ps.server.rows.decode_and_hold_row_pushes import RowGradient
+from ringcomm.ps.server.rows.decode_and_hold_row_pushes import RowGradient, squares_of_rows
 
 DIM = 3
 KEYS = np.array([5, 11, 5, 900, 2**60])

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 import cupy
 from cupy.cuda import nvrtc
 
 from ringcomm.config import kernel_folder
 from ringcomm.errors import ConfigError
+from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
 from ringcomm.gpu.kernels.base import BLOCK, ENTRY, OPTIONS, Kernel, source
 from ringcomm.gpu.kernels.compiled_on_disk import compiled_once
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _N_PROCESSORS = 75, 76, 16  # as cuda.h numbers them
-
-
-class Launching(Protocol):
-    """The functions of the driver that launch kernels; see CudaDriver."""
-
-    def load_function(self, code: bytes, name: str) -> int: ...
-
-    def launch(self, function: int, grid: int, block: int, extra: int, stream: int) -> None: ...
 
 
 class Kernels:
@@ -32,7 +24,7 @@ class Kernels:
     forbid that, and needs CUDA's headers, although kernels.cu includes none.
     """
 
-    def __init__(self, index: int, driver: Launching) -> None:
+    def __init__(self, index: int, driver: CudaDriver) -> None:
         self._driver = driver
         attribute = cupy.cuda.runtime.deviceGetAttribute
         self._capability = 10 * attribute(_CAPABILITY_MAJOR, index) + attribute(

@@ -9,19 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
 
 from ringcomm.ps.placement.partition_places_and_moves import Move
-
-
-class ServerMembers(Protocol):
-    @property
-    def server_numbers(self) -> tuple[int, ...]:
-        """The servers that live."""
-
-    @property
-    def n_places(self) -> int:
-        """So many of them had partitions at first."""
+from ringcomm.ps.roles import Layout
 
 
 class Places:
@@ -34,7 +24,7 @@ class Places:
         vacant: servers without a place.
     """
 
-    def __init__(self, members: ServerMembers) -> None:
+    def __init__(self, members: Layout) -> None:
         self._members = members
         self.vacant: set[int] = set()
         self.restart()

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
-
-class Peers(Protocol):
-    """The other ranks, as one rank knows them."""
-
-    @property
-    def dead(self) -> Mapping[int, str]:
-        """The ranks that died, and how; it grows."""
-
-    @property
-    def survivable(self) -> frozenset[int]:
-        """The ranks without which the job goes on."""
-
-    @property
-    def is_fatal(self) -> bool:
-        """True once one has died without which the job does not go on: then all waits end."""
+from ringcomm.transport.peer_state import PeerTable
 
 
 class Deaths:
@@ -32,7 +17,7 @@ class Deaths:
         listeners: called with the rank that died, and how, in this order.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: PeerTable) -> None:
         self._peers = peers
         self._n_seen = 0
         self._known: set[int] = set()

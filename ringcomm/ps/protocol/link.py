@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -92,10 +92,6 @@ class BodiesToSend:
         return [request for request in for_it if request is not None]
 
 
-class _Testable(Protocol):
-    def test(self) -> bool: ...
-
-
 class _Sending:
     """A message that the thread that drives the loop puts on the wire."""
 
@@ -120,7 +116,7 @@ class _Sending:
         return self.request.test()
 
 
-def is_over(request: _Testable, *, may_die: bool) -> bool:
+def is_over(request: WireRequest | _Sending, *, may_die: bool) -> bool:
     """Test a request; if its rank dies, it is over with forget(), once that is known."""
     try:
         return request.test()

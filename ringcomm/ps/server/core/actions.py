@@ -5,29 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from ringcomm.ps.protocol.frames import FrameHeader
+
 Key: TypeAlias = tuple[int, int]  # of a unit: number of the table; partition, or 0 of a hash table
 Partition: TypeAlias = tuple[int, int]
-
-
-class CoreHeader(Protocol):
-    """The fixed part of a request, as far as decisions need it; see ringcomm.ps.protocol.frames."""
-
-    @property
-    def kind(self) -> int: ...
-    @property
-    def view(self) -> int: ...
-    @property
-    def origin(self) -> int: ...
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def table(self) -> int: ...
-    @property
-    def partition(self) -> int: ...
-    @property
-    def clock(self) -> int: ...
-    @property
-    def option(self) -> int: ...
 
 
 class CoreRequest(Protocol):
@@ -36,7 +17,7 @@ class CoreRequest(Protocol):
     @property
     def source(self) -> int: ...
     @property
-    def header(self) -> CoreHeader: ...
+    def header(self) -> FrameHeader: ...
 
 
 class RoundContribution(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,3 +136,27 @@ class HeldRows:
         _core.partition_of(keys, self._n_partitions, found)
         is_in: NDArray[np.bool_] = found == part
         return is_in
+
+
+def squares_of_rows(parts: Sequence[RowGradient], dim: int) -> tuple[float, bool]:
+    """Return the sum of squares of the mean of gradients of rows, and whether all is finite."""
+    present = [part for part in parts if part.weight and len(part.keys)]
+    if not present:
+        return 0.0, True
+    keys = np.concatenate([part.keys for part in present])
+    rows = np.concatenate([_floats(part.rows, dim) * part.weight for part in present])
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    firsts = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are what is looked for
+        sums = np.add.reduceat(rows[order], firsts, axis=0)
+        sums /= sum(part.weight for part in parts)
+        squares = float(np.square(sums).sum())
+    return squares, math.isfinite(squares) or bool(np.isfinite(sums).all())
+
+
+def _floats(rows: Array, dim: int) -> NDArray[np.float64]:
+    """Return rows in float64; of 16 bits, uint16 stands for bfloat16."""
+    if rows.dtype == np.uint16:
+        rows = (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows.reshape(-1, dim).astype(np.float64)

@@ -27,13 +27,13 @@ from ringcomm.ps.protocol.frame_meta import SQUARES, PushMeta
 from ringcomm.ps.protocol.frames import FrameHeader
 from ringcomm.ps.row_policies import Admit, Evict
 from ringcomm.ps.server.dense.block import BlockTraffic
-from ringcomm.ps.server.dense.round_mean import squares_of_rows
 from ringcomm.ps.server.rows.decode_and_hold_row_pushes import (
     HeldRows,
     Keys,
     RowGradient,
     Source,
     require_updater,
+    squares_of_rows,
     unpacked,
 )
 from ringcomm.ps.table_spec import Spec
