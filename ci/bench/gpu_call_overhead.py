@@ -26,7 +26,7 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.meet_and_leave import stop
 from ringcomm.gpu.device.shared_pinned_pool import whole_pages
 from ringcomm.gpu.executor import group_on_gpus as team_module
-from ringcomm.gpu.executor import order_of_launches, prepare_and_enqueue_jobs
+from ringcomm.gpu.executor import prepare_and_enqueue_jobs
 from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.gpu.transports.ipc import IpcTransport, flags_nbytes
 from ringcomm.gpu.transports.nccl import NcclTransport
@@ -37,7 +37,7 @@ _THREADS = {
     "ringcomm-gpu-launch": "calls of CUDA",
     "ringcomm": "in the background",
 }
-_GATHERING = (team_module, order_of_launches, prepare_and_enqueue_jobs)
+_GATHERING = (team_module, prepare_and_enqueue_jobs)
 _gather_alike = team_module.gather_alike
 _ACTIVE = contextlib.nullcontext()  # the real one pushes and pops a context of CUDA
 

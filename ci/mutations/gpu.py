@@ -129,7 +129,7 @@ GPU = [
     Mutation(
         "gpu-launches-are-in-any-order",
         "gpu",
-        "gpu/executor/order_of_launches.py",
+        "gpu/executor/group_on_gpus.py",
         "if self._turn != place:",
         "if self._turn > place:",
         "two ranks launch in different orders, and their streams wait for each other",

@@ -252,7 +252,7 @@ PS_COPIES = [
     Mutation(
         "ps-a-dead-server-takes-homes-back",
         "ps",
-        "ps/server/homes/who_runs_each_home.py",
+        "ps/roles.py",
         "        if is_late:\n",
         "        if not self._said:\n",
         "a worker takes a home for lost that another server runs",

@@ -7,14 +7,15 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable
-from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from ringcomm.elastic.commit_file import KeptFile
 from ringcomm.elastic.current_view_and_listeners import begin_in_new_view
-from ringcomm.elastic.refuse_newcomers import refuse_newcomers
-from ringcomm.elastic.state import HostsUpdatedInterrupt, State
+from ringcomm.elastic.state import ArrayState, HostsUpdatedInterrupt, State
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.begin_next_view import (
     elastic_world,
@@ -24,6 +25,7 @@ from ringcomm.engine.api.begin_next_view import (
     heal,
     is_given_up,
     stop_for_another_size,
+    withdraw,
 )
 from ringcomm.engine.api.init_rank_size import init, rank, shutdown
 from ringcomm.engine.api.spares_and_reserves import end_outside, request_size, take_place
@@ -40,6 +42,16 @@ from ringcomm.errors import (
 
 # --- enough ranks ---------------------------------------------------------------------------------
 _NAP_S = 20e-3
+_log = logging.getLogger("ringcomm")
+TOO_FEW: Final = os.EX_TEMPFAIL  # 75: start the job again to go on
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+_n_running = 0
+_has_warned = False
+_SHOWN = 3  # differences in an error
+_LACKING = "nothing"
+_Outline = dict[str, str]
 
 
 def await_enough_ranks() -> bool:
@@ -66,15 +78,6 @@ def await_enough_ranks() -> bool:
     if world.transport.rank == 0:
         _log.error("%s; no others have come. The job ends: start it again to go on", too_few)
     return False
-
-
-_log = logging.getLogger("ringcomm")
-TOO_FEW: Final = os.EX_TEMPFAIL  # 75: start the job again to go on
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound=State)
-_n_running = 0
-_has_warned = False
 
 
 def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -317,3 +320,84 @@ def _cause_of(error: Exception) -> Exception | None:
         world = current()
         return None if world is None else world.engine.state.error
     return error
+
+
+def refuse_newcomers(state: State, *, is_newcomer: bool) -> None:
+    """Return once it is known that all newcomers to the view have the outline of the job's state.
+
+    Others run another program, or with other arguments: in sync() their calls would not match those
+    of the ranks, which would all end with an error. So a newcomer ends, and the ranks go on without
+    it, as after a loss. Collective over the view.
+
+    Raises:
+        RingcommError: on a newcomer whose state has another outline.
+        PeerFailedError: on the ranks, which go on without it.
+    """
+    outline = outline_of(state)
+    mine = np.array([[is_newcomer, zlib.crc32(repr(sorted(outline.items())).encode())]], np.int64)
+    ranks = collectives.allgather(mine, name="elastic newcomers").tolist()
+    members = [r for r, (is_new, _) in enumerate(ranks) if not is_new]
+    if not members or all(each == ranks[members[0]][1] for is_new, each in ranks if is_new):
+        return
+    wanted = collectives.broadcast_object(outline, members[0], name="elastic outline")
+    problem = differences(outline, wanted) if is_newcomer else ""
+    problems = collectives.allgather_object(problem, name="elastic refusals")
+    refused = [r for r, each in enumerate(problems) if each]
+    world, _ = elastic_world()
+    if problem:
+        withdraw(world)  # nobody waits for the end of this process
+        raise RingcommError(
+            f"elastic.run: {world.transport.label(rank())} gets no place, for its state is not "
+            f"that of the job: {problem}. Start all processes with the same program and arguments"
+        )
+    if not refused:
+        return
+    if rank() == members[0]:
+        for each in refused:
+            _log.warning(
+                "elastic.run: %s gets no place, for its state is not that of the job: %s. The job "
+                "goes on without it",
+                world.transport.label(each),
+                problems[each],
+            )
+    collectives.barrier(name="elastic: who was refused is lost")
+
+
+def outline_of(state: State) -> _Outline:
+    """Return what must be the same of the states of all processes: names, shapes and the like.
+
+    Of the values that a commit keeps; a program may set other attributes.
+    """
+    found = {"its class": type(state).__qualname__}
+    file = next((each for each in vars(state).values() if isinstance(each, KeptFile)), None)
+    found["the path of keep_in()"] = "none" if file is None else file.given
+    if state.COPIES and not state.has_commit:
+        state.save()
+    for name in (name for copies in state.COPIES for name in getattr(state, copies)):
+        value = getattr(state, name, None)
+        found.update(_outlines(name, value, has_arrays=isinstance(state, ArrayState)))
+    return found
+
+
+def _outlines(name: str, value: Any, *, has_arrays: bool) -> Iterable[tuple[str, str]]:
+    if has_arrays and isinstance(value, np.ndarray):
+        yield name, f"{value.dtype} {value.shape}"
+    elif hasattr(value, "named_parameters") and hasattr(value, "named_buffers"):  # torch.nn.Module
+        yield name, "a model"
+        for inner, tensor in [*value.named_parameters(), *value.named_buffers()]:
+            yield f"{name}.{inner}", f"{tensor.dtype} {tuple(tensor.shape)}"
+    elif hasattr(value, "param_groups"):
+        yield name, type(value).__qualname__  # which sends more in sync() if it shards its state
+    else:
+        yield name, "a value"
+
+
+def differences(mine: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """Return what differs of two outlines, with both values; "" if nothing does."""
+    texts = []
+    for name in {**wanted, **mine}:
+        here, there = mine.get(name, _LACKING), wanted.get(name, _LACKING)
+        if here != there:
+            texts.append(f"{name} is {here} here, and {there} in the job")
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more

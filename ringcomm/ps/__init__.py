@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringcomm.ps import initializers, optim
     from ringcomm.ps.checkpoint.client import load, restore, save
-    from ringcomm.ps.checkpoint.export import export_safetensors
-    from ringcomm.ps.checkpoint.read_without_servers import load_state_dict
+    from ringcomm.ps.checkpoint.read_without_servers import export_safetensors, load_state_dict
     from ringcomm.ps.checkpoint.recover import Recovered, recover
     from ringcomm.ps.client.dense.function_calls import function
     from ringcomm.ps.client.dense.table import Table, table
@@ -64,7 +63,6 @@ _HOMES = (
     "placement.rebalance",
     "placement.add_and_remove_servers",
     "checkpoint.read_without_servers",
-    "checkpoint.export",
 )
 
 

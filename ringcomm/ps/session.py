@@ -28,8 +28,7 @@ from ringcomm.errors import (
     PeerFailedError,
     RingcommError,
 )
-from ringcomm.ps.checkpoint.notice_of_refused_values import Refusals
-from ringcomm.ps.checkpoint.notice_of_replaced_values import Replacements
+from ringcomm.ps.checkpoint.notice_of_replaced_values import Refusals, Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_servers, ignore
@@ -38,8 +37,7 @@ from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import INLINE_MAX, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.protocol.lost_server import Loss
-from ringcomm.ps.roles import Layout
-from ringcomm.ps.server.homes.who_runs_each_home import Takeovers
+from ringcomm.ps.roles import Layout, Takeovers
 
 _CACHE_LINE: Final = 64
 _log: Final = logging.getLogger("ringcomm")

@@ -16,7 +16,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor import group_on_gpus as team_module
 from ringcomm.gpu.executor.engine_gpus import Gpus
-from ringcomm.gpu.executor.order_of_launches import LaunchOrder
+from ringcomm.gpu.executor.group_on_gpus import LaunchOrder
 from ringcomm.gpu.executor.watched_stream import WatchedStream
 from ringcomm.gpu.transports import plan_ipc_stream_commands
 from ringcomm.transport.channel import Until, Wait

@@ -10,7 +10,7 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm.elastic import ArrayState, ObjectState, State, current_view_and_listeners
 from ringcomm.elastic.checksum import checksum_of
-from ringcomm.elastic.refuse_newcomers import differences, outline_of
+from ringcomm.elastic.run import differences, outline_of
 from ringcomm.engine.api import begin_next_view
 from ringcomm.errors import NewViewInterrupt
 

@@ -22,12 +22,11 @@ from ringcomm.ps.protocol.frames import (
     header_of,
 )
 from ringcomm.ps.protocol.link import Delivery
-from ringcomm.ps.roles import Layout
+from ringcomm.ps.roles import Layout, Takeovers
 from ringcomm.ps.server.homes import transfer_whole_copy
 from ringcomm.ps.server.homes.pushes_without_python import NoPushes
 from ringcomm.ps.server.homes.records import AT, Entry, send_record
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log, SentUnits, Way
-from ringcomm.ps.server.homes.who_runs_each_home import Takeovers
 
 pytestmark = pytest.mark.usefixtures("model_time", "small_frames")
 

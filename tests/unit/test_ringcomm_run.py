@@ -13,7 +13,7 @@ from harness import run_command, wait_until
 
 from ringcomm._core import record_this_rank_in
 from ringcomm.errors import ConfigError
-from ringcomm.launch.job import command, horovodrun_flags
+from ringcomm.launch.job import arguments, command
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.plan_types import Surroundings
@@ -58,7 +58,7 @@ def test_a_flag_of_horovodrun_is_understood_or_refused_with_ours(flag, capsys, t
     (tmp_path / "hosts").write_text("h1 slots=2")
     flag = flag.replace("HOSTS", str(tmp_path / "hosts"))
     name, argv = flag.split()[0], [*flag.split(), "train.py"]
-    if name not in horovodrun_flags.REFUSED:
+    if name not in arguments.REFUSED:
         assert parse_arguments(argv, "python").request.program == ("python", "train.py")
         return
     with pytest.raises(SystemExit) as caught:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from ringcomm.launch.job.command import silent_hosts
 from ringcomm.launch.job.hosts import Host, parse_hosts
 from ringcomm.launch.job.plan_types import RunRequest
-from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
-from ringcomm.launch.job.restart.unreachable_hosts import silent_hosts
+from ringcomm.launch.job.restart import Ended, agent_of, decide
 from ringcomm.launch.job.verdict import Cause, Verdict
 
 REQUEST = RunRequest(program=("train",), np=6, elastic=(2, 6), hosts=parse_hosts("h1:2,h2:2,h3:2"))

@@ -10,7 +10,7 @@ from storms import LAUNCHERS
 
 import ringcomm as rc
 import ringcomm.torch as hvd
-from ringcomm.elastic.refuse_newcomers import differences, outline_of
+from ringcomm.elastic.run import differences, outline_of
 from ringcomm.torch.elastic import ObjectState, TorchState
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
@@ -25,7 +25,7 @@ import os, signal, sys
 import torch
 import ringcomm as rc
 import ringcomm.torch as hvd
-from ringcomm.elastic.refuse_newcomers import differences, outline_of
+from ringcomm.elastic.run import differences, outline_of
 
 hvd.init()
 torch.set_num_threads(1)
@@ -99,7 +99,7 @@ import os, signal, sys
 import torch
 import ringcomm as rc
 import ringcomm.torch as hvd
-from ringcomm.elastic.refuse_newcomers import differences, outline_of
+from ringcomm.elastic.run import differences, outline_of
 
 hvd.init()
 torch.set_num_threads(1)

@@ -30,7 +30,7 @@ from training_models import (
 
 import ringcomm as rc
 import ringcomm.torch as hvd
-from ringcomm.torch.zero import bucket_weights
+from ringcomm.torch.zero import optimizer_shard
 
 
 # --- 16 bits ------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_weights_leave_as_soon_as_their_chunk_is_updated(monkeypatch):
         return call
 
     for name in ("update", "send", "note_written"):
-        kind = bucket_weights.BucketWeights
+        kind = optimizer_shard.BucketWeights
         monkeypatch.setattr(kind, name, logged(name, getattr(kind, name)))
 
     def body(rank, model, optimizer, _):

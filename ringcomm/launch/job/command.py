@@ -11,7 +11,8 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import PathFinder
@@ -28,8 +29,7 @@ from ringcomm.launch.job.arguments import Arguments, parse_arguments
 from ringcomm.launch.job.limits import Limits
 from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import RunPlan, RunRequest, Surroundings
-from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
-from ringcomm.launch.job.restart.unreachable_hosts import silent_hosts
+from ringcomm.launch.job.restart import Ended, agent_of, decide
 from ringcomm.launch.job.run_folder import RunFolder, time_text
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.supervisor import Supervisor
@@ -42,6 +42,10 @@ from ringcomm.system_text import host_name, text_of
 
 # --- what a run depends on ------------------------------------------------------------------------
 _ANSWER_S = 30.0
+_REFUSED, _INTERRUPTED = 2, 130
+_HOST_ANSWER_S = 15.0
+_AT_ONCE = 32
+_NO_AGENT = 127  # of run_child()
 
 
 def gather_surroundings(
@@ -116,9 +120,6 @@ def _free_port() -> int:
         listener.bind(("", 0))
         port: int = listener.getsockname()[1]
     return port
-
-
-_REFUSED, _INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str]) -> int:
@@ -323,3 +324,25 @@ def _settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _near(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def silent_hosts(
+    names: Sequence[str],
+    agent: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    own_names: Collection[str],
+) -> frozenset[str]:
+    """Return which hosts do not run a command within 15 s; this host does.
+
+    If the agent, which is ssh most often, is not installed, all count as those that answer.
+    """
+
+    def answers(name: str) -> bool:
+        code = run_child([*agent, name, "true"], environ, deadline_s=_HOST_ANSWER_S).code
+        return code in (0, _NO_AGENT)
+
+    others = [name for name in names if name not in own_names]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = dict(zip(others, pool.map(answers, others), strict=True))
+    return frozenset(name for name, is_there in found.items() if not is_there)

@@ -1,4 +1,4 @@
-"""ps.load_state_dict(): the values of a checkpoint by name, without servers, MPI or torch."""
+"""The values of a checkpoint by name, or as safetensors; without servers, MPI or torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.ps.checkpoint.check_checkpoint_arguments import folder_of
+from ringcomm.atomic_files import replacing
+from ringcomm.ps.checkpoint.check_checkpoint_arguments import folder_of, path_of
 from ringcomm.ps.checkpoint.files import (
     Record,
     SavedCheckpoint,
@@ -88,3 +89,41 @@ def _values_of(checkpoint: SavedCheckpoint) -> dict[str, Any]:
 
 def _no_rows(spec: Spec) -> dict[str, NDArray[Any]]:
     return {"keys": np.empty(0, np.uint64), "values": np.empty((0, spec.count), spec.dtype)}
+
+
+def export_safetensors(path: str | Path, file: str | Path) -> list[str]:
+    """Write the newest checkpoint of ps.save() to a file of safetensors; without MPI or torch.
+
+    Values have the names that ps.load_state_dict() gives them; a hash table "user" is two arrays,
+    "user.keys" in uint64 and "user.values". It needs the package safetensors.
+
+    Args:
+        path: as given to ps.save().
+        file: that is written, or replaced.
+
+    Returns:
+        The names.
+
+    Raises:
+        ModuleNotFoundError: safetensors is not installed.
+        FileNotFoundError: there is no checkpoint.
+        BrokenFileError: none can be used; it names the files.
+        TypeError, ValueError: a path names nothing; nothing was written.
+    """
+    target = path_of("ps.export_safetensors", file, "file").resolve()
+    try:
+        from safetensors.numpy import save
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "ps.export_safetensors needs safetensors: pip install safetensors", name=error.name
+        ) from error
+    flat: dict[str, np.ndarray[Any, Any]] = {}
+    for name, value in load_state_dict(path_of("ps.export_safetensors", path)).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{what}": value[what] for what in ("keys", "values") if what in value}
+        else:
+            flat[name] = value
+    content = save(flat)
+    with replacing(target) as out:
+        out.write(content)
+    return sorted(flat)

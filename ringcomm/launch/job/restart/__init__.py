@@ -1,1 +1,0 @@
-"""Starts an elastic job again that has lost a host, on the hosts that are left."""
