@@ -56,10 +56,10 @@ def train(args):
 
     import ringcomm as rc
     from ringcomm import ps
-    from ringcomm.ps.server.homes import transfer_whole_copy
+    from ringcomm.ps.server.homes import copy_transfer
 
     if args.frame:
-        transfer_whole_copy.FRAME_NBYTES = transfer_whole_copy.WINDOW_NBYTES = args.frame
+        copy_transfer.FRAME_NBYTES = copy_transfer.WINDOW_NBYTES = args.frame
     rc.init()
     pids = rc.allgather_object(os.getpid())
     ps.init(args.servers, replication=2)

@@ -55,7 +55,7 @@ def clock(monkeypatch):
     times = itertools.count(1)
     state = {"now": 0.0}
     state["tick"] = lambda: state.update(now=float(next(times)))
-    from ringcomm.ps.server.own_or_copied_clock import OwnClock
+    from ringcomm.ps.server.clock import OwnClock
     from ringcomm.ps.server.rows import hash_shard as hashed
 
     monkeypatch.setattr(OwnClock, "time", lambda _: state["now"])
@@ -68,10 +68,10 @@ def model_time(monkeypatch):
     """Let time pass in homes of servers by how often they look at it."""
     from ps_simulation_with_copies import ModelTime
 
-    from ringcomm.ps.server import own_or_copied_clock
-    from ringcomm.ps.server.homes import homes_of_this_process
+    from ringcomm.ps.server import clock
+    from ringcomm.ps.server.homes import local_homes
 
-    for module in (own_or_copied_clock, homes_of_this_process):
+    for module in (clock, local_homes):
         monkeypatch.setattr(module, "time", ModelTime())
 
 
@@ -153,10 +153,10 @@ def pytest_configure(config):
         config.pluginmanager.register(plugin, plugin.__name__)
     if not leftovers_plugin.is_in_a_job() and not harness.is_at_length():
         # Not in the ranks of jobs: it takes 0.1 s.
-        from ringcomm.ps.placement import partition_places_and_moves
+        from ringcomm.ps.placement import partitions
 
         loop._SPINS = SPINS_OF_THREADS
-        partition_places_and_moves.HASH_PARTITIONS = PARTITIONS_OF_THREADS
+        partitions.HASH_PARTITIONS = PARTITIONS_OF_THREADS
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, 20)
 
 

@@ -6,7 +6,7 @@ from ps_simulation_message_types import Request
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 
 KEY = (1, 0)

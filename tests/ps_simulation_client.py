@@ -10,7 +10,7 @@ from typing import Any
 from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
 from ringcomm.ps.client.request_order import RequestOrder
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.server.core.actions import Key
 from ringcomm.ps.snapshot_numbers_and_phases import moment_number

@@ -15,7 +15,7 @@ from ringcomm import _core
 from ringcomm.ps.protocol.frame_meta import KNOWN_BLOCK, PLACE
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Where, frame_of, packed
 from ringcomm.ps.protocol.link import Delivery
-from ringcomm.ps.server.homes.pushes_without_python import make_pushes
+from ringcomm.ps.server.homes.home_pushes import make_pushes
 
 ARENA, PIPE = 8 << 20, 1 << 17
 INLINE_MAX = 512  # the model's bodies of pushes are smaller, unless they are to be shared

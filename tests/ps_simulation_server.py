@@ -14,7 +14,7 @@ from ringcomm.ps.protocol.frames import EntryOption, FrameKind, Join, Status, St
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 
 

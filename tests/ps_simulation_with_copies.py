@@ -17,8 +17,8 @@ from ringcomm.ps.protocol.frame_meta import PushMeta, packed_json
 from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout, Takeovers
-from ringcomm.ps.server.homes.homes_of_this_process import Homes
-from ringcomm.ps.server.homes.pushes_without_python import NoPushes
+from ringcomm.ps.server.homes.home_pushes import NoPushes
+from ringcomm.ps.server.homes.local_homes import Homes
 from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.table_spec import Spec

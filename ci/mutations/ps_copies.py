@@ -56,7 +56,7 @@ PS_COPIES = [
     Mutation(
         "ps-messages-of-a-dead-home-are-not-sent-again",
         "ps",
-        "ps/server/homes/homes_of_this_process.py",
+        "ps/server/homes/local_homes.py",
         "                home.post_again(other)\n",
         "                pass\n",
         "who opens a table waits for ever",
@@ -65,7 +65,7 @@ PS_COPIES = [
     Mutation(
         "ps-a-copy-keeps-no-replies",
         "ps",
-        "ps/server/homes/send_once_for_both_copies.py",
+        "ps/server/homes/home_link.py",
         "is_of_change = self.answers.note(dest, header.sequence, sent)",
         "is_of_change = self.is_primary and self.answers.note(dest, header.sequence, sent)",
         "a request that was carried out is not answered once its server is dead",
@@ -108,7 +108,7 @@ PS_COPIES = [
     Mutation(
         "ps-memory-is-read-that-nobody-could-withdraw",
         "ps",
-        "ps/server/homes/send_once_for_both_copies.py",
+        "ps/server/homes/home_link.py",
         "return all(self._link.shares_memory(rank) for rank in self._layout.servers)",
         "return True",
         "if the copy is on another host, pulls miss what was acknowledged after a death",
@@ -117,7 +117,7 @@ PS_COPIES = [
     Mutation(
         "ps-what-came-back-counts-as-answered",
         "ps",
-        "ps/server/homes/send_once_for_both_copies.py",
+        "ps/server/homes/home_link.py",
         "            self.answers.give_back(dest, header.sequence)\n",
         "            self.answers.note(dest, header.sequence, sent)\n",
         "a push to a block that has moved back to a server is never carried out",
@@ -144,7 +144,7 @@ PS_COPIES = [
     Mutation(
         "ps-a-message-is-confirmed-before-it-is-done",
         "ps",
-        "ps/server/homes/send_once_for_both_copies.py",
+        "ps/server/homes/home_link.py",
         "        if self.letters.is_done(home, header.letter):",
         "        if self.letters:",
         "a message is lost if its sender dies, and then its receiver",
@@ -153,7 +153,7 @@ PS_COPIES = [
     Mutation(
         "ps-a-copy-does-not-see-what-is-lost",
         "ps",
-        "ps/server/homes/homes_of_this_process.py",
+        "ps/server/homes/local_homes.py",
         "                home.say(CopyOption.LOST, number)\n",
         "                home.server.on_loss(number)\n",
         "both copies place tables in different ways after a recovery",
@@ -162,7 +162,7 @@ PS_COPIES = [
     Mutation(
         "ps-rows-are-placed-where-a-copy-is-far",
         "ps",
-        "ps/client/rows/build_requests.py",
+        "ps/client/rows/requests.py",
         " and all(map(client.link.shares_memory, copies))\n",
         "\n",
         "a pull fails if its server dies and the copy is on another host",
@@ -180,7 +180,7 @@ PS_COPIES = [
     Mutation(
         "ps-changes-of-what-was-sent-go-to-no-new-copy",
         "ps",
-        "ps/server/homes/transfer_whole_copy.py",
+        "ps/server/homes/copy_transfer.py",
         "        if way == Way.BOTH:\n",
         "        if way is None:\n",
         "a copy that was made while workers pushed has lost their pushes",
@@ -198,7 +198,7 @@ PS_COPIES = [
     Mutation(
         "ps-a-change-overtakes-one-that-waits-for-a-copy",
         "ps",
-        "ps/server/homes/transfer_whole_copy.py",
+        "ps/server/homes/copy_transfer.py",
         "        if self._behind or not self._has_done(entry):\n",
         "        if not self._has_done(entry):\n",
         "a push counts of a worker that has died before, on one copy alone",

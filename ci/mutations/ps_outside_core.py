@@ -54,7 +54,7 @@ PS = [
     Mutation(
         "ps-residual-of-absent-segments-is-sent",
         "ps",
-        "ps/client/dense/compress_pushes.py",
+        "ps/client/dense/compression.py",
         "absent=absent(part))",
         "absent=())",
         "what compression dropped of a parameter without a gradient is lost",
@@ -286,7 +286,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-a-busy-partition-swaps-places",
         "ps",
-        "ps/placement/partition_places_and_moves.py",
+        "ps/placement/partitions.py",
         "if load[dest] + heat < load[source]:",
         "if load[dest] < load[source]:",
         "a partition that outweighs all others moves with every rebalance, and relieves nobody",
@@ -295,7 +295,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-largest-blocks-come-last",
         "ps",
-        "ps/placement/partition_places_and_moves.py",
+        "ps/placement/partitions.py",
         "key=lambda i: (-sizes[i], i)",
         "key=lambda i: (sizes[i], i)",
         "one server has most of a table",
@@ -313,7 +313,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-counts-of-two-views-are-added",
         "ps",
-        "ps/client/rows/count_metadata_evict.py",
+        "ps/client/rows/maintenance.py",
         "return sum(counts[-1] if option == COUNT else map(sum, counts))",
         "return sum(map(sum, counts))",
         "len() of a hash table counts rows twice that move",
@@ -333,7 +333,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-a-call-goes-where-rows-were",
         "ps",
-        "ps/client/rows/split_calls_over_servers.py",
+        "ps/client/rows/row_calls.py",
         "if may_go and self._order.epoch == epoch:",
         "if may_go:",
         "a call that is made while rows move is refused, for its keys are another server's by now",
@@ -342,7 +342,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-moves-are-confirmed-too-early",
         "ps",
-        "ps/client/rows/split_calls_over_servers.py",
+        "ps/client/rows/row_calls.py",
         """\
         if self._order.is_settled:
             for epoch""",
@@ -355,7 +355,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-first-values-may-be-nan",
         "ps",
-        "ps/client/check_arguments.py",
+        "ps/client/arguments.py",
         "    if flat.size and math.isnan(flat.min()):",
         "    if flat.size and math.isnan(flat[0]):",
         "a table begins with NaN, which no update changes into a number",
@@ -364,7 +364,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "a-push-is-taken-back-twice",
         "ps",
-        "ps/client/dense/compress_pushes.py",
+        "ps/client/dense/compression.py",
         "            if not sent.is_kept and ",
         "            if ",
         "error feedback sends a gradient twice that was late in a round that was skipped",
@@ -373,7 +373,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "a-push-from-before-the-values-were-replaced-is-taken-back",
         "ps",
-        "ps/client/dense/compress_pushes.py",
+        "ps/client/dense/compression.py",
         "sent.values == self._values",
         "sent.values <= self._values",
         "after a restore error feedback sends a gradient of the values before it",
@@ -391,7 +391,7 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "missed-rounds-of-an-earlier-table",
         "ps",
-        "ps/client/rounds_of_first_k_workers.py",
+        "ps/client/first_of.py",
         "            self.n_missed = 0\n            self._began",
         "            self._began",
         "tables that are opened again begin with the rounds that an earlier one has missed",

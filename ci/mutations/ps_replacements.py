@@ -113,7 +113,7 @@ PS_REPLACEMENTS = [
     Mutation(
         "ps-nobody-counts-the-steps-of-a-newcomer",
         "ps",
-        "ps/server/core/worker_clocks_and_first_of_rounds.py",
+        "ps/server/core/worker_clocks.py",
         "        self.clocks.join(rank, clock)\n",
         "",
         "bounded reads do not wait for a newcomer",
@@ -205,7 +205,7 @@ PS_REPLACEMENTS = [
     Mutation(
         "ps-spares-have-partitions-at-first",
         "ps",
-        "ps/placement/active_and_spare_servers.py",
+        "ps/placement/places.py",
         "        self.vacant = {*self._members.server_numbers[self._members.n_places :]}\n",
         "        self.vacant = set()\n",
         "a spare is a server like the others, and takes nobody's place",
@@ -214,7 +214,7 @@ PS_REPLACEMENTS = [
     Mutation(
         "ps-partitions-stay-on-a-server-without-a-place",
         "ps",
-        "ps/server/homes/homes_of_this_process.py",
+        "ps/server/homes/local_homes.py",
         "        if swap is not None or catalog.displaced(hosts):",
         "        if swap is not None:",
         "what could not move at once from a server that was removed stays there",

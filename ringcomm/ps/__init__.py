@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringcomm.ps import initializers, optim
     from ringcomm.ps.checkpoint.client import load, restore, save
-    from ringcomm.ps.checkpoint.read_without_servers import export_safetensors, load_state_dict
+    from ringcomm.ps.checkpoint.reader import export_safetensors, load_state_dict
     from ringcomm.ps.checkpoint.recover import Recovered, recover
     from ringcomm.ps.client.dense.function_calls import function
     from ringcomm.ps.client.dense.table import Table, table
     from ringcomm.ps.client.future import Future, Pushed
-    from ringcomm.ps.client.rows.count_metadata_evict import Metadata
     from ringcomm.ps.client.rows.hash_table import HashTable, hashtable
+    from ringcomm.ps.client.rows.maintenance import Metadata
     from ringcomm.ps.client.rows.prefetching_loader import prefetching
     from ringcomm.ps.client.rows.pull_many import pull_many
     from ringcomm.ps.evaluation import Report, evaluator, report, reports, snapshot
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         workers,
     )
     from ringcomm.ps.members.live_workers import live_workers
-    from ringcomm.ps.placement.add_and_remove_servers import add_servers, remove_server
     from ringcomm.ps.placement.rebalance import Rebalanced, rebalance
+    from ringcomm.ps.placement.scaling import add_servers, remove_server
     from ringcomm.ps.row_policies import Admit, Evict
     from ringcomm.ps.session import is_chief
     from ringcomm.ps.statistics import stats
@@ -52,7 +52,7 @@ _HOMES = (
     "client.dense.table",
     "client.rows.hash_table",
     "row_policies",
-    "client.rows.count_metadata_evict",
+    "client.rows.maintenance",
     "client.rows.pull_many",
     "client.rows.prefetching_loader",
     "client.dense.function_calls",
@@ -61,8 +61,8 @@ _HOMES = (
     "statistics",
     "checkpoint.recover",
     "placement.rebalance",
-    "placement.add_and_remove_servers",
-    "checkpoint.read_without_servers",
+    "placement.scaling",
+    "checkpoint.reader",
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError, ServerLostError
 from ringcomm.ps.checkpoint.recover import follow
 from ringcomm.ps.client.future import require_timeout
-from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, release
+from ringcomm.ps.client.pauses import hold, new_id, release
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status

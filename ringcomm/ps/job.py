@@ -17,7 +17,7 @@ from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
-from ringcomm.ps.checkpoint.check_checkpoint_arguments import path_of
+from ringcomm.ps.checkpoint.arguments import path_of
 from ringcomm.ps.checkpoint.client import save, save_at_stop
 from ringcomm.ps.checkpoint.notice_of_replaced_values import KNOWN, NEWS, Replacements
 from ringcomm.ps.client.client import Client
@@ -25,7 +25,7 @@ from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
 from ringcomm.ps.members.let_in import end_step, hear
 from ringcomm.ps.members.stand_by import stand_by
-from ringcomm.ps.protocol.death_listeners import Deaths
+from ringcomm.ps.protocol.deaths import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import STEPS_MAX, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery, Link
@@ -297,8 +297,8 @@ def _make_server(
     functions: dict[str, Function],
 ) -> None:
     # These take 30 ms, which a worker saves.
-    from ringcomm.ps.server.homes.homes_of_this_process import Homes
-    from ringcomm.ps.server.homes.pushes_without_python import make_pushes
+    from ringcomm.ps.server.homes.home_pushes import make_pushes
+    from ringcomm.ps.server.homes.local_homes import Homes
     from ringcomm.ps.server.server import Server
 
     memory, link = partial(memory_of, engine), dispatcher.link

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm.ps.optim import Updater, from_json
-from ringcomm.ps.segments_with_or_without_gradient import merged
+from ringcomm.ps.segments import merged
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes

@@ -48,7 +48,7 @@ class Spec:
         partitions: how many there are.
         compression: of pushes and pulls, see ringcomm.ps.compression; empty: none.
         segments: of a dense table: first elements of what has a gradient, or none, by itself; see
-            ringcomm.ps.segments_with_or_without_gradient.
+            ringcomm.ps.segments.
         parts: of a dense table: arrays with names, one behind the other; empty: it is one array.
         scope: whose names these are, such as "optimizer 1".
     """

@@ -19,8 +19,8 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.control.live_parameters_and_callbacks import Program
 from ringcomm.engine.control.step_boundary import Control
 from ringcomm.launch.job.processes import ranks_of_this_host
-from ringcomm.ps.client.dense.compress_pushes import Packer
-from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds, PendingPush
+from ringcomm.ps.client.dense.compression import Packer
+from ringcomm.ps.client.first_of import FirstOfRounds, PendingPush
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.protocol.frames import Status
 from ringcomm.ps.table_spec import Spec

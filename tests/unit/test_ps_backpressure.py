@@ -17,7 +17,7 @@ from ringcomm.ps.client import request_order
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.client.request_order import Credit, Turns
 from ringcomm.ps.job import session
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.dense.partition import DensePartition

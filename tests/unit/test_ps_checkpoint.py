@@ -22,7 +22,7 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.ps.checkpoint import files as checkpoint_files
 from ringcomm.ps.job import session
 from ringcomm.ps.partition_state import PartitionState, recut
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.regular_files import BrokenFileError
 

@@ -17,7 +17,7 @@ from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.ps.client.dense.table import Table
 from ringcomm.ps.end_of_job import EndOfTraining
-from ringcomm.ps.protocol.death_listeners import Deaths
+from ringcomm.ps.protocol.deaths import Deaths
 from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.core import events as on
@@ -345,7 +345,7 @@ def test_rows_do_not_move_while_servers_hold_means_of_other_workers():
     core = core_of(Mode("sync"))
     core.tables[1] = replace(core.tables[1], is_dense=False)
     header = FrameHeader(FrameKind.MOVE, origin=9)
-    move = ps.placement.partition_places_and_moves.Move((1, 0), 0, 1)
+    move = ps.placement.partitions.Move((1, 0), 0, 1)
     core.handle(on.MovesAsked(push(9, 1)._replace(header=header), [move]), 0.0)
     answer = {"do": "answer", "of": "freeze", "table": 1, "unit": 0, "at": (0, True)}
     answer |= {"pending": [], "clocks": []}

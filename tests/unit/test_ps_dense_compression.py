@@ -15,7 +15,7 @@ from ringcomm.codec import BF16, FP16, Identity, Int8, TopK
 from ringcomm.ps.client.dense.optimizer_state import pull_state
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.job import session
-from ringcomm.ps.placement.partition_places_and_moves import Move, cuts
+from ringcomm.ps.placement.partitions import Move, cuts
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frame_meta import ENCODED, PushMeta
 from ringcomm.ps.protocol.frames import FrameKind

@@ -9,7 +9,7 @@ from ps_ranks_as_threads import run_all, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.job import session
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.server import open_table_on_all_servers as opening
 from ringcomm.ps.server.dense.partition import DensePartition

@@ -12,7 +12,7 @@ from ps_ranks_as_threads import run_all, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import evaluation, job
-from ringcomm.ps.client import json_requests, pause_moves_and_snapshot
+from ringcomm.ps.client import json_requests, pauses
 from ringcomm.ps.client.request import NO_BODY
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frame_meta import packed_json
@@ -190,7 +190,7 @@ def test_a_mark_behind_init_is_refused():
 @pytest.mark.long
 @pytest.mark.parametrize("n_servers", [1, 3])
 def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_servers):
-    monkeypatch.setattr(pause_moves_and_snapshot, "_TRIES", 1)
+    monkeypatch.setattr(pauses, "_TRIES", 1)
     seen = []
 
     @ps.evaluator(every=1)
@@ -213,7 +213,7 @@ def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_ser
 @pytest.mark.long
 @pytest.mark.parametrize("n_servers", [1, 2])
 def test_tables_that_open_beside_a_snapshot_need_no_second_attempt(monkeypatch, n_servers):
-    monkeypatch.setattr(pause_moves_and_snapshot, "_TRIES", 1)
+    monkeypatch.setattr(pauses, "_TRIES", 1)
     are_open = threading.Event()
 
     def body(rank):
@@ -241,7 +241,7 @@ def test_rounds_that_a_rank_has_stopped_go_on_once_it_has_left():
             json_requests.ask_json(
                 current.client,
                 FrameKind.SNAPSHOT,
-                {"do": STOP, "id": pause_moves_and_snapshot.new_id(current.client)},
+                {"do": STOP, "id": pauses.new_id(current.client)},
             ).wait()
             return None
         train(t, 5, 30)

@@ -11,8 +11,8 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import job
 from ringcomm.ps.client import json_requests, request_order
-from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.client.first_of import FirstOfRounds
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.core.rounds import Entries

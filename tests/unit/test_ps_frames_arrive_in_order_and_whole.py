@@ -12,11 +12,11 @@ from ps_ranks_as_threads import run_workers
 from ringcomm import ps
 from ringcomm.errors import RingcommError
 from ringcomm.ps.protocol import link
+from ringcomm.ps.protocol.body_memory import KEPT_NBYTES, MemoryForBodies
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frame_meta import PushMeta
 from ringcomm.ps.protocol.frames import HEADER_NBYTES, FrameHeader, FrameKind, Where, frames, packed
 from ringcomm.ps.protocol.link import INLINE_MAX, Joiner, Link, pieces
-from ringcomm.ps.protocol.memory_for_bodies import KEPT_NBYTES, MemoryForBodies
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.transport import unannounced_messages
 from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX

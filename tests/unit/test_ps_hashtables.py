@@ -15,7 +15,7 @@ import ringcomm as rc
 from ringcomm import _core, ps
 from ringcomm.config import Settings
 from ringcomm.ps.job import session
-from ringcomm.ps.server.own_or_copied_clock import OwnClock
+from ringcomm.ps.server.clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed
 
 pytestmark = pytest.mark.usefixtures("wire")

@@ -10,9 +10,9 @@ from ps_ranks_as_threads import run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import job
-from ringcomm.ps.client import json_requests, pause_moves_and_snapshot
+from ringcomm.ps.client import json_requests, pauses
 from ringcomm.ps.client.dense.optimizer_state import TableState, pull_state, push_state
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.snapshot_numbers_and_phases import RELEASE, STOP
@@ -234,7 +234,7 @@ def test_what_is_for_rounds_alone_is_refused_elsewhere():
 def stop_rounds():
     """Let no round end on any server; return what lets them end again."""
     current = job.session()
-    number = pause_moves_and_snapshot.new_id(current.client)
+    number = pauses.new_id(current.client)
     json_requests.ask_json(current.client, FrameKind.SNAPSHOT, {"do": STOP, "id": number}).wait()
     question = {"do": RELEASE, "id": number, "moves": True}
     return lambda: json_requests.ask_json(current.client, FrameKind.SNAPSHOT, question).wait()

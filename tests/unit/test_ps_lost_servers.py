@@ -16,7 +16,7 @@ from ringcomm.codec import TopK
 from ringcomm.config import Settings
 from ringcomm.ps.checkpoint import files, recover
 from ringcomm.ps.checkpoint.client import restore_tables
-from ringcomm.ps.checkpoint.when_to_save import Periodic
+from ringcomm.ps.checkpoint.save_schedule import Periodic
 from ringcomm.ps.client.rows.rows_ahead import Prefetched
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frames import FrameKind, MeetingOption

@@ -16,7 +16,7 @@ from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import End, Late, Reply
 from ringcomm.ps.server.core.core import Core
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.update_modes import FirstOf, Mode
 

@@ -11,14 +11,14 @@ from ps_ranks_as_threads import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps.client import pause_moves_and_snapshot, request_order
+from ringcomm.ps.client import pauses, request_order
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.job import session
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.server.core.actions import Grant
+from ringcomm.ps.server.core.core_table import ServedTable as CoreTable
 from ringcomm.ps.server.core.migration_leader import Leader
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable as CoreTable
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.snapshot_numbers_and_phases import moment_number, owner_of
 from ringcomm.ps.update_modes import Mode
@@ -101,7 +101,7 @@ def opened():
 def test_a_snapshot_that_lasts_keeps_nobody_from_saving_and_leaving_though_moves_wait(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(pause_moves_and_snapshot, "_PATIENCE", 0.005)  # 0.3 s of the deadline
+    monkeypatch.setattr(pauses, "_PATIENCE", 0.005)  # 0.3 s of the deadline
     is_inside, is_over = threading.Event(), threading.Event()
 
     def body(rank):

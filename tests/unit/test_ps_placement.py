@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from ringcomm.ps.placement.partition_places_and_moves import (
+from ringcomm.ps.placement.partitions import (
     PlacementView,
     cuts,
     place_dense,

@@ -12,8 +12,8 @@ from ps_ranks_as_threads import deadline, moving_beside, run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import evaluation
-from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
-from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
+from ringcomm.ps.client.rows.row_calls import RowCalls
+from ringcomm.ps.placement.partitions import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.session import session

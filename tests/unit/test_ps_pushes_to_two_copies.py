@@ -13,7 +13,7 @@ from ps_simulation_over_pipes import PipeNet
 from ps_simulation_with_copies import MODES
 
 from ringcomm.ps.protocol.frames import FrameKind
-from ringcomm.ps.server.homes.pushes_without_python import NoPushes
+from ringcomm.ps.server.homes.home_pushes import NoPushes
 from ringcomm.ps.server.homes.replication import Log
 
 ANY_ORDER = hypothesis_settings(5_000, 12)

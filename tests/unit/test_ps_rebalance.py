@@ -15,7 +15,7 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.client.request_order import RequestOrder
 from ringcomm.ps.job import session
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.partition_transfer import Transfer

@@ -18,10 +18,10 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.client.dense.pulls import DensePulls
-from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
+from ringcomm.ps.placement.partitions import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.server.homes import transfer_whole_copy
-from ringcomm.ps.server.homes.homes_of_this_process import Homes
+from ringcomm.ps.server.homes import copy_transfer
+from ringcomm.ps.server.homes.local_homes import Homes
 from ringcomm.ps.server.rows.requests import RowRequests
 from ringcomm.ps.session import session
 
@@ -471,8 +471,8 @@ def test_copies_of_which_one_has_no_memory_for_a_request_are_made_alike_again(
 @pytest.mark.parametrize("mode", at_length(MODES, MODES[:2]), ids=str)
 def test_a_second_server_may_die_once_lost_copies_are_made_again(mode, victims, monkeypatch):
     """Workers go on while copies are made, of pieces that go one by one."""
-    monkeypatch.setattr(transfer_whole_copy, "FRAME_NBYTES", 1)
-    monkeypatch.setattr(transfer_whole_copy, "WINDOW_NBYTES", 1)
+    monkeypatch.setattr(copy_transfer, "FRAME_NBYTES", 1)
+    monkeypatch.setattr(copy_transfer, "WINDOW_NBYTES", 1)
 
     def body(rank):
         table, rows = tables(mode, admit=ps.Admit(2), evict=ps.Evict(ttl="1h"))
@@ -506,8 +506,8 @@ def test_a_second_server_may_die_once_lost_copies_are_made_again(mode, victims, 
 
 @pytest.mark.long
 def test_updates_have_the_same_bits_after_two_deaths(monkeypatch):
-    monkeypatch.setattr(transfer_whole_copy, "FRAME_NBYTES", 1)
-    monkeypatch.setattr(transfer_whole_copy, "WINDOW_NBYTES", 1)
+    monkeypatch.setattr(copy_transfer, "FRAME_NBYTES", 1)
+    monkeypatch.setattr(copy_transfer, "WINDOW_NBYTES", 1)
 
     def train(rank, *victims):
         table, rows = tables("sync", ps.optim.Adam(0.1), evict=ps.Evict(max_rows=40))

@@ -23,8 +23,8 @@ from ringcomm.ps.protocol.frames import (
 )
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout, Takeovers
-from ringcomm.ps.server.homes import transfer_whole_copy
-from ringcomm.ps.server.homes.pushes_without_python import NoPushes
+from ringcomm.ps.server.homes import copy_transfer
+from ringcomm.ps.server.homes.home_pushes import NoPushes
 from ringcomm.ps.server.homes.records import AT, Entry, send_record
 from ringcomm.ps.server.homes.replication import KEPT, Answers, Came, Letters, Log, SentUnits, Way
 
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("model_time", "small_frames")
 @pytest.fixture
 def small_frames(monkeypatch):
     """Let pieces of a copy go one by one: much comes between."""
-    monkeypatch.setattr(transfer_whole_copy, "FRAME_NBYTES", 1)
-    monkeypatch.setattr(transfer_whole_copy, "WINDOW_NBYTES", 1)
+    monkeypatch.setattr(copy_transfer, "FRAME_NBYTES", 1)
+    monkeypatch.setattr(copy_transfer, "WINDOW_NBYTES", 1)
 
 
 @pytest.mark.parametrize("mode", MODES)

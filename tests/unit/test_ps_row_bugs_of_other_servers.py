@@ -11,7 +11,7 @@ from ps_row_model import DIM, Model
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS
+from ringcomm.ps.placement.partitions import HASH_PARTITIONS
 from ringcomm.ps.server.core.unit import Unit
 
 pytestmark = pytest.mark.usefixtures("wire")

@@ -12,14 +12,14 @@ from ringcomm import _core, ps
 from ringcomm.ps import evaluation
 from ringcomm.ps.checkpoint import files as checkpoint_files
 from ringcomm.ps.job import session
-from ringcomm.ps.placement import partition_places_and_moves
-from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
+from ringcomm.ps.placement import partitions
+from ringcomm.ps.placement.partitions import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frame_meta import MISSING
-from ringcomm.ps.server.own_or_copied_clock import OwnClock
+from ringcomm.ps.server.clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed
 from ringcomm.ps.server.rows.hash_shard import row_spec
-from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition
+from ringcomm.ps.server.rows.row_partition import RowsPartition
 
 DIM, UNIVERSE = 5, 300
 ALL = np.arange(UNIVERSE, dtype=np.uint64)
@@ -188,7 +188,7 @@ def test_pushes_that_wait_for_their_round_are_not_saved_as_applied(tmp_path):
 def test_partitions_that_have_not_changed_are_not_written_again(tmp_path, monkeypatch):
     n = 20_000
     # Else two of those that change share a file, of which the half that stays is written again.
-    monkeypatch.setattr(partition_places_and_moves, "HASH_PARTITIONS", 256)
+    monkeypatch.setattr(partitions, "HASH_PARTITIONS", 256)
 
     def new_bytes():
         folder = max(path.parent for path in tmp_path.glob("save-*/manifest.json"))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ringcomm.ps.client.client import Client
-from ringcomm.ps.client.rows.count_metadata_evict import Maintenance
-from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
+from ringcomm.ps.client.rows.maintenance import Maintenance
+from ringcomm.ps.client.rows.row_calls import RowCalls
 from ringcomm.ps.protocol.frame_meta import packed_owners
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.protocol.link import Delivery

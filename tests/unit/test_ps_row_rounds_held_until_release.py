@@ -11,9 +11,9 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.client import request_order
 from ringcomm.ps.job import session
-from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
+from ringcomm.ps.placement.partitions import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.server.rows.decode_and_hold_row_pushes import RowGradient, squares_of_rows
+from ringcomm.ps.server.rows.row_gradients import RowGradient, squares_of_rows
 
 DIM = 3
 KEYS = np.array([5, 11, 5, 900, 2**60])

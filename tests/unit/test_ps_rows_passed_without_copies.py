@@ -11,7 +11,7 @@ from ps_ranks_as_threads import run_workers
 import ringcomm as rc
 from ringcomm import _core, codec, ps
 from ringcomm.ps.job import session
-from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
+from ringcomm.ps.placement.partitions import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
 
 DIM, N = 7, 3000  # the rows of each of three servers are beyond what goes beside a header

@@ -10,9 +10,9 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.codec import Int8, TopK
 from ringcomm.ps.job import session
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.segments_with_or_without_gradient import Segments, ids_in, merged, packed_mask
+from ringcomm.ps.segments import Segments, ids_in, merged, packed_mask
 
 SIZES = (7, 30, 1, 12, 50)
 STARTS = (0, 7, 37, 38, 50)

@@ -16,11 +16,11 @@ from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
 from ps_simulation import Choices, World
 from ps_simulation_message_types import Request, Shape
 
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core import migration_leader
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.update_modes import SSP, FirstOf, Mode
 

@@ -14,11 +14,11 @@ from ps_training_of_two_tables import KEYS, N, require_exact, train
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
-from ringcomm.ps.placement.active_and_spare_servers import Places
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
+from ringcomm.ps.placement.places import Places
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.roles import Layout
-from ringcomm.ps.server.homes.homes_of_this_process import Homes
+from ringcomm.ps.server.homes.local_homes import Homes
 from ringcomm.ps.session import session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)

@@ -10,9 +10,9 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import job
 from ringcomm.ps.job import session
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.protocol import encode_function_arguments
+from ringcomm.ps.protocol import function_arguments
 from ringcomm.ps.server import user_functions
 
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_sent_is_told_at_once(value):
 
 def test_bytes_that_are_no_value_are_refused():
     with pytest.raises(ValueError, match="no partition"):
-        encode_function_arguments.unpacked(np.zeros(40, np.uint8))
+        function_arguments.unpacked(np.zeros(40, np.uint8))
 
 
 # --- mistakes -----------------------------------------------------------------------------------

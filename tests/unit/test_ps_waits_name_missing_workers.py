@@ -17,7 +17,7 @@ from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.client.request_order import CREDIT_NBYTES
-from ringcomm.ps.client.wait_for_replies import reasons_text
+from ringcomm.ps.client.waits import reasons_text
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frame_meta import packed_owners
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status, StepOption
@@ -275,14 +275,14 @@ def test_a_warning_says_it_long_before_the_deadline(caplog):
 
 
 def test_a_short_look_asks_nobody(monkeypatch):
-    from ringcomm.ps.client import wait_for_replies
+    from ringcomm.ps.client import waits
 
     def body(rank):
         table = ps.table("w", 4, mode="sync")
         future = table.push(ONES)
         if rank == 0:
             with monkeypatch.context() as patched:
-                patched.setattr(wait_for_replies, "ask_json", None)
+                patched.setattr(waits, "ask_json", None)
                 for _ in range(10):
                     with pytest.raises(rc.CommTimeoutError, match=r"no answer within 0.01 s"):
                         future.wait(0.01)

@@ -14,7 +14,7 @@ import ringcomm as rc
 from ringcomm import _core, ps
 from ringcomm.ps import end_of_job
 from ringcomm.ps.job import session
-from ringcomm.ps.placement.partition_places_and_moves import HASH_PARTITIONS, Move
+from ringcomm.ps.placement.partitions import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frame_meta import PushMeta
 from ringcomm.ps.protocol.frames import FrameKind

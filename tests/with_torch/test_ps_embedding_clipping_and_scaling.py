@@ -14,7 +14,7 @@ from torch import nn
 
 import ringcomm as rc
 from ringcomm.ps.client.client import Client
-from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
+from ringcomm.ps.client.rows.row_calls import RowCalls
 from ringcomm.ps.job import session
 from ringcomm.torch import ps
 from ringcomm.torch.ps.embeddings import Embedding

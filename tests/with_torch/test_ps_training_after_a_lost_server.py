@@ -11,7 +11,7 @@ from torch import nn
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.ps.checkpoint import files
-from ringcomm.ps.server.homes.homes_of_this_process import Homes
+from ringcomm.ps.server.homes.local_homes import Homes
 from ringcomm.torch import ps
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)

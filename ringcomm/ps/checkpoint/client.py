@@ -14,17 +14,17 @@ from ringcomm._version import __version__
 from ringcomm.errors import PeerFailedError, RingcommError, ServerLostError
 from ringcomm.progress_bar import progress_bar
 from ringcomm.ps.checkpoint import files
-from ringcomm.ps.checkpoint.check_checkpoint_arguments import (
+from ringcomm.ps.checkpoint.arguments import (
     folder_of,
     require_keep,
     require_periods,
     step_of,
 )
 from ringcomm.ps.checkpoint.files import SavedCheckpoint
-from ringcomm.ps.checkpoint.when_to_save import Periodic
+from ringcomm.ps.checkpoint.save_schedule import Periodic
 from ringcomm.ps.client.future import Future, FutureOfAll, require_timeout
 from ringcomm.ps.client.json_requests import ask_json, ask_servers, ignore
-from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, pause, release
+from ringcomm.ps.client.pauses import hold, new_id, pause, release
 from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, LOOK, PREPARE
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.session import Session, acts_as_chief, session

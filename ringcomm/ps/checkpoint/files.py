@@ -30,7 +30,7 @@ import numpy as np
 from ringcomm.atomic_files import crc_of, paths_in, replacing, sync_folder
 from ringcomm.integers import is_integer
 from ringcomm.ps.partition_state import PartitionState, recut
-from ringcomm.ps.placement.partition_places_and_moves import Partition
+from ringcomm.ps.placement.partitions import Partition
 from ringcomm.ps.table_spec import Spec
 from ringcomm.regular_files import BrokenFileError, open_regular, read_regular
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from ringcomm.data.work_queue import keep_queues_at
 from ringcomm.errors import CommTimeoutError, RingcommError, ServerLostError
 from ringcomm.ps.checkpoint import files
-from ringcomm.ps.checkpoint.check_checkpoint_arguments import folder_of
+from ringcomm.ps.checkpoint.arguments import folder_of
 from ringcomm.ps.checkpoint.client import limit_of, restore_tables
 from ringcomm.ps.client.json_requests import json_of
 from ringcomm.ps.client.request import Request

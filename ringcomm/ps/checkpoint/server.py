@@ -21,7 +21,7 @@ import numpy as np
 from ringcomm.errors import RingcommError
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Record
-from ringcomm.ps.checkpoint.match_values_by_name import LoadPlan, plan_load
+from ringcomm.ps.checkpoint.load_plan import LoadPlan, plan_load
 from ringcomm.ps.optim import from_json
 from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.protocol.frame_meta import COMMIT, LOOK, PREPARE, packed_json
@@ -29,16 +29,16 @@ from ringcomm.ps.protocol.frames import Status
 from ringcomm.ps.protocol.remote_errors import error_text
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.rows.hash_shard import Shard
-from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition
+from ringcomm.ps.server.rows.row_partition import RowsPartition
 from ringcomm.ps.snapshot_numbers_and_phases import owner_of
 from ringcomm.system_text import host_name
 
 if TYPE_CHECKING:
-    from ringcomm.ps.placement.partition_places_and_moves import Partition
+    from ringcomm.ps.placement.partitions import Partition
     from ringcomm.ps.protocol.link import Delivery
+    from ringcomm.ps.server.contents import Contents
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.core.core import Core
-    from ringcomm.ps.server.parts_of_a_table import Contents
     from ringcomm.ps.server.replies import Replies
     from ringcomm.ps.table_spec import Spec
 

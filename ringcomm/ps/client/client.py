@@ -21,7 +21,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.request import NO_BODY, AnyRequest, Request, fill
 from ringcomm.ps.client.request_order import Credit, PartitionOwners, SendQueue
-from ringcomm.ps.client.wait_for_replies import Waits
+from ringcomm.ps.client.waits import Waits
 from ringcomm.ps.protocol.frames import (
     FrameHeader,
     FrameKind,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.engine.core.engine import Engine
     from ringcomm.ps.client.request import PlainPush
-    from ringcomm.ps.placement.partition_places_and_moves import Partition
+    from ringcomm.ps.placement.partitions import Partition
     from ringcomm.ps.protocol.link import Link
     from ringcomm.ps.protocol.lost_server import Loss
     from ringcomm.ps.roles import Layout

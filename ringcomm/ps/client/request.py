@@ -15,7 +15,7 @@ from ringcomm.ps.protocol.frames import FrameKind, Status
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.placement.partition_places_and_moves import Partition
+    from ringcomm.ps.placement.partitions import Partition
     from ringcomm.ps.protocol.link import Delivery
 
 NO_BODY: Final = np.empty(0, np.uint8)
@@ -37,7 +37,7 @@ class Request:
         body: the payload, as Link.send() takes it; kept until the reply.
         source: what fill() is to copy to `body`, which is not sent before; None: nothing.
         out: memory for the body of a reply that comes as a message; None: any memory.
-        epoch: of the table, if partition is None; see rows/split_calls_over_servers.py.
+        epoch: of the table, if partition is None; see rows/row_calls.py.
         on_reply: takes a good reply before `future` does; may return a request to send instead.
         on_ack: takes the clock of a good reply that says no more; None: on_reply takes that, too.
         clock_of: returns `clock` when the request is sure to be sent.

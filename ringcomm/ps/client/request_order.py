@@ -13,7 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
-from ringcomm.ps.placement.partition_places_and_moves import Partition, PlacementView
+from ringcomm.ps.placement.partitions import Partition, PlacementView
 from ringcomm.ps.protocol.frame_meta import owners_of
 from ringcomm.ps.protocol.frames import FrameKind
 

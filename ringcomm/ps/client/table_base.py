@@ -17,7 +17,7 @@ from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import FrameKind
 
 if TYPE_CHECKING:
-    from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
+    from ringcomm.ps.client.first_of import FirstOfRounds
     from ringcomm.ps.optim import Updater
     from ringcomm.ps.protocol.lost_server import Loss
     from ringcomm.ps.session import Session

@@ -12,7 +12,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_json, json_of
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.placement.partition_places_and_moves import (
+from ringcomm.ps.placement.partitions import (
     Move,
     Partition,
     PlacementView,

@@ -12,10 +12,10 @@ from ringcomm.ps.protocol.frames import FrameKind, StepOption
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.client.client import Client
-    from ringcomm.ps.protocol.death_listeners import Deaths
+    from ringcomm.ps.protocol.deaths import Deaths
     from ringcomm.ps.protocol.frames import FrameHeader
     from ringcomm.ps.protocol.link import Delivery, Link
-    from ringcomm.ps.server.homes.homes_of_this_process import Homes
+    from ringcomm.ps.server.homes.local_homes import Homes
     from ringcomm.ps.server.server import Server
 
 

@@ -47,7 +47,7 @@ class FrameKind(IntEnum):
     ROWS = 17
     STOP = 18
     PIECE = 19  # of a frame that is too long for a message, see ringcomm.ps.protocol.link
-    ENTER = 20  # rounds of ps.FirstOf(k), see ringcomm.ps.client.rounds_of_first_k_workers
+    ENTER = 20  # rounds of ps.FirstOf(k), see ringcomm.ps.client.first_of
     PULLS = 21  # of several hash tables, see ringcomm.ps.client.rows.pull_many
     MISSING = 22  # for which workers do requests of the sender wait?
     REPLACED = 23  # see ringcomm.ps.checkpoint.notice_of_replaced_values
@@ -79,7 +79,7 @@ class MeetingOption(IntEnum):
 
 
 class Pausing(IntEnum):
-    """Options of FrameKind.SNAPSHOT. See ringcomm.ps.client.pause_moves_and_snapshot."""
+    """Options of FrameKind.SNAPSHOT. See ringcomm.ps.client.pauses."""
 
     BEGINS = 0  # not once a server is lost, until ps.recover()
     ENDS = 1  # a moment, or the work of this rank
@@ -122,7 +122,7 @@ class CopyOption(IntEnum):
 
 
 class EntryOption(IntEnum):
-    """Options of FrameKind.ENTER. See ringcomm.ps.client.rounds_of_first_k_workers."""
+    """Options of FrameKind.ENTER. See ringcomm.ps.client.first_of."""
 
     ASK = 0
     JOIN = 1

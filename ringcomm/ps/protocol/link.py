@@ -18,6 +18,7 @@ import numpy as np
 from ringcomm._core import WireFault
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import RingcommError
+from ringcomm.ps.protocol.body_memory import MemoryForBodies
 from ringcomm.ps.protocol.frames import (
     HEADER_NBYTES,
     INLINE_MAX,
@@ -32,13 +33,12 @@ from ringcomm.ps.protocol.frames import (
     header_of_request,
     packed,
 )
-from ringcomm.ps.protocol.memory_for_bodies import MemoryForBodies
 from ringcomm.transport.base import Transport, WireRequest
 from ringcomm.transport.tags import P2P
 from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX, ShortMessages
 
 if TYPE_CHECKING:
-    from ringcomm.ps.placement.partition_places_and_moves import Partition
+    from ringcomm.ps.placement.partitions import Partition
     from ringcomm.ps.protocol.node_pipes import Pipes
     from ringcomm.ps.server.dense.partition import DensePartition
 

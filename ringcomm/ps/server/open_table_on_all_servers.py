@@ -20,21 +20,21 @@ import numpy as np
 
 from ringcomm.errors import RingcommError
 from ringcomm.ps.optim import from_json
-from ringcomm.ps.placement.active_and_spare_servers import Places
-from ringcomm.ps.placement.partition_places_and_moves import (
+from ringcomm.ps.placement.partitions import (
     cuts,
     place_dense,
     place_hashed,
     some_of,
 )
+from ringcomm.ps.placement.places import Places
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.row_policies import Evict
+from ringcomm.ps.server.contents import Contents
 from ringcomm.ps.server.core.actions import Close, Moved
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.unit import Applied, AppliedHere, Unit
 from ringcomm.ps.server.dense.partition import DensePartition
-from ringcomm.ps.server.parts_of_a_table import Contents
 from ringcomm.ps.server.replies import NOTHING, as_body
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.table_spec import Spec
@@ -42,7 +42,7 @@ from ringcomm.system_text import host_name, read_text
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.placement.partition_places_and_moves import Move
+    from ringcomm.ps.placement.partitions import Move
     from ringcomm.ps.protocol.link import Delivery
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.core.actions import Action

@@ -13,11 +13,11 @@ from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import INLINE_MAX, FrameHeader, FrameKind, StepOption
 from ringcomm.ps.server.dense.block import BlockTraffic
 from ringcomm.ps.server.dense.partition import DensePartition
-from ringcomm.ps.server.rows.row_partition_as_data import RowsPartition
+from ringcomm.ps.server.rows.row_partition import RowsPartition
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.protocol.wire_interface import Wire
+    from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.core.core import Core

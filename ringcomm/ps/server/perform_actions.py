@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.frame_meta import KeyedPull
     from ringcomm.ps.protocol.link import Delivery
-    from ringcomm.ps.protocol.wire_interface import Wire
+    from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.clock import Clock
+    from ringcomm.ps.server.contents import Contents
     from ringcomm.ps.server.core.actions import Action, Key
-    from ringcomm.ps.server.own_or_copied_clock import Clock
-    from ringcomm.ps.server.parts_of_a_table import Contents
     from ringcomm.ps.server.rows.hash_shard import Shard
 
 

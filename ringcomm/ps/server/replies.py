@@ -13,7 +13,7 @@ from ringcomm.ps.protocol.remote_errors import error_text
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Delivery
-    from ringcomm.ps.protocol.wire_interface import Wire
+    from ringcomm.ps.protocol.wire import Wire
 
 NOTHING: Final = np.empty(0, np.uint8)
 

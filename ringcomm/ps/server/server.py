@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Join, StepOption, is_one_way
 from ringcomm.ps.server.busy_time import OwnTime
+from ringcomm.ps.server.clock import Clock, OwnClock
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.own_or_copied_clock import Clock, OwnClock
 from ringcomm.ps.server.perform_actions import ActionPerformer
 from ringcomm.ps.server.user_functions import Function
 from ringcomm.ps.snapshot_numbers_and_phases import HOLD, PAUSE, RELEASE, STOP
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ringcomm._core import StatusPage
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Delivery
-    from ringcomm.ps.protocol.wire_interface import Wire
+    from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.roles import Layout
 
 _SHOWN_S: Final = 1.0  # between two looks that others may have at this server

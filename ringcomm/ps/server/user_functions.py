@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.ps.protocol import encode_function_arguments
+from ringcomm.ps.protocol import function_arguments
 
 if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Delivery
@@ -64,7 +64,7 @@ class Calls:
                 f"call[{part.spec.name}]: it came twice, and was carried out the first time; what "
                 "it returned then is not known any more"
             )
-        name, arguments = encode_function_arguments.unpacked(request.body)
+        name, arguments = function_arguments.unpacked(request.body)
         function = self._functions.get(name)
         if function is None:
             raise KeyError(
@@ -87,9 +87,7 @@ class Calls:
         before = part.values
         values = before.copy()
         try:
-            result = encode_function_arguments.packed(
-                f"{label} returned", function(values, **arguments)
-            )
+            result = function_arguments.packed(f"{label} returned", function(values, **arguments))
         except (Exception, SystemExit) as error:  # sys.exit() would end one server after the other
             raise RingcommError(
                 f"{label} raised {type(error).__name__}: {error} (at {where}, elements "

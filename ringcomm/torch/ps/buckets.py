@@ -25,7 +25,7 @@ from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.ps.client.dense.table import table
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.optim import Assign, Updater
-from ringcomm.ps.segments_with_or_without_gradient import MOST
+from ringcomm.ps.segments import MOST
 from ringcomm.ps.table_spec import Part
 from ringcomm.ps.update_modes import Mode
 from ringcomm.torch.backward.parameter_hooks import Slot

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.ps.checkpoint.recover_by_itself import fetched
+from ringcomm.ps.checkpoint.auto_recovery import fetched
 from ringcomm.ps.client.rows.rows_ahead import Prefetched
 from ringcomm.torch.ps.embeddings import Embedding, EmbeddingBag
 from ringcomm.torch.untraced import not_inlined

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringcomm.codec import Codec
-from ringcomm.ps.checkpoint.recover_by_itself import fetched
+from ringcomm.ps.checkpoint.auto_recovery import fetched
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.rows.hash_table import HashTable, hashtable
 from ringcomm.ps.initializers import Initializer, normal

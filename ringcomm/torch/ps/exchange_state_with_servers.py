@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from ringcomm.engine.api import collectives
 from ringcomm.errors import RingcommError
-from ringcomm.ps.checkpoint.read_without_servers import read_parts
+from ringcomm.ps.checkpoint.reader import read_parts
 from ringcomm.ps.client.dense.optimizer_state import TableState
 from ringcomm.ps.client.dense.optimizer_state import pull_state as pull_table_state
 from ringcomm.ps.client.dense.optimizer_state import push_state as push_table_state
-from ringcomm.ps.segments_with_or_without_gradient import IDS, SCALARS, STEPS
+from ringcomm.ps.segments import IDS, SCALARS, STEPS
 from ringcomm.ps.session import is_chief
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket
 from ringcomm.torch.ps.distributed_optimizer_options import WHO

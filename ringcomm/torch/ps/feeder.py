@@ -21,10 +21,10 @@ import torch
 
 from ringcomm._core import StepClock
 from ringcomm.errors import RingcommError
-from ringcomm.ps.checkpoint.recover_by_itself import push_unless_lost
+from ringcomm.ps.checkpoint.auto_recovery import push_unless_lost
 from ringcomm.ps.client.dense.table import Table
+from ringcomm.ps.client.first_of import FirstOfRounds
 from ringcomm.ps.client.future import Future, Pushed
-from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
 from ringcomm.ps.client.table_base import close_abandoned
 from ringcomm.ps.optim import Updater
 from ringcomm.ps.session import session

@@ -17,7 +17,7 @@ from ringcomm.codec.named_codecs import codec_of
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
-from ringcomm.ps.checkpoint.recover_by_itself import recovered_from, require_alone
+from ringcomm.ps.checkpoint.auto_recovery import recovered_from, require_alone
 from ringcomm.ps.job import size
 from ringcomm.ps.session import is_chief, session
 from ringcomm.ps.update_modes import Mode, mode_of

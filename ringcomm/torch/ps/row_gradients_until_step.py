@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ringcomm.ps.checkpoint.recover_by_itself import push_unless_lost, pushes_nothing
+from ringcomm.ps.checkpoint.auto_recovery import push_unless_lost, pushes_nothing
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.rows.hash_table import HashTable
 from ringcomm.ps.session import Session, session

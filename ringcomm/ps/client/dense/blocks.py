@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringcomm.ps.placement.partition_places_and_moves import cuts
+from ringcomm.ps.placement.partitions import cuts
 from ringcomm.ps.protocol.frame_meta import RELEASE
 from ringcomm.ps.protocol.frames import INLINE_MAX
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
+    from ringcomm.ps.client.first_of import FirstOfRounds
     from ringcomm.ps.session import Session
     from ringcomm.ps.table_spec import Spec
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.protocol import encode_function_arguments
+from ringcomm.ps.protocol import function_arguments
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.user_functions import register
 from ringcomm.ps.session import require_not_begun
@@ -38,13 +38,13 @@ def call_function(blocks: Blocks, name: str, arguments: dict[str, Any]) -> Futur
     """Run a function on every block of a table; see Table.call()."""
     label = f"call[{blocks.spec.name}]"
     require_known(label, name, blocks.session.functions)
-    body = encode_function_arguments.packed(f"{label}: arguments of {name}()", [name, arguments])
+    body = function_arguments.packed(f"{label}: arguments of {name}()", [name, arguments])
     requests = [
         Request(FrameKind.CALL, (blocks.number, part), body=blocks.staged(part, body))
         for part in range(blocks.spec.partitions)
     ]
     return blocks.client.gather(
-        label, requests, lambda reply: encode_function_arguments.unpacked(reply.body)
+        label, requests, lambda reply: function_arguments.unpacked(reply.body)
     )
 
 

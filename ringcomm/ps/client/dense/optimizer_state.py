@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm.ps.client.request import NO_BODY, Request
-from ringcomm.ps.protocol.block_state_body import joined, split
+from ringcomm.ps.protocol.block_state import joined, split
 from ringcomm.ps.protocol.frames import FrameKind
-from ringcomm.ps.segments_with_or_without_gradient import merged
+from ringcomm.ps.segments import merged
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes

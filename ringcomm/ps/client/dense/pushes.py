@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.ps.client.dense.compress_pushes import Packer, ReplyHandler, rate_of
+from ringcomm.ps.client.dense.compression import Packer, ReplyHandler, rate_of
+from ringcomm.ps.client.first_of import PendingPush
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.request import PlainPush, PushReplies, Request
-from ringcomm.ps.client.rounds_of_first_k_workers import PendingPush
 from ringcomm.ps.protocol.frame_meta import ASSIGN, ENCODED, HOLD, INITIAL, RELEASE, PushMeta
 from ringcomm.ps.protocol.frames import INLINE_MAX, FrameKind
-from ringcomm.ps.segments_with_or_without_gradient import elements_in, packed_mask
+from ringcomm.ps.segments import elements_in, packed_mask
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ringcomm.arrays.base import lengths_of
 from ringcomm.codec import Codec
-from ringcomm.ps.client.check_arguments import (
+from ringcomm.ps.client.arguments import (
     block_of,
     dtype_of,
     factor_of,
@@ -27,16 +27,16 @@ from ringcomm.ps.client.check_arguments import (
     updater_of,
 )
 from ringcomm.ps.client.dense.blocks import Blocks
-from ringcomm.ps.client.dense.compress_pushes import Packer, rate_of
+from ringcomm.ps.client.dense.compression import Packer, rate_of
 from ringcomm.ps.client.dense.function_calls import call_function
 from ringcomm.ps.client.dense.pulls import DensePulls
 from ringcomm.ps.client.dense.pushes import Contribution, DensePushes
+from ringcomm.ps.client.first_of import FirstOfRounds
 from ringcomm.ps.client.future import Future, Pushed, pull_after
-from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
 from ringcomm.ps.client.table_base import TableBase, open_once
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.optim import Assign, Updater
-from ringcomm.ps.placement.partition_places_and_moves import cuts
+from ringcomm.ps.placement.partitions import cuts
 from ringcomm.ps.protocol.frame_meta import ABSENT, ASSIGN, HOLD, INITIAL, RELEASE, SKIP
 from ringcomm.ps.session import Session, acts_as_chief, session
 from ringcomm.ps.table_spec import Part, Spec

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ringcomm.codec import Codec
 from ringcomm.errors import MismatchError
 from ringcomm.integers import is_integer
-from ringcomm.ps.client.check_arguments import (
+from ringcomm.ps.client.arguments import (
     dtype_of,
     factor_of,
     label_of,
@@ -20,18 +20,18 @@ from ringcomm.ps.client.check_arguments import (
     updater_of,
 )
 from ringcomm.ps.client.future import Future, Pushed, pull_after
-from ringcomm.ps.client.rows.check_and_split_keys import keys_of, last_of_each, rows_of
-from ringcomm.ps.client.rows.count_metadata_evict import Maintenance, Metadata
+from ringcomm.ps.client.rows.keys import keys_of, last_of_each, rows_of
+from ringcomm.ps.client.rows.maintenance import Maintenance, Metadata
 from ringcomm.ps.client.rows.pulls import RowPull
 from ringcomm.ps.client.rows.pushes import RowContribution, RowPushes
-from ringcomm.ps.client.rows.split_calls_over_servers import RowCalls
+from ringcomm.ps.client.rows.row_calls import RowCalls
 from ringcomm.ps.client.table_base import TableBase, open_once
 from ringcomm.ps.compression import is_finite, spec_of
 from ringcomm.ps.initializers import Initializer, zeros
 from ringcomm.ps.optim import Updater
-from ringcomm.ps.placement import partition_places_and_moves
-from ringcomm.ps.protocol.compress_rows import RowPacker, not_finite
+from ringcomm.ps.placement import partitions
 from ringcomm.ps.protocol.frame_meta import MISSING
+from ringcomm.ps.protocol.row_compression import RowPacker, not_finite
 from ringcomm.ps.row_policies import Admit, Evict
 from ringcomm.ps.session import Session, session
 from ringcomm.ps.table_spec import Spec
@@ -105,7 +105,7 @@ def hashtable(
         mode=mode_of(mode),
         block=0,
         initial=init.to_json(),
-        partitions=partition_places_and_moves.HASH_PARTITIONS,
+        partitions=partitions.HASH_PARTITIONS,
         policies={
             "admit": None if admit is None else admit.to_json(),
             "evict": None if evict is None else asdict(evict),

@@ -18,10 +18,10 @@ from numpy.typing import ArrayLike, NDArray
 from ringcomm.errors import ServerLostError
 from ringcomm.ps.client.future import Future, FutureOfAll
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.client.rows.build_requests import may_place
-from ringcomm.ps.client.rows.check_and_split_keys import Portion, Share, shares
 from ringcomm.ps.client.rows.hash_table import HashTable
-from ringcomm.ps.client.rows.split_calls_over_servers import JoinedRows, RowCalls
+from ringcomm.ps.client.rows.keys import Portion, Share, shares
+from ringcomm.ps.client.rows.requests import may_place
+from ringcomm.ps.client.rows.row_calls import JoinedRows, RowCalls
 from ringcomm.ps.protocol.frame_meta import Answered, KeyedPull, packed_numbers
 from ringcomm.ps.protocol.frames import FrameKind, Status
 from ringcomm.ps.protocol.remote_errors import error_of

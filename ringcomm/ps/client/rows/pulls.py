@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from ringcomm import codec
 from ringcomm.ps.client.request import NO_BODY, Request
-from ringcomm.ps.client.rows.build_requests import may_place, regrouped, staged
-from ringcomm.ps.client.rows.check_and_split_keys import Keys, Portion
+from ringcomm.ps.client.rows.keys import Keys, Portion
 from ringcomm.ps.client.rows.pushes import RowPushes
-from ringcomm.ps.client.rows.split_calls_over_servers import KeyedRequest, RowCalls
+from ringcomm.ps.client.rows.requests import may_place, regrouped, staged
+from ringcomm.ps.client.rows.row_calls import KeyedRequest, RowCalls
 from ringcomm.ps.protocol.frame_meta import ENCODED_BODY, WANT_EXACT, Owners, PullMeta
 from ringcomm.ps.protocol.frames import INLINE_MAX, FrameKind
 

@@ -11,19 +11,18 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
+from ringcomm.ps.client.first_of import request_entry
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.request import PushReplies, Request
-from ringcomm.ps.client.rounds_of_first_k_workers import request_entry
-from ringcomm.ps.client.rows.build_requests import (
+from ringcomm.ps.client.rows.keys import Keys, Portion, portions
+from ringcomm.ps.client.rows.requests import (
     keys_and_rows,
     may_place,
     regrouped,
     staged,
     without_keys,
 )
-from ringcomm.ps.client.rows.check_and_split_keys import Keys, Portion, portions
-from ringcomm.ps.client.rows.split_calls_over_servers import KeyedRequest, RowCalls
-from ringcomm.ps.protocol.compress_rows import WireRows, not_finite
+from ringcomm.ps.client.rows.row_calls import KeyedRequest, RowCalls
 from ringcomm.ps.protocol.frame_meta import (
     ASSIGN,
     HOLD,
@@ -35,6 +34,7 @@ from ringcomm.ps.protocol.frame_meta import (
     PushMeta,
 )
 from ringcomm.ps.protocol.frames import INLINE_MAX, FrameKind
+from ringcomm.ps.protocol.row_compression import WireRows, not_finite
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes

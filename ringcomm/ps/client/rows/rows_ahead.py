@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.ps.client.rows.check_and_split_keys import Keys, keys_of
 from ringcomm.ps.client.rows.hash_table import HashTable
+from ringcomm.ps.client.rows.keys import Keys, keys_of
 from ringcomm.ps.client.rows.pull_many import pull_many, pull_together
 from ringcomm.ps.session import session
 

@@ -5,7 +5,7 @@
 | which requests are carried out, kept, or sent to another server | Core, core.migration_facade |
 | pushes, reads and what waits, of one unit | core.unit |
 | rounds | core.rounds |
-| steps of workers, places in rounds | core.worker_clocks_and_first_of_rounds |
+| steps of workers, places in rounds | core.worker_clocks |
 | snapshots | core.snapshot_moments |
 | moves and pauses | core.migration_facade, core.migration_leader, core.migration_participant |
 | when a table that was closed goes | ClosedTables |
@@ -37,13 +37,13 @@ from ringcomm.ps.server.core.actions import (
     Reply,
     Retry,
 )
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.departures import Departures
 from ringcomm.ps.server.core.migration_facade import Migration
 from ringcomm.ps.server.core.recovery_meetings import Recovery
 from ringcomm.ps.server.core.snapshot_moments import Moments
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import Unit
-from ringcomm.ps.server.core.worker_clocks_and_first_of_rounds import WorkerProgress
+from ringcomm.ps.server.core.worker_clocks import WorkerProgress
 
 
 # --- tables that are closed -----------------------------------------------------------------------

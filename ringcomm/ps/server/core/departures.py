@@ -27,11 +27,11 @@ from typing import Any, Protocol
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomers, WorkerMembers
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Reply, Send
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.migration_facade import Migration
 from ringcomm.ps.server.core.snapshot_moments import Moments
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import Unit
-from ringcomm.ps.server.core.worker_clocks_and_first_of_rounds import WorkerProgress
+from ringcomm.ps.server.core.worker_clocks import WorkerProgress
 
 
 class DepartureUnits(Protocol):

@@ -34,9 +34,9 @@ from typing import Any, Protocol
 from ringcomm.ps.placement.replacement_workers import WorkerMembers
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Close, CoreRequest, Key, Notify, Open, Reply
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.migration_leader import Leader
 from ringcomm.ps.server.core.migration_participant import Participant
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import Unit
 
 

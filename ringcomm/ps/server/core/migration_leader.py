@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringcomm.ps.placement.partition_places_and_moves import Move
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.server.core.actions import Action, Grant, Key, Notify, Reply, Send
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.snapshot_numbers_and_phases import owner_of
 
 AT_ONCE = 64  # partitions of a hash table in one migration: it stands still until they are there

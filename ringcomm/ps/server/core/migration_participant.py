@@ -22,8 +22,8 @@ from ringcomm.ps.server.core.actions import (
     Send,
     Settled,
 )
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.rounds import Rounds
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 from ringcomm.ps.server.core.unit import Unit
 
 _MOVE = 0  # in whose name rounds stop; moments have higher numbers

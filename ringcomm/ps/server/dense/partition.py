@@ -17,7 +17,7 @@ from ringcomm.ps.compression import pull_codec
 from ringcomm.ps.optim import from_json
 from ringcomm.ps.partition_state import PartitionState, slots_by_element
 from ringcomm.ps.protocol.frame_meta import ABSENT, ASSIGN, ENCODED, INITIAL, SKIP, PushMeta
-from ringcomm.ps.segments_with_or_without_gradient import Mask, Segments, taken
+from ringcomm.ps.segments import Mask, Segments, taken
 from ringcomm.ps.server.dense.block import Block
 from ringcomm.ps.server.dense.round_mean import (
     Shares,

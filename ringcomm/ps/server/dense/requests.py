@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ringcomm.ps.partition_state import PartitionState
-from ringcomm.ps.protocol.block_state_body import joined, split
+from ringcomm.ps.protocol.block_state import joined, split
 from ringcomm.ps.protocol.frame_meta import (
     ASSIGN,
     ENCODED_BODY,
@@ -32,7 +32,7 @@ from ringcomm.ps.server.core import events as on
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Delivery
-    from ringcomm.ps.protocol.wire_interface import Wire
+    from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.dense.partition import DensePartition
     from ringcomm.ps.server.replies import Replies

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Final
 
 from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
+from ringcomm.ps.server.clock import CopiedClock, OwnClock
+from ringcomm.ps.server.homes.copy_transfer import SendWholeCopy, take_pieces
+from ringcomm.ps.server.homes.home_link import NO_BODY, HomeLink, is_letter
 from ringcomm.ps.server.homes.records import Entry, entry_of, send_drop, send_record, send_report
 from ringcomm.ps.server.homes.replication import Came, Log
-from ringcomm.ps.server.homes.send_once_for_both_copies import NO_BODY, HomeLink, is_letter
-from ringcomm.ps.server.homes.transfer_whole_copy import SendWholeCopy, take_pieces
 from ringcomm.ps.server.homes.whole_copy import is_read, may_be_copied
-from ringcomm.ps.server.own_or_copied_clock import CopiedClock, OwnClock
 
 if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Link
     from ringcomm.ps.roles import Layout
-    from ringcomm.ps.server.homes.pushes_without_python import HomePushes
+    from ringcomm.ps.server.homes.home_pushes import HomePushes
     from ringcomm.ps.server.server import Server
 
 _log: Final = logging.getLogger("ringcomm")

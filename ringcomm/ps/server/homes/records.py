@@ -15,7 +15,7 @@ from ringcomm.ps.protocol.frames import (
     packed,
 )
 from ringcomm.ps.protocol.link import Delivery
-from ringcomm.ps.server.homes.send_once_for_both_copies import NO_BODY, is_letter
+from ringcomm.ps.server.homes.home_link import NO_BODY, is_letter
 
 if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Link

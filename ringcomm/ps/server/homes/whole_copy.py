@@ -31,11 +31,11 @@ from ringcomm.ps.protocol.frames import (
 )
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.dense.block import BlockTraffic
+from ringcomm.ps.server.homes.home_link import HomeLink, Sent
 from ringcomm.ps.server.homes.replication import LettersState, SentUnits, Way
-from ringcomm.ps.server.homes.send_once_for_both_copies import HomeLink, Sent
 from ringcomm.ps.server.partition_transfer import put_rows
-from ringcomm.ps.server.rows.decode_and_hold_row_pushes import RowGradient
 from ringcomm.ps.server.rows.hash_shard import Shard
+from ringcomm.ps.server.rows.row_gradients import RowGradient
 from ringcomm.ps.table_spec import Spec
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from ringcomm.ps.protocol.frame_meta import SQUARES, PushMeta
 from ringcomm.ps.protocol.frames import FrameHeader
 from ringcomm.ps.row_policies import Admit, Evict
 from ringcomm.ps.server.dense.block import BlockTraffic
-from ringcomm.ps.server.rows.decode_and_hold_row_pushes import (
+from ringcomm.ps.server.rows.row_gradients import (
     HeldRows,
     Keys,
     RowGradient,

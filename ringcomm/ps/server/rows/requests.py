@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.ps.protocol.compress_rows import encoded_rows
 from ringcomm.ps.protocol.frame_meta import (
     ASSIGN,
     COUNT,
@@ -30,15 +29,16 @@ from ringcomm.ps.protocol.frame_meta import (
 )
 from ringcomm.ps.protocol.frames import FrameKind, Status
 from ringcomm.ps.protocol.link import Delivery
+from ringcomm.ps.protocol.row_compression import encoded_rows
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.replies import NOTHING
-from ringcomm.ps.server.rows.decode_and_hold_row_pushes import Keys
 from ringcomm.ps.server.rows.hash_shard import Shard
+from ringcomm.ps.server.rows.row_gradients import Keys
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.protocol.wire_interface import Wire
+    from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.replies import Replies
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ringcomm import _core
 from ringcomm.integers import is_integer
-from ringcomm.ps.client.check_arguments import array_of, is_16bit
+from ringcomm.ps.client.arguments import array_of, is_16bit
 
 Array = NDArray[Any]
 Keys = NDArray[np.uint64]

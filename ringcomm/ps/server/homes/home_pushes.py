@@ -12,7 +12,7 @@ from ringcomm.ps.server.homes.replication import Numbers
 if TYPE_CHECKING:
     from ringcomm import _core
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.placement.partition_places_and_moves import Partition
+    from ringcomm.ps.placement.partitions import Partition
     from ringcomm.ps.server.dense.partition import DensePartition
 
 

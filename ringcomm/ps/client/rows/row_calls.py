@@ -26,7 +26,7 @@ from ringcomm.ps.protocol.frames import Status
 if TYPE_CHECKING:
     from ringcomm.ps.client.client import Client
     from ringcomm.ps.client.request import Request
-    from ringcomm.ps.client.rows.check_and_split_keys import Portion
+    from ringcomm.ps.client.rows.keys import Portion
     from ringcomm.ps.protocol.link import Delivery
 
 

@@ -13,8 +13,8 @@ from ringcomm import _core
 from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.ps.optim import Updater
-from ringcomm.ps.protocol.compress_rows import decoded_rows
 from ringcomm.ps.protocol.frame_meta import ASSIGN, ENCODED, PLACE_NBYTES, PushMeta
+from ringcomm.ps.protocol.row_compression import decoded_rows
 from ringcomm.ps.table_spec import Spec
 
 Array = NDArray[Any]

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.client.rows.check_and_split_keys import Keys, Portion, portions
-from ringcomm.ps.client.rows.split_calls_over_servers import KeyedRequest
-from ringcomm.ps.protocol.compress_rows import WireRows, decoded_rows
+from ringcomm.ps.client.rows.keys import Keys, Portion, portions
+from ringcomm.ps.client.rows.row_calls import KeyedRequest
 from ringcomm.ps.protocol.frame_meta import ENCODED, Owners, PushMeta
+from ringcomm.ps.protocol.row_compression import WireRows, decoded_rows
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes

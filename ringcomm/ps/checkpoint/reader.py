@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm.atomic_files import replacing
-from ringcomm.ps.checkpoint.check_checkpoint_arguments import folder_of, path_of
+from ringcomm.ps.checkpoint.arguments import folder_of, path_of
 from ringcomm.ps.checkpoint.files import (
     Record,
     SavedCheckpoint,
@@ -19,7 +19,7 @@ from ringcomm.ps.checkpoint.files import (
     reading,
     specs_of,
 )
-from ringcomm.ps.checkpoint.match_values_by_name import Named, array_of, labels_of, named_in
+from ringcomm.ps.checkpoint.load_plan import Named, array_of, labels_of, named_in
 from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.table_spec import Spec
 

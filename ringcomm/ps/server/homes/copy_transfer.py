@@ -22,8 +22,8 @@ from ringcomm.ps.server.homes.whole_copy import is_read, load, pieces, way_of
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Delivery, Link
-    from ringcomm.ps.server.homes.send_once_for_both_copies import HomeLink
-    from ringcomm.ps.server.own_or_copied_clock import CopiedClock
+    from ringcomm.ps.server.clock import CopiedClock
+    from ringcomm.ps.server.homes.home_link import HomeLink
     from ringcomm.ps.server.server import Server
 
 FRAME_NBYTES: Final = 1 << 20  # of pieces that go together: no more are added beyond

@@ -18,8 +18,8 @@ from typing import Any
 from ringcomm.ps.protocol.frames import CLOSING
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, CoreRequest, Reply
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.rounds import Clocks, Entries
-from ringcomm.ps.server.core.table_owners_and_units import ServedTable
 
 
 class WorkerProgress:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.client.rows.build_requests import regrouped, staged, without_keys
-from ringcomm.ps.client.rows.check_and_split_keys import Keys, Portion, keys_of
-from ringcomm.ps.client.rows.split_calls_over_servers import KeyedRequest, RowCalls
+from ringcomm.ps.client.rows.keys import Keys, Portion, keys_of
+from ringcomm.ps.client.rows.requests import regrouped, staged, without_keys
+from ringcomm.ps.client.rows.row_calls import KeyedRequest, RowCalls
 from ringcomm.ps.protocol.frame_meta import COUNT, EVICT, METADATA, Owners
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.rows.hash_shard import METADATA_ITEM

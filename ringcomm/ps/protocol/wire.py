@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.placement.partition_places_and_moves import Partition
+    from ringcomm.ps.placement.partitions import Partition
+    from ringcomm.ps.protocol.body_memory import MemoryForBodies
     from ringcomm.ps.protocol.frames import FrameHeader
-    from ringcomm.ps.protocol.memory_for_bodies import MemoryForBodies
     from ringcomm.ps.server.dense.partition import DensePartition
 
 

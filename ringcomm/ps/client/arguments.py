@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ringcomm.ps.optim import SGD, Updater
-from ringcomm.ps.segments_with_or_without_gradient import MOST
+from ringcomm.ps.segments import MOST
 from ringcomm.ps.table_spec import Part
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from ringcomm.ps.server.homes.replication import Answers, Letters
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.ps.placement.partition_places_and_moves import Partition
+    from ringcomm.ps.placement.partitions import Partition
+    from ringcomm.ps.protocol.body_memory import MemoryForBodies
     from ringcomm.ps.protocol.link import Link
-    from ringcomm.ps.protocol.memory_for_bodies import MemoryForBodies
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.dense.partition import DensePartition
-    from ringcomm.ps.server.homes.pushes_without_python import HomePushes
+    from ringcomm.ps.server.homes.home_pushes import HomePushes
 
 NO_BODY: Final = np.empty(0, np.uint8)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.placement.active_and_spare_servers import next_swap
+from ringcomm.ps.placement.places import next_swap
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind
 from ringcomm.ps.server.busy_time import OwnTime
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from ringcomm._core import StatusPage
     from ringcomm.ps.protocol.link import Delivery, Link
     from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.clock import CopiedClock
     from ringcomm.ps.server.core.core import Core
-    from ringcomm.ps.server.homes.pushes_without_python import HomePushes
-    from ringcomm.ps.server.homes.send_once_for_both_copies import HomeLink
-    from ringcomm.ps.server.own_or_copied_clock import CopiedClock
+    from ringcomm.ps.server.homes.home_link import HomeLink
+    from ringcomm.ps.server.homes.home_pushes import HomePushes
     from ringcomm.ps.server.server import Server
 
 _PLACES_S: Final = 0.05  # between two looks at which servers have partitions
