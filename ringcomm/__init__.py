@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm._version import __version__
 
 if "RINGCOMM_RANK_PROCESS" in os.environ:  # a child of a rank, such as a worker of a pool
-    from ringcomm.status.children_hold_stop_signals import hold_with_rank
+    from ringcomm.status.child_signals import hold_with_rank
 
     hold_with_rank()
 
@@ -89,7 +89,7 @@ def _print_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     try:
-        from ringcomm.status.print_alike_errors_once import print_error
+        from ringcomm.status.error_printer import print_error
     except Exception:  # noqa: BLE001 - as at the end of Python: the error is more important
         sys.__excepthook__(kind, error, trace)
     else:

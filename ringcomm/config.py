@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringcomm.errors import ConfigError
-from ringcomm.launched.children_are_no_ranks import RANK_PROCESS, RUN_FOLDER
+from ringcomm.launched.child_marks import RANK_PROCESS, RUN_FOLDER
 from ringcomm.launched.launcher import is_on, launched_rank
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from collections.abc import Container, Iterator
 from typing import Any, Final
 
 from ringcomm.config import environment
-from ringcomm.launched.children_are_no_ranks import run_file
+from ringcomm.launched.child_marks import run_file
 from ringcomm.launched.launcher import launcher_terminal
 
 _REDRAW_S: Final = 0.1

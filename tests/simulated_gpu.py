@@ -29,8 +29,8 @@ from random_programs import Library
 from ringcomm import _core
 from ringcomm.arrays import DTYPES, Span, add_device_adapter
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.device.cached_pack_tables import Layouts
-from ringcomm.gpu.device.ipc_memory_pool import Regions
+from ringcomm.gpu.device.ipc_pool import Regions
+from ringcomm.gpu.device.pack_tables import Layouts
 from ringcomm.gpu.executor.engine_gpus import Drivers
 from ringcomm.gpu.kernels.pack import PackKernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel

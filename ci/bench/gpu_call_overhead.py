@@ -24,9 +24,9 @@ from ringcomm.config import Settings
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.meet_and_leave import stop
-from ringcomm.gpu.device.shared_pinned_pool import whole_pages
-from ringcomm.gpu.executor import group_on_gpus as team_module
-from ringcomm.gpu.executor import prepare_and_enqueue_jobs
+from ringcomm.gpu.device.pinned_pool import whole_pages
+from ringcomm.gpu.executor import jobs
+from ringcomm.gpu.executor import team as team_module
 from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.gpu.transports.ipc import IpcTransport, flags_nbytes
 from ringcomm.gpu.transports.nccl import NcclTransport
@@ -37,7 +37,7 @@ _THREADS = {
     "ringcomm-gpu-launch": "calls of CUDA",
     "ringcomm": "in the background",
 }
-_GATHERING = (team_module, prepare_and_enqueue_jobs)
+_GATHERING = (team_module, jobs)
 _gather_alike = team_module.gather_alike
 _ACTIVE = contextlib.nullcontext()  # the real one pushes and pops a context of CUDA
 

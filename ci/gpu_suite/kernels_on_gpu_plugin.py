@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from gpu_emulation import GUARD
 
-from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
+from ringcomm.gpu.device.driver import CudaDriver
 from ringcomm.gpu.kernels.compiling import Kernels
 
 _pinned: list[tuple[int, int]] = []  # begin and end

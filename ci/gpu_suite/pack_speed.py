@@ -12,7 +12,7 @@ import torch
 from gpu_suite.cuda_timing import copy_ceiling, event_seconds
 from gpu_suite.outcome_lines import detail, figure
 
-from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
+from ringcomm.gpu.device.driver import CudaDriver
 from ringcomm.gpu.kernels.compiling import Kernels
 from ringcomm.gpu.kernels.pack import PackKernel, chunk_table
 

@@ -13,7 +13,7 @@ from gpu_suite.outcome_lines import detail, figure
 
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.operators import SUM
-from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
+from ringcomm.gpu.device.driver import CudaDriver
 from ringcomm.gpu.kernels.compiling import Kernels
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 

@@ -491,7 +491,7 @@ DTYPE = [
     Mutation(
         "factors-are-lost-on-a-gpu",
         "dtype",
-        "gpu/executor/prepare_and_enqueue_jobs.py",
+        "gpu/executor/jobs.py",
         "        device.launch(stream, kernel)\n    if job.buffer is not None:",
         "        pass\n    if job.buffer is not None:",
         "prescale and postscale count for arrays in host memory alone",

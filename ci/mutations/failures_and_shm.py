@@ -17,7 +17,7 @@ FAULT = [
     Mutation(
         "names-of-others-are-believed",
         "fault",
-        "status/print_alike_errors_once.py",
+        "status/error_printer.py",
         "return _uid_of_peer(asking) == os.geteuid()",
         "return True",
         "another user hides why a job does not start",
@@ -26,7 +26,7 @@ FAULT = [
     Mutation(
         "frames-of-ringcomm-are-shown",
         "fault",
-        "status/text_of_error.py",
+        "status/error_text.py",
         "if not is_ours or not any(_is_own(each.filename) for each in run):",
         "if True:",
         "one sentence about a wrong argument is lost among 40 lines of ringcomm's frames",

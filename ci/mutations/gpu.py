@@ -15,7 +15,7 @@ GPU = [
     Mutation(
         "gpu-an-average-of-hosts-is-one-of-ranks",
         "gpu",
-        "gpu/transports/nccl_16_bit_sums_by_host.py",
+        "gpu/transports/nccl_16_bit.py",
         "divisor = work.op.divisor(self._size)",
         "divisor = work.op.divisor(len(self._hosts))",
         "a 16-bit average over NCCL between hosts is too large by the ranks of a host",
@@ -24,7 +24,7 @@ GPU = [
     Mutation(
         "gpu-rows-of-ranks-beyond-the-columns-are-kept",
         "gpu",
-        "gpu/transports/nccl_16_bit_sums_by_host.py",
+        "gpu/transports/nccl_16_bit.py",
         "                    sends.append((part, rank))\n",
         "                    pass\n",
         "NCCL, hosts of unequal size: some ranks wait for ever in a 16-bit reduce_scatter",
@@ -33,7 +33,7 @@ GPU = [
     Mutation(
         "gpu-outlines-of-ranks-that-have-none-count",
         "gpu",
-        "gpu/executor/group_on_gpus.py",
+        "gpu/executor/team.py",
         "if len(outlines) == len(of_all):",
         "if outlines:",
         "an operation begun while another rank still sets up its transport fails, or adds too few",
@@ -42,7 +42,7 @@ GPU = [
     Mutation(
         "gpu-who-cannot-prepare-does-not-agree",
         "gpu",
-        "gpu/executor/group_on_gpus.py",
+        "gpu/executor/team.py",
         "                failure = error\n",
         "                raise\n",
         "a call that differs breaks the engine of a rank that has no room for it",
@@ -60,7 +60,7 @@ GPU = [
     Mutation(
         "gpu-a-damaged-kernel-is-loaded",
         "gpu",
-        "gpu/kernels/compiled_on_disk.py",
+        "gpu/kernels/kernel_cache.py",
         "if digest == _digest(code):",
         "if digest:",
         "a kernel of which the disk has kept a part is launched",
@@ -69,7 +69,7 @@ GPU = [
     Mutation(
         "gpu-kernels-in-use-are-removed",
         "gpu",
-        "gpu/kernels/compiled_on_disk.py",
+        "gpu/kernels/kernel_cache.py",
         "                os.utime(path)  # it is in use\n",
         "                pass\n",
         "a job compiles its kernels anew every 30 days, beside those that load them",
@@ -105,7 +105,7 @@ GPU = [
     Mutation(
         "gpu-a-result-is-not-awaited",
         "gpu",
-        "gpu/executor/points_on_streams.py",
+        "gpu/executor/streams.py",
         "device.await_event(stream, self._done.handle)",
         "pass",
         "a caller's stream reads a result that is not there yet",
@@ -117,7 +117,7 @@ GPU = [
     Mutation(
         "gpu-arrays-are-not-awaited",
         "gpu",
-        "gpu/executor/points_on_streams.py",
+        "gpu/executor/streams.py",
         "for event in self.ready:",
         "for event in self.ready[1:]:",
         "a collective reads an array before the caller's stream has written it",
@@ -129,7 +129,7 @@ GPU = [
     Mutation(
         "gpu-launches-are-in-any-order",
         "gpu",
-        "gpu/executor/group_on_gpus.py",
+        "gpu/executor/team.py",
         "if self._turn != place:",
         "if self._turn > place:",
         "two ranks launch in different orders, and their streams wait for each other",
@@ -159,7 +159,7 @@ GPU = [
     Mutation(
         "gpu-what-breaks-off-is-left",
         "gpu",
-        "gpu/executor/group_on_gpus.py",
+        "gpu/executor/team.py",
         "        self._end_waits(is_over, keeps)\n",
         "",
         "a stream stands for ever behind half an operation",
@@ -168,7 +168,7 @@ GPU = [
     Mutation(
         "gpu-a-stream-is-filled",
         "gpu",
-        "gpu/executor/prepare_and_enqueue_jobs.py",
+        "gpu/executor/jobs.py",
         "if not transport.meets_on_stream or number % _PHASES_AHEAD == 0:",
         "if not transport.meets_on_stream:",
         "a stream that stands still blocks who would free it",
@@ -199,7 +199,7 @@ GPU = [
     Mutation(
         "gpu-a-group-is-over-before-its-streams",
         "gpu",
-        "gpu/executor/group_on_gpus.py",
+        "gpu/executor/team.py",
         "(keeps, launched, self._group())",
         "(keeps, launched)",
         "memory is unmapped while another rank's kernel writes to it",
@@ -226,7 +226,7 @@ GPU = [
     Mutation(
         "gpu-the-loop-calls-cuda",
         "gpu",
-        "gpu/executor/cuda_call_thread.py",
+        "gpu/executor/launcher.py",
         "        calling = self.submit(call)\n        if not",
         "        calling = Calling(call)\n        calling.make()\n        if not",
         "a rank whose launch blocks notices no death, and its stream waits for ever",
@@ -235,7 +235,7 @@ GPU = [
     Mutation(
         "gpu-a-wait-ends-by-a-call",
         "gpu",
-        "gpu/executor/group_on_gpus.py",
+        "gpu/executor/team.py",
         "while not is_over():  # the stream may come to another wait",
         "while not (is_over() or launcher._work._device.require_sound(launcher._work._stream)):",
         "who would end the waits of a stream is blocked by them",
@@ -244,7 +244,7 @@ GPU = [
     Mutation(
         "gpu-kernels-are-loaded-by-their-launch",
         "gpu",
-        "gpu/executor/load_while_streams_idle.py",
+        "gpu/executor/idle_calls.py",
         "                self._device.load(each)",
         "                pass",
         "the first launch of a kernel blocks behind the stream's own wait",
@@ -253,7 +253,7 @@ GPU = [
     Mutation(
         "gpu-kernels-are-loaded-while-streams-wait",
         "gpu",
-        "gpu/executor/load_while_streams_idle.py",
+        "gpu/executor/idle_calls.py",
         "            while not self._is_idle():",
         "            while False:",
         "ranks that load kernels for different groups wait for each other for ever",
@@ -262,7 +262,7 @@ GPU = [
     Mutation(
         "gpu-known-kinds-let-no-load-pass",
         "gpu",
-        "gpu/executor/prepare_and_enqueue_jobs.py",
+        "gpu/executor/jobs.py",
         "            if idle_calls.n_wanted:",
         "            if False:",
         "a steady flow of operations keeps one that has a kernel to load waiting for ever",
@@ -271,7 +271,7 @@ GPU = [
     Mutation(
         "gpu-a-rank-enqueues-before-others-have-loaded",
         "gpu",
-        "gpu/executor/prepare_and_enqueue_jobs.py",
+        "gpu/executor/jobs.py",
         "            if new:\n",
         "            if new is None:\n",
         "with NCCL, ranks that load kernels for different groups wait for each other for ever",
@@ -280,7 +280,7 @@ GPU = [
     Mutation(
         "gpu-a-query-ends-a-capture",
         "gpu",
-        "gpu/executor/cuda_call_thread.py",
+        "gpu/executor/launcher.py",
         "            self._device.leave_captures_alone()\n",
         "",
         "CUDA graphs of the program cannot be captured while an operation is under way",
@@ -289,7 +289,7 @@ GPU = [
     Mutation(
         "gpu-a-capture-takes-an-operation",
         "gpu",
-        "gpu/executor/points_on_streams.py",
+        "gpu/executor/streams.py",
         "    if device.is_capturing(stream):",
         "    if False:",
         "a CUDA graph contains a part of an operation, and hangs when it is replayed",
@@ -298,7 +298,7 @@ GPU = [
     Mutation(
         "gpu-any-number-is-under-way",
         "gpu",
-        "gpu/executor/group_on_gpus.py",
+        "gpu/executor/team.py",
         "self._under_way.earliest(MOST_UNDER_WAY)",
         "self._under_way.earliest(1 << 20)",
         "a launch blocks on a full stream, and holds the lock of all calls",
@@ -325,7 +325,7 @@ GPU = [
     Mutation(
         "gpu-a-context-on-gpu-0",
         "gpu",
-        "gpu/executor/cuda_call_thread.py",
+        "gpu/executor/launcher.py",
         "with self._device.active():",
         "if True:",
         "each rank takes half a gigabyte of GPU 0",
@@ -334,31 +334,31 @@ GPU = [
     Mutation(
         "gpu-memory-goes-to-any-stream",
         "gpu",
-        "gpu/device/ipc_memory_pool.py",
+        "gpu/device/ipc_pool.py",
         "if self._uses[serial].stream in (None, use.stream):",
         "if self._uses[serial].stream in (None, use.stream, *self._waiting):",
         "a new array is overwritten by what another stream still does with its memory",
-        ("gpu/test_ipc_memory_pool.py",),
+        ("gpu/test_ipc_pool.py",),
     ),
     Mutation(
         "gpu-a-wait-frees-later-uses",
         "gpu",
-        "gpu/device/ipc_memory_pool.py",
+        "gpu/device/ipc_pool.py",
         "former, self._uses[found] = self._uses[found], use",
         """\
 former = self._uses[found]
             former.stream, former.keeps = use.stream, use.keeps""",
         "memory is free for all streams while its own one still uses it",
-        ("gpu/test_ipc_memory_pool.py",),
+        ("gpu/test_ipc_pool.py",),
     ),
     Mutation(
         "gpu-a-freed-stream-is-awaited",
         "gpu",
-        "gpu/device/ipc_memory_pool.py",
+        "gpu/device/ipc_pool.py",
         "                if use.stream == stream:\n",
         "                if use is None:\n",
         "an event is recorded on a stream that is not there any more",
-        ("gpu/test_ipc_memory_pool.py",),
+        ("gpu/test_ipc_pool.py",),
     ),
     Mutation(
         "gpu-c10d-copies-too-early",

@@ -69,7 +69,7 @@ Descent descent_of(const Process& process, const Parent& parent) {
   if (process.pid == parent.pid || process.start_ticks < parent.start_ticks) return Descent::none;
   const bool is_attached = process.session == parent.session;
   if (is_attached && parent.leads_group && process.group == parent.pid) return Descent::attached;
-  // Set by launched/children_are_no_ranks.py for what a rank starts.
+  // Set by launched/child_marks.py for what a rank starts.
   const std::string mark = "RINGCOMM_RANK_PROCESS=" + std::to_string(parent.pid) + " ";
   if (!has_page_of(process.pid, parent) && !was_started_with(process.pid, mark))
     return Descent::none;

@@ -15,8 +15,8 @@ import numpy as np
 
 from ringcomm.arrays import adapter_for
 from ringcomm.config import read_settings
-from ringcomm.data.check_sampler_state import State
 from ringcomm.data.sampler import Batches, Constant, ShardedSampler, require_sampler
+from ringcomm.data.sampler_state import State
 
 # --- results that are made ahead ------------------------------------------------------------------
 T = TypeVar("T")

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, Final, Literal, get_args
 
-from ringcomm.data.check_sampler_state import State, natural, require_complete, whole_state
 from ringcomm.data.epoch_order import (
     REMAINDERS,
     EpochShare,
@@ -20,6 +19,7 @@ from ringcomm.data.epoch_order import (
     share_length,
     share_of,
 )
+from ringcomm.data.sampler_state import State, natural, require_complete, whole_state
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine, is_initialized
 from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join

@@ -6,9 +6,9 @@ def train(state): ...
 train(rc.elastic.ArrayState(step=0, weights=weights))
 """
 
-from ringcomm.elastic.current_view_and_listeners import on_new_view, view
 from ringcomm.elastic.run import leave, request_scale, run
 from ringcomm.elastic.state import ArrayState, HostsUpdatedInterrupt, ObjectState, State
+from ringcomm.elastic.views import on_new_view, view
 from ringcomm.transport.membership.view import View
 
 __all__ = [

@@ -14,8 +14,8 @@ from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 import numpy as np
 
 from ringcomm.elastic.commit_file import KeptFile
-from ringcomm.elastic.current_view_and_listeners import begin_in_new_view
 from ringcomm.elastic.state import ArrayState, HostsUpdatedInterrupt, State
+from ringcomm.elastic.views import begin_in_new_view
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.begin_next_view import (
     elastic_world,

@@ -14,7 +14,7 @@ from ringcomm.atomic_files import replacing
 from ringcomm.errors import PeerFailedError
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.regular_files import BrokenFileError, with_checksum, without_checksum
-from ringcomm.status.text_of_error import text_of_error
+from ringcomm.status.error_text import text_of_error
 from ringcomm.trusted_files import read_trusted
 
 CALL: Final = "call"

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from ringcomm.errors import ConfigError
 from ringcomm.launched.ancestors import mpirun_and_above
-from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
+from ringcomm.launched.child_marks import RUN_FOLDER
 from ringcomm.system_text import read_text
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from ringcomm.launched.ancestors import ancestors
-from ringcomm.launched.children_are_no_ranks import RUN_FOLDER, create_run_file, run_file
+from ringcomm.launched.child_marks import RUN_FOLDER, create_run_file, run_file
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.launched.process_stat import ProcessStat
 from ringcomm.system_text import bytes_of, host_name
@@ -51,7 +51,7 @@ class RankProcess(NamedTuple):
 def note_rank_process(environ: Mapping[str, str] = os.environ) -> None:
     """Record that this process is the rank, and not the shell script that has started it.
 
-    become_rank_program.py has recorded the script. It stays the one on record if this process does
+    rank_program.py has recorded the script. It stays the one on record if this process does
     not see it, as in a container, because then `ringcomm run` does not know this process's pid. A
     script that execs the rank may have started another one before.
     """

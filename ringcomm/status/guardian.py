@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import ringcomm._core
-from ringcomm.launched.children_are_no_ranks import run_file
+from ringcomm.launched.child_marks import run_file
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.open_errors import needed_for
 

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from ringcomm._core import StatusPage, record_this_rank_in
 from ringcomm.errors import PeerFailedError
-from ringcomm.launched.children_are_no_ranks import run_file
+from ringcomm.launched.child_marks import run_file
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.launched.rank_process import note_rank_process
+from ringcomm.status.error_printer import print_error_of_thread
+from ringcomm.status.error_text import OWN_FILES, is_of_library, was_raised_by_code
 from ringcomm.status.page_enums import Ending
-from ringcomm.status.print_alike_errors_once import print_error_of_thread
-from ringcomm.status.text_of_error import OWN_FILES, is_of_library, was_raised_by_code
 
 _FRAMES = 1  # the traceback has all
 _REPORT_S = 1.0

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ringcomm._core import NodeMemory, StatusPage
 from ringcomm.errors import ConfigError, MismatchError
 from ringcomm.launched.launcher import is_fault_tolerant
-from ringcomm.status.ending_in_words import how_it_ended
+from ringcomm.status.ending_text import how_it_ended
 from ringcomm.status.guardian import Ward
 from ringcomm.status.page_enums import Ending, PageState
 from ringcomm.status.stacks import offer_stacks, where_is

@@ -20,7 +20,7 @@ from ringcomm._core import (
     mpi_runner,
 )
 from ringcomm.errors import ConfigError
-from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT, create_run_file, run_file
+from ringcomm.launched.child_marks import LOST_BEFORE_INIT, create_run_file, run_file
 from ringcomm.launched.launcher import launched_rank, launched_size
 from ringcomm.launched.mpi_defaults import hide_from_children, lacks_home, set_mpi_defaults
 from ringcomm.open_errors import needed_for

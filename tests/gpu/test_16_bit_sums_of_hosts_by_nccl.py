@@ -15,7 +15,7 @@ import ringcomm as rc
 from ringcomm.collectives.message_patterns import chunks
 from ringcomm.config import Settings
 from ringcomm.gpu.transports import nccl, slices
-from ringcomm.gpu.transports.nccl_16_bit_sums_by_host import SumsByHost
+from ringcomm.gpu.transports.nccl_16_bit import SumsByHost
 
 LAYOUTS = {
     "2 hosts x 2": (0, 0, 2, 2),

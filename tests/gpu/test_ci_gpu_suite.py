@@ -180,7 +180,7 @@ import ctypes
 from types import SimpleNamespace
 import gpu_emulation
 from cupy.cuda import nvrtc
-from ringcomm.gpu.device import calls_that_cupy_lacks
+from ringcomm.gpu.device import driver
 from ringcomm.gpu.kernels.base import source
 
 class Driver:
@@ -193,7 +193,7 @@ class Driver:
         nbytes = ctypes.c_size_t.from_address(size)
         function.launch(grid, block, ctypes.c_void_p(parameters), nbytes)
 
-calls_that_cupy_lacks.CudaDriver = Driver
+driver.CudaDriver = Driver
 alloc_pinned_memory = bytearray
 runtime = SimpleNamespace(deviceGetAttribute=lambda *_: 9, deviceSynchronize=lambda: None)
 """,

@@ -67,7 +67,7 @@ def test_a_probe_ends_with_its_figure(name, said, tmp_path):
 MEET = """
 import ctypes, time
 import numpy as np
-from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
+from ringcomm.gpu.device.driver import CudaDriver
 
 driver, size = CudaDriver(), 600
 stream = ctypes.c_void_p()
@@ -102,7 +102,7 @@ def test_a_meeting_of_streams_is_one_call_of_cuda(tmp_path):
 LAUNCH = """
 import ctypes, time
 import numpy as np
-from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
+from ringcomm.gpu.device.driver import CudaDriver
 from ringcomm.gpu.kernels.base import BLOCK
 from ringcomm.gpu.kernels.write_number import WriteKernel
 

@@ -24,7 +24,7 @@ from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.grouped import plan_grouped_allreduce
 from ringcomm.engine.operations.into_array import plan_allgather_into
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
-from ringcomm.gpu.executor import group_on_gpus, plans
+from ringcomm.gpu.executor import plans, team
 from ringcomm.gpu.executor.engine_gpus import Gpus
 from ringcomm.gpu.transports import slices
 from ringcomm.gpu.transports.ipc import IpcTransport
@@ -122,7 +122,7 @@ def test_factors_give_the_bits_of_host_memory(transport, tmp_path, caplog):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_scans_go_through_host_memory_in_pieces(transport, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("ringcomm.gpu.executor.via_host_memory.PIECE_NBYTES", 4096)
+    monkeypatch.setattr("ringcomm.gpu.executor.host_staging.PIECE_NBYTES", 4096)
 
     def body(rank):
         x = sim.array(whole_numbers(rank, 5000))
@@ -306,12 +306,12 @@ def test_calls_that_differ_take_no_place_among_the_launches(tmp_path):
 
 
 def test_who_cannot_prepare_a_call_hears_first_that_the_calls_differ(tmp_path, monkeypatch):
-    async def prepare(transport, jobs, launcher, *, as_ever=group_on_gpus.prepare):
+    async def prepare(transport, jobs, launcher, *, as_ever=team.prepare):
         if jobs[0].work.source.count == 5:
             raise MemoryError("no room")
         return await as_ever(transport, jobs, launcher)
 
-    monkeypatch.setattr(group_on_gpus, "prepare", prepare)
+    monkeypatch.setattr(team, "prepare", prepare)
 
     heard = []
 
@@ -331,12 +331,12 @@ def test_who_cannot_prepare_a_call_hears_first_that_the_calls_differ(tmp_path, m
 
 
 def test_operations_go_on_after_one_whose_kernel_cannot_be_compiled(tmp_path, monkeypatch):
-    async def load(loaded, todo, *others, as_ever=group_on_gpus.LoadedKernels.load):
+    async def load(loaded, todo, *others, as_ever=team.LoadedKernels.load):
         if todo[0].work.source.count == 5:
             raise rc.ConfigError("the compiler is too old")
         await as_ever(loaded, todo, *others)
 
-    monkeypatch.setattr(group_on_gpus.LoadedKernels, "load", load)
+    monkeypatch.setattr(team.LoadedKernels, "load", load)
 
     def body(rank):
         x = sim.array(np.ones(3, "f4"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringcomm.config import kernel_folder
-from ringcomm.gpu.kernels.compiled_on_disk import compiled_once
+from ringcomm.gpu.kernels.kernel_cache import compiled_once
 
 KEY = ("source", "--std=c++17", "sm_90")
 

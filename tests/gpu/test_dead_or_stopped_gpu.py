@@ -11,7 +11,7 @@ from gpu_ranks import choose, with_fault
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES
-from ringcomm.gpu.executor import group_on_gpus as gpu_team
+from ringcomm.gpu.executor import team as gpu_team
 from ringcomm.gpu.transports import slices
 
 

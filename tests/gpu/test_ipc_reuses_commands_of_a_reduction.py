@@ -14,20 +14,20 @@ from harness import wait_until
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.gpu.executor import group_on_gpus as team_module
+from ringcomm.gpu.executor import team as team_module
 from ringcomm.gpu.executor.engine_gpus import Gpus
-from ringcomm.gpu.executor.group_on_gpus import LaunchOrder
+from ringcomm.gpu.executor.team import LaunchOrder
 from ringcomm.gpu.executor.watched_stream import WatchedStream
-from ringcomm.gpu.transports import plan_ipc_stream_commands
+from ringcomm.gpu.transports import ipc_commands
 from ringcomm.transport.channel import Until, Wait
 
 BENCH = Path(__file__).parents[2] / "ci" / "bench"
 
 
 def test_the_commands_of_a_reduction_are_made_once(tmp_path, monkeypatch):
-    made, phases = [], plan_ipc_stream_commands.phases
+    made, phases = [], ipc_commands.phases
     monkeypatch.setattr(
-        plan_ipc_stream_commands,
+        ipc_commands,
         "phases",
         lambda work, view: made.append(work) or phases(work, view),
     )

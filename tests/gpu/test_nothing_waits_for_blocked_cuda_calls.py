@@ -18,9 +18,9 @@ from simulated_nccl import FakeCommunicator
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES, Span
-from ringcomm.gpu.executor.group_on_gpus import MOST_UNDER_WAY
-from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
-from ringcomm.gpu.executor.prepare_and_enqueue_jobs import LoadedKernels
+from ringcomm.gpu.executor.idle_calls import IdleCalls
+from ringcomm.gpu.executor.jobs import LoadedKernels
+from ringcomm.gpu.executor.team import MOST_UNDER_WAY
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.nccl import NcclTransport
 from ringcomm.gpu.transports.works import GpuReduce, Job

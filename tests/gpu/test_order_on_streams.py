@@ -13,9 +13,9 @@ from sample_values import whole_numbers
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.gpu.executor import group_on_gpus as gpu_team
-from ringcomm.gpu.executor import via_host_memory
-from ringcomm.gpu.executor.points_on_streams import Issue, Launched, Reached
+from ringcomm.gpu.executor import host_staging
+from ringcomm.gpu.executor import team as gpu_team
+from ringcomm.gpu.executor.streams import Issue, Launched, Reached
 from ringcomm.gpu.transports import ipc, slices
 
 SIZE = 3
@@ -86,7 +86,7 @@ def is_right(seed, folder, transport, **options):
 @pytest.fixture(autouse=True)
 def small_staging(monkeypatch):
     monkeypatch.setattr(slices, "STAGING_NBYTES", 4096)
-    monkeypatch.setattr(via_host_memory, "PIECE_NBYTES", 1024)
+    monkeypatch.setattr(host_staging, "PIECE_NBYTES", 1024)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

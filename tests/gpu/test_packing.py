@@ -7,7 +7,7 @@ from gpu_ranks import choose, on_gpus
 from sample_values import whole_numbers
 
 import ringcomm as rc
-from ringcomm.gpu.device import cached_pack_tables
+from ringcomm.gpu.device import pack_tables
 from ringcomm.gpu.kernels.pack import TENSORS_PER_LAUNCH
 
 SIGNALLING = 0x7FA00001  # as a float32 a NaN that arithmetic would make quiet
@@ -58,7 +58,7 @@ def test_more_arrays_than_one_launch_takes(tmp_path):
 @pytest.mark.parametrize("bound", ["layouts", "room"])
 def test_no_more_tables_than_there_is_room_for(bound, tmp_path, monkeypatch):
     if bound == "layouts":
-        monkeypatch.setattr(cached_pack_tables, "_MOST_LAYOUTS", 2)
+        monkeypatch.setattr(pack_tables, "_MOST_LAYOUTS", 2)
 
     def body(rank):
         gpu, packs = sim.current_gpu(), []

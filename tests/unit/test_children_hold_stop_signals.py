@@ -69,8 +69,8 @@ KINDS = {
 
 if __name__ == "__main__":
     from ringcomm._core import catch_stop_signals, pass_stop_signals_on, release_stop_signals
-    from ringcomm.launched.children_are_no_ranks import mark_children_of_this_rank
-    from ringcomm.status.children_hold_stop_signals import let_children_hold
+    from ringcomm.launched.child_marks import mark_children_of_this_rank
+    from ringcomm.status.child_signals import let_children_hold
     mark_children_of_this_rank()
     let_children_hold()
     here, there = multiprocessing.Pipe()

@@ -16,7 +16,7 @@ from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch import ctl, top
 from ringcomm.launch.watch.prometheus import Pages
 from ringcomm.launch.watch.send_command import look
-from ringcomm.launched import become_rank_program
+from ringcomm.launched import rank_program
 
 RANK = """
 import os, sys
@@ -37,7 +37,7 @@ def start(folder, rank):
     job = f"{folder.name}-{os.getpid()}"
     program = [sys.executable, "-P", "-c", RANK, job]
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", become_rank_program.__file__, folder, *program],
+        [sys.executable, "-I", "-S", rank_program.__file__, folder, *program],
         env={**os.environ, "RANK": str(rank)},
         stdin=subprocess.PIPE,
     )

@@ -24,7 +24,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api import tuning_files
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.kernels import compiled_on_disk
+from ringcomm.gpu.kernels import kernel_cache
 from ringcomm.launch import run, run_rank
 from ringcomm.launch.dashboard.source import Source
 from ringcomm.launch.job import hosts, local_job
@@ -78,7 +78,7 @@ def test_a_report_of_a_rank_of_run_is_read_whole_or_named(tmp_path):
 
 def test_a_kernel_of_which_a_bit_has_changed_is_compiled_anew(tmp_path):
     def compiled(code):
-        return compiled_on_disk.compiled_once(tmp_path, ("source",), lambda: code)
+        return kernel_cache.compiled_once(tmp_path, ("source",), lambda: code)
 
     compiled(b"good" * 9)
     [path] = tmp_path.iterdir()

@@ -8,7 +8,7 @@ import pytest
 from harness import run_ranks
 
 import ringcomm as rc
-from ringcomm.elastic import ArrayState, ObjectState, State, current_view_and_listeners
+from ringcomm.elastic import ArrayState, ObjectState, State, views
 from ringcomm.elastic.checksum import checksum_of
 from ringcomm.elastic.run import differences, outline_of
 from ringcomm.engine.api import begin_next_view
@@ -224,7 +224,7 @@ def test_callbacks_of_a_reset_are_called_in_their_order():
 
 
 def test_listeners_of_new_views_live_as_long_as_their_objects(monkeypatch):
-    monkeypatch.setattr(current_view_and_listeners, "_listeners", [])  # not those of other tests
+    monkeypatch.setattr(views, "_listeners", [])  # not those of other tests
     seen = []
 
     class Holder:
@@ -238,7 +238,7 @@ def test_listeners_of_new_views_live_as_long_as_their_objects(monkeypatch):
     for each in (kept, dropped):
         rc.elastic.on_new_view(each.note)
     del dropped, each
-    current_view_and_listeners.tell_listeners()
+    views.tell_listeners()
     assert seen == ["kept"]
 
 

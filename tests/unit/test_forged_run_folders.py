@@ -22,10 +22,10 @@ from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import judge_ending
 from ringcomm.launch.watch import ctl
-from ringcomm.launched import become_rank_program
+from ringcomm.launched import rank_program
 from ringcomm.launched.process_stat import ProcessStat
 
-BECOME = [sys.executable, "-I", "-S", become_rank_program.__file__]
+BECOME = [sys.executable, "-I", "-S", rank_program.__file__]
 SLEEPS = ("sleep", "600")
 
 

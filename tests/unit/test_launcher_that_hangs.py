@@ -19,13 +19,13 @@ from ringcomm.launch.job.read_records import Evidence, RankEnd, RecordedFailure
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import JobEnding, judge_ending
-from ringcomm.launched import become_rank_program
+from ringcomm.launched import rank_program
 
 # Starts two ranks, and does what is asked when they have ended.
 LAUNCHER = f"""
 import os, signal, subprocess, sys, time
 folder, program, then = sys.argv[1:]
-start = [sys.executable, "-I", "-S", {become_rank_program.__file__!r}, folder, "sh", "-c", program]
+start = [sys.executable, "-I", "-S", {rank_program.__file__!r}, folder, "sh", "-c", program]
 ranks = [subprocess.Popen(start, env={{**os.environ, "RANK": str(rank)}}) for rank in range(2)]
 codes = [rank.wait() for rank in ranks]
 exec(then)
@@ -125,7 +125,7 @@ def test_the_launchers_code_does_not_count(ends, failures, says, expected):
 # --- ranks that do not start --------------------------------------------------------------------
 def starting(folder, *ranks, then="sleep 600"):
     """Return a launcher that starts these ranks alone."""
-    start = f"{sys.executable} -I -S {become_rank_program.__file__} {folder.path} true"
+    start = f"{sys.executable} -I -S {rank_program.__file__} {folder.path} true"
     return ["sh", "-c", "".join(f"RANK={rank} {start}; " for rank in ranks) + then]
 
 
@@ -209,7 +209,7 @@ Supervisor(sys.argv[2:], os.environ, folder, size=1, grace_s=1).run()
         "sleep 600; :",  # a script that calls the true launcher, as Intel MPI's mpirun does
         "kill -STOP $$",
         "trap '' TERM; sleep 600; :",
-        f"RANK=0 setsid {sys.executable} -I -S {become_rank_program.__file__} $0 sleep 600; :",
+        f"RANK=0 setsid {sys.executable} -I -S {rank_program.__file__} $0 sleep 600; :",
     ],
 )
 def test_no_launcher_and_no_rank_outlives_it(deed, tmp_path):
@@ -253,7 +253,7 @@ def test_no_file_of_mpi_outlives_ranks_that_are_killed_in_init(deed, code, segme
     folder = RunFolder(tmp_path / "run")
     (tmp_path / "rank.py").write_text(IN_INIT)
     launcher = (
-        f"RANK=0 {sys.executable} -I -S {become_rank_program.__file__} {folder.path} "
+        f"RANK=0 {sys.executable} -I -S {rank_program.__file__} {folder.path} "
         f"{sys.executable} {tmp_path}/rank.py {folder.path} {segment} & "
         f"until [ -e {folder.path}/rank-0.starts ]; do sleep 0.01; done; kill -{deed} $PPID; wait"
     )
@@ -270,7 +270,7 @@ def test_a_file_of_mpi_is_known_once_its_rank_waits_in_init(segment, tmp_path):
     folder, rank = RunFolder(tmp_path / "run"), tmp_path / "rank.py"
     folder.create({}, {})
     rank.write_text(IN_INIT)
-    start = [sys.executable, "-I", "-S", become_rank_program.__file__, str(folder.path)]
+    start = [sys.executable, "-I", "-S", rank_program.__file__, str(folder.path)]
     files = ranks_of_this_host.MpiFiles(folder, 2)
     files.look()  # at all ranks; and in a second again
     process = subprocess.Popen(

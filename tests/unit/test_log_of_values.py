@@ -14,7 +14,7 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api import log_metrics
-from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
+from ringcomm.launched.child_marks import RUN_FOLDER
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from other_users import IS_ROOT, OTHER
 import ringcomm as rc
 from ringcomm.engine.api import one_error_for_all
 from ringcomm.engine.api.one_error_for_all import gather_or_raise, raise_together
-from ringcomm.status import print_alike_errors_once
+from ringcomm.status import error_printer
 
 
 def failing(error, on_rank):
@@ -99,12 +99,12 @@ OF_A_RANK = """
 import sys
 from ringcomm.engine.api import one_error_for_all
 from ringcomm.errors import RingcommError
-from ringcomm.status import print_alike_errors_once
+from ringcomm.status import error_printer
 
 one_error_for_all.collectives.barrier = lambda **_: None
-print_alike_errors_once._SKEW_S = float("inf")
-print_alike_errors_once.time.sleep = lambda seconds: sys.stdin.read() if seconds > 1 else None
-print_alike_errors_once.note_watch(lambda: True)
+error_printer._SKEW_S = float("inf")
+error_printer.time.sleep = lambda seconds: sys.stdin.read() if seconds > 1 else None
+error_printer.note_watch(lambda: True)
 print("ready", flush=True)
 sys.stdin.readline()
 one_error_for_all.raise_together(RingcommError("refused"))
@@ -113,7 +113,7 @@ one_error_for_all.raise_together(RingcommError("refused"))
 
 def test_a_claim_is_held_until_the_process_ends_and_no_warning_is_about_it():
     code = (
-        "import os; from ringcomm.status.print_alike_errors_once import _claim; "
+        "import os; from ringcomm.status.error_printer import _claim; "
         "name = f'ringcomm.test.{os.getpid()}'; _claim(name).close(); assert not _claim(name)"
     )
     command = [sys.executable, "-P", "-X", "dev", "-W", "error", "-c", code]
@@ -154,25 +154,25 @@ def claimed_by_another(name, monkeypatch):
 def test_a_name_that_another_user_has_claimed_silences_nobody(monkeypatch):
     name = f"ringcomm.test.{os.getpid()}"
     with claimed_by_another(f"{name}.printed", monkeypatch):
-        assert not print_alike_errors_once._is_printed(name)
-    with print_alike_errors_once._claim(f"{name}.printed"):
+        assert not error_printer._is_printed(name)
+    with error_printer._claim(f"{name}.printed"):
         monkeypatch.undo()
-        assert print_alike_errors_once._is_printed(name)
+        assert error_printer._is_printed(name)
 
 
 def test_ranks_tell_the_one_that_prints_and_strangers_do_not_count(monkeypatch):
     """It gathers as long as it takes, until all ranks have told it."""
     name = f"ringcomm.test.{os.getpid()}"
-    monkeypatch.setattr(print_alike_errors_once, "_GATHERING_S", 60.0)
-    monkeypatch.setattr(print_alike_errors_once, "_SKEW_S", 60.0)
-    monkeypatch.setattr(print_alike_errors_once, "launched_local_size", lambda: 3)
+    monkeypatch.setattr(error_printer, "_GATHERING_S", 60.0)
+    monkeypatch.setattr(error_printer, "_SKEW_S", 60.0)
+    monkeypatch.setattr(error_printer, "launched_local_size", lambda: 3)
     uids = iter([OTHER, os.geteuid(), os.geteuid()])
-    monkeypatch.setattr(print_alike_errors_once, "_uid_of_peer", lambda _: next(uids))
-    with print_alike_errors_once._claim(name) as claim:
+    monkeypatch.setattr(error_printer, "_uid_of_peer", lambda _: next(uids))
+    with error_printer._claim(name) as claim:
         for rank in (7, 1, 2):
-            monkeypatch.setattr(print_alike_errors_once, "launched_rank", lambda rank=rank: rank)
-            print_alike_errors_once._tell(name)
-        assert print_alike_errors_once._others_that_raise_it(claim) == {1, 2}
+            monkeypatch.setattr(error_printer, "launched_rank", lambda rank=rank: rank)
+            error_printer._tell(name)
+        assert error_printer._others_that_raise_it(claim) == {1, 2}
 
 
 def test_who_prints_it_stays_until_late_ranks_have_found_it_printed(monkeypatch):

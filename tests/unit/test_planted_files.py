@@ -31,7 +31,7 @@ from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch import ctl, other_hosts, timeline_command, top
 from ringcomm.launch.watch.find_ranks import _sample
 from ringcomm.launch.watch.rank_rows import RankSample, title_of
-from ringcomm.launched import become_rank_program
+from ringcomm.launched import rank_program
 from ringcomm.regular_files import BrokenFileError, read_regular
 
 ESCAPES = "\x1b]0;title\x07\x1b[2Jno\rh\u202e1\udcff"  # a title, an empty screen, other directions
@@ -197,7 +197,7 @@ def test_what_supervises_a_job_may_leave_any_record_of_its_end(what, tmp_path):
 def test_a_rank_begins_whatever_the_configuration_of_its_run_is(what, tmp_path):
     plant(tmp_path / "run.json", what)
     with in_time():
-        assert become_rank_program._node_in(str(tmp_path), "h1") is None
+        assert rank_program._node_in(str(tmp_path), "h1") is None
 
 
 # --- tuning tables --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ringcomm.launch.job.processes.ranks_of_this_host import (
     session_members,
 )
 from ringcomm.launch.job.run_folder import RunFolder
-from ringcomm.launched import become_rank_program
+from ringcomm.launched import rank_program
 
 WAIT = "open('here', 'w').close(); sys.stdin.read()"
 # What setproctitle does: the arguments and the environment are overwritten.
@@ -50,7 +50,7 @@ def start(cwd, *program):
     folder = RunFolder(cwd)
     folder.create({}, {})
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", become_rank_program.__file__, cwd, *program],
+        [sys.executable, "-I", "-S", rank_program.__file__, cwd, *program],
         cwd=cwd,
         env={**os.environ, "RANK": "0"},
         stdin=subprocess.PIPE,

@@ -28,7 +28,7 @@ from ringcomm.launch.job.read_records import (
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import Cause, JobEnding, Verdict, judge_ending
-from ringcomm.launched import become_rank_program
+from ringcomm.launched import rank_program
 from ringcomm.transport import start_mpi
 from ringcomm.transport.start_mpi import start_deadline
 
@@ -136,14 +136,14 @@ def test_what_is_wrong_with_an_option_is_said_in_one_line(argv, text, monkeypatc
     ],
 )
 def test_torchs_variables_come_from_each_launcher(environ, expected):
-    found = become_rank_program.places(environ)
+    found = rank_program.places(environ)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert tuple(found.get(name) for name in names) == expected
 
 
 def start(folder, *program, environ):
     return run_command(
-        [sys.executable, "-I", "-S", become_rank_program.__file__, folder, *program], env=environ
+        [sys.executable, "-I", "-S", rank_program.__file__, folder, *program], env=environ
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ringcomm import config
 from ringcomm.errors import ConfigError
-from ringcomm.launched import children_are_no_ranks, launcher, mpi_defaults
+from ringcomm.launched import child_marks, launcher, mpi_defaults
 
 
 def test_defaults():
@@ -203,13 +203,13 @@ def test_fault_tolerance_is_what_mpirun_says(value, expected):
 
 def test_children_of_a_rank_know_it_and_jobs_started_by_a_rank_do_not():
     environ = {"PMIX_NAMESPACE": "job1", "PMIX_RANK": "0"}
-    children_are_no_ranks.mark_children_of_this_rank(environ)
-    assert children_are_no_ranks.parent_rank_pid(environ) is None  # the rank itself
+    child_marks.mark_children_of_this_rank(environ)
+    assert child_marks.parent_rank_pid(environ) is None  # the rank itself
     pid = str(os.getpid())
     marked = environ["RINGCOMM_RANK_PROCESS"].replace(pid, "1", 1)
     child = environ | {"RINGCOMM_RANK_PROCESS": marked}
-    assert children_are_no_ranks.parent_rank_pid(child) == 1
-    assert children_are_no_ranks.parent_rank_pid(child | {"PMIX_NAMESPACE": "job2"}) is None
+    assert child_marks.parent_rank_pid(child) == 1
+    assert child_marks.parent_rank_pid(child | {"PMIX_NAMESPACE": "job2"}) is None
     assert config.read_settings(child).timeout_s == 600  # the mark is no setting
 
 

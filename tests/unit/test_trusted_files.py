@@ -11,7 +11,7 @@ import pytest
 from other_users import IS_ROOT, shared_folder, write_as_another
 
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.kernels import compiled_on_disk
+from ringcomm.gpu.kernels import kernel_cache
 from ringcomm.launch import run, run_rank
 from ringcomm.regular_files import BrokenFileError
 from ringcomm.trusted_files import read_trusted, why_untrusted
@@ -83,11 +83,11 @@ def test_a_rank_calls_no_function_that_another_user_has_written(tmp_path, monkey
 
 def test_a_kernel_that_another_user_has_written_is_compiled_anew(tmp_path, monkeypatch):
     def compiled(folder):
-        return compiled_on_disk.compiled_once(folder, ("source",), lambda: b"good")
+        return kernel_cache.compiled_once(folder, ("source",), lambda: b"good")
 
     compiled(tmp_path)
     (name,) = (path.name for path in tmp_path.iterdir())
-    bad = compiled_on_disk._digest(b"bad") + b"bad"
+    bad = kernel_cache._digest(b"bad") + b"bad"
     with shared_folder() as folder:
         write_as_another(folder / name, bad, monkeypatch)
         assert compiled(folder) == b"good"

@@ -10,7 +10,7 @@ from harness import DEADLINE_S, job_environment
 
 import ringcomm as rc
 from ringcomm.launch.job.output_lines import LinesOf, Tracebacks, error_of_log
-from ringcomm.status.text_of_error import OWN_FILES, text_of_error
+from ringcomm.status.error_text import OWN_FILES, text_of_error
 
 
 def own(code, names=None):
@@ -97,7 +97,7 @@ def ended(process):
 def test_python_prints_it_so_also_for_a_thread():
     code = """
 import ringcomm as rc
-from ringcomm.status.print_alike_errors_once import print_error_of_thread
+from ringcomm.status.error_printer import print_error_of_thread
 threading.excepthook = print_error_of_thread
 thread = threading.Thread(target=rc.rank, name="mine")
 thread.start()

@@ -46,14 +46,14 @@ from ringcomm.engine.core.meet_and_leave import (
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import MismatchError, NotInitializedError, PeerFailedError, RingcommError
-from ringcomm.launched.become_rank_program import say_place_as_srun_would
-from ringcomm.launched.children_are_no_ranks import mark_children_of_this_rank, parent_rank_pid
+from ringcomm.launched.child_marks import mark_children_of_this_rank, parent_rank_pid
 from ringcomm.launched.launcher import is_fault_tolerant, is_hydra, refuse_foreign_ranks
 from ringcomm.launched.mpi_defaults import missed_settings
-from ringcomm.status.children_hold_stop_signals import let_children_hold
+from ringcomm.launched.rank_program import say_place_as_srun_would
+from ringcomm.status.child_signals import let_children_hold
+from ringcomm.status.error_printer import note_watch
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import PageState
-from ringcomm.status.print_alike_errors_once import note_watch
 from ringcomm.system_text import host_name
 
 if TYPE_CHECKING:

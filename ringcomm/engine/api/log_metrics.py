@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
-from ringcomm.launched.children_are_no_ranks import create_run_file, run_file
+from ringcomm.launched.child_marks import create_run_file, run_file
 from ringcomm.status.json_numbers import json_number
 
 _log: Final = logging.getLogger("ringcomm")

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 from ringcomm.engine.api import collectives
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
 from ringcomm.regular_files import BrokenFileError
-from ringcomm.status.print_alike_errors_once import others_raise_it_too
+from ringcomm.status.error_printer import others_raise_it_too
 
 T = TypeVar("T")
 _OF_OPERATIONS = (PeerFailedError, CommTimeoutError, NewViewInterrupt)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ringcomm.engine.progress.timeline import Timeline
-from ringcomm.launched.children_are_no_ranks import create_run_file, run_file
+from ringcomm.launched.child_marks import create_run_file, run_file
 
 if TYPE_CHECKING:
     from ringcomm.engine.control.commands import Command

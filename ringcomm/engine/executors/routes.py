@@ -30,7 +30,7 @@ moves. For each route the table says when it is taken, and which function carrie
     ipc                    arrays on GPUs of one node
                            gpu.transports.ipc::IpcTransport.phases
     staged                 other arrays on GPUs: through host memory
-                           gpu.executor.via_host_memory::through_host
+                           gpu.executor.host_staging::through_host
 
 A step takes place in shared memory; else, among at most 64 ranks, it is short messages.
 A short call is one step, and a recorded schedule if its payload does not fit. It becomes a task if
@@ -51,7 +51,7 @@ from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.core.pending_operations import PendingOperation
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.progress.task import TaskCoroutine
-from ringcomm.status.text_of_error import place_of_thread
+from ringcomm.status.error_text import place_of_thread
 from ringcomm.transport.channel import Channel, Disagreement, Until, Wait
 from ringcomm.transport.control_messages import Watch
 from ringcomm.transport.node.steps import AGREE, Meeting, NodeExchange, NodeWork, Team

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ringcomm.arrays.base import Bytes
-from ringcomm.gpu.device.cached_pack_tables import Layouts
-from ringcomm.gpu.device.ipc_memory_pool import Regions
-from ringcomm.gpu.device.memory_allocator_and_address import Allocator
+from ringcomm.gpu.device.ipc_pool import Regions
+from ringcomm.gpu.device.memory import Allocator
+from ringcomm.gpu.device.pack_tables import Layouts
 from ringcomm.gpu.kernels.base import Kernel
 
 
@@ -60,7 +60,7 @@ class Device(Allocator, Protocol):
         """Copy between addresses of GPU memory or of registered host memory."""
 
     def load(self, kernel: Kernel) -> None:
-        """Compile and load a kernel, as launch() does; see executor/load_while_streams_idle.py.
+        """Compile and load a kernel, as launch() does; see executor/idle_calls.py.
 
         The driver may load it only once all streams are idle. Raises ConfigError if the kernel
         cannot be compiled.

@@ -13,11 +13,11 @@ import cupy
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.device.cached_pack_tables import Layouts
-from ringcomm.gpu.device.calls_that_cupy_lacks import CAN_FLUSH_REMOTE_WRITES, CudaDriver
-from ringcomm.gpu.device.ipc_memory_pool import Regions
-from ringcomm.gpu.device.memory_allocator_and_address import Memory
-from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, whole_pages
+from ringcomm.gpu.device.driver import CAN_FLUSH_REMOTE_WRITES, CudaDriver
+from ringcomm.gpu.device.ipc_pool import Regions
+from ringcomm.gpu.device.memory import Memory
+from ringcomm.gpu.device.pack_tables import Layouts
+from ringcomm.gpu.device.pinned_pool import PAGE_NBYTES, whole_pages
 from ringcomm.gpu.kernels.compiling import Kernels
 from ringcomm.gpu.kernels.write_number import WriteKernel
 from ringcomm.nvidia.find_software import probe

@@ -11,8 +11,8 @@ from ringcomm.arrays.base import Array, DeviceAdapter
 from ringcomm.engine.core.layer_hooks import Extension
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.executor.group_on_gpus import GpuTeam
-from ringcomm.gpu.executor.points_on_streams import Event, GpuMemory, Issue, refuse_capture
+from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, refuse_capture
+from ringcomm.gpu.executor.team import GpuTeam
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.context import EngineContext

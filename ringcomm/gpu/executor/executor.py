@@ -9,7 +9,7 @@ from ringcomm.arrays.dtypes import DType
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import DeviceExecutor
 from ringcomm.engine.operations.base import Operation
-from ringcomm.gpu.executor import plans, via_host_memory
+from ringcomm.gpu.executor import host_staging, plans
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
 from ringcomm.gpu.transports.transport_choice import GpuChoice
 
@@ -24,16 +24,16 @@ class _GpuExecutor:
     def plan(self, operation: Operation) -> Plan[Any]:
         return plans.plan(operation)
 
-    def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> via_host_memory.Staging:
-        return via_host_memory.Staging(group, issue_of(group, adapter, x))
+    def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> host_staging.Staging:
+        return host_staging.Staging(group, issue_of(group, adapter, x))
 
     def make(
         self, group: Group, kind: str, dtype: DType, shape: tuple[int, ...]
-    ) -> tuple[Array, via_host_memory.Staging]:
-        return via_host_memory.make(group, kind, dtype, shape)
+    ) -> tuple[Array, host_staging.Staging]:
+        return host_staging.make(group, kind, dtype, shape)
 
     def copied(self, group: Group, x: Array) -> Array:
-        return via_host_memory.copied(group, x)
+        return host_staging.copied(group, x)
 
     def note_current(self, engine: EngineContext, index: int) -> None:
         Gpus.of(engine).current = index

@@ -36,9 +36,9 @@ from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction
 from ringcomm.engine.operations.scan import Scan
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
-from ringcomm.gpu.executor.points_on_streams import Issue
-from ringcomm.gpu.executor.prepare_and_enqueue_jobs import Jobs
-from ringcomm.gpu.executor.via_host_memory import Staging, through_host
+from ringcomm.gpu.executor.host_staging import Staging, through_host
+from ringcomm.gpu.executor.jobs import Jobs
+from ringcomm.gpu.executor.streams import Issue
 from ringcomm.gpu.kernels.scale import can_scale
 from ringcomm.gpu.transports.base import GpuTransport
 from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Job, Pull

@@ -16,9 +16,9 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.engine.core.agreement import broadcast_bytes, gather_alike, gather_bytes
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.device.memory_allocator_and_address import NOWHERE, Address
-from ringcomm.gpu.device.shared_pinned_pool import whole_pages
-from ringcomm.gpu.executor.points_on_streams import GpuMemory
+from ringcomm.gpu.device.memory import NOWHERE, Address
+from ringcomm.gpu.device.pinned_pool import whole_pages
+from ringcomm.gpu.executor.streams import GpuMemory
 from ringcomm.gpu.transports.base import GpuTransport
 from ringcomm.gpu.transports.ipc import IpcTransport, flags_nbytes
 from ringcomm.gpu.transports.nccl import NcclTransport

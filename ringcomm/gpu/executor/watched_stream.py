@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringcomm.engine.core.ledger import Ticket
-from ringcomm.gpu.executor.points_on_streams import Mark, Reached
+from ringcomm.gpu.executor.streams import Mark, Reached
 from ringcomm.transport.channel import Wait
 
 if TYPE_CHECKING:

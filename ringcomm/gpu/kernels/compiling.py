@@ -10,9 +10,9 @@ from cupy.cuda import nvrtc
 
 from ringcomm.config import kernel_folder
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.device.calls_that_cupy_lacks import CudaDriver
+from ringcomm.gpu.device.driver import CudaDriver
 from ringcomm.gpu.kernels.base import BLOCK, ENTRY, OPTIONS, Kernel, source
-from ringcomm.gpu.kernels.compiled_on_disk import compiled_once
+from ringcomm.gpu.kernels.kernel_cache import compiled_once
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _N_PROCESSORS = 75, 76, 16  # as cuda.h numbers them
 

@@ -1,6 +1,6 @@
 """The transport over CUDA IPC: one kernel per GPU reads from all ranks, and writes to all.
 
-plan_ipc_stream_commands.py decides on commands; IpcTransport enqueues them on the stream. Streams
+ipc_commands.py decides on commands; IpcTransport enqueues them on the stream. Streams
 wait for each other through flags, one number per rank in host memory that all ranks map. To meet
 the others, a stream increments its own rank's flag and waits for the other flags. No kernel spins.
 So writing the flags ends all waits, see release(), and reading them shows which ranks are late.
@@ -17,12 +17,12 @@ import numpy as np
 from ringcomm.arrays.base import Bytes, Span
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.device.ipc_memory_pool import PeerMemory
-from ringcomm.gpu.device.memory_allocator_and_address import NOWHERE, Address
-from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool
+from ringcomm.gpu.device.ipc_pool import PeerMemory
+from ringcomm.gpu.device.memory import NOWHERE, Address
+from ringcomm.gpu.device.pinned_pool import PAGE_NBYTES, HostPool
 from ringcomm.gpu.kernels.base import Kernel
-from ringcomm.gpu.transports import plan_ipc_stream_commands
-from ringcomm.gpu.transports.plan_ipc_stream_commands import (
+from ringcomm.gpu.transports import ipc_commands
+from ringcomm.gpu.transports.ipc_commands import (
     Command,
     Copy,
     MappedView,
@@ -171,7 +171,7 @@ class IpcTransport:
         return self._scratch[:nbytes]
 
     def kernels(self, work: Work) -> Sequence[Kernel]:
-        return plan_ipc_stream_commands.kernels(work, len(self._peers))
+        return ipc_commands.kernels(work, len(self._peers))
 
     def outline(self, work: Work) -> bytes:
         source = self._find(work.source)
@@ -203,7 +203,7 @@ class IpcTransport:
         key = _key_of(work, outlines)
         found = self._kept.get(key) if key else None
         if found is None:
-            found = list(plan_ipc_stream_commands.phases(work, self._view(outlines)))
+            found = list(ipc_commands.phases(work, self._view(outlines)))
             _keep(self._kept, key, found)
         return found
 

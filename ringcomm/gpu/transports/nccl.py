@@ -20,7 +20,7 @@ from ringcomm.collectives.operators import AVERAGE, MAX, MIN, PRODUCT, SUM
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
-from ringcomm.gpu.transports.nccl_16_bit_sums_by_host import SumsByHost
+from ringcomm.gpu.transports.nccl_16_bit import SumsByHost
 from ringcomm.gpu.transports.nccl_base import Communicator
 from ringcomm.gpu.transports.slices import even_parts, passes, staging_nbytes, whole_grains
 from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Work

@@ -35,7 +35,7 @@ from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, JobEnding, Verdict
 from ringcomm.launch.run_child_with_deadline import outside_of_a_job, run_child
-from ringcomm.launched import become_rank_program
+from ringcomm.launched import rank_program
 from ringcomm.launched.launcher import launching_variable
 from ringcomm.regular_files import BrokenFileError, read_regular
 from ringcomm.system_text import host_name, text_of
@@ -67,7 +67,7 @@ def gather_surroundings(
         srun_types=_srun_types(environ) if request.launcher == "srun" else None,
         free_port=_free_port(),
         folder=str(folder),
-        starter=str(Path(become_rank_program.__file__).resolve()),
+        starter=str(Path(rank_program.__file__).resolve()),
         limits=limits,
     )
 

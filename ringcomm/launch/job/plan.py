@@ -51,7 +51,7 @@ def plan(request: RunRequest, here: Surroundings) -> RunPlan:
 
 
 def _escaped(argument: str) -> str:
-    r"""Return r"\:" for ":", where launchers part commands; become_rank_program takes it back."""
+    r"""Return r"\:" for ":", where launchers part commands; rank_program takes it back."""
     return f"\\{argument}" if argument.lstrip("\\") == ":" else argument
 
 

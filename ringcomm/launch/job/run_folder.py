@@ -27,7 +27,7 @@ from ringcomm.launch.job.read_records import (
     parse_rank_end,
     parse_run_end,
 )
-from ringcomm.launched.children_are_no_ranks import LOST_BEFORE_INIT
+from ringcomm.launched.child_marks import LOST_BEFORE_INIT
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.regular_files import BrokenFileError, open_regular, rest_of
 from ringcomm.system_text import text_of

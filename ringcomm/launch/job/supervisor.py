@@ -52,7 +52,7 @@ _GUARDIANS_S: Final = 15.0  # they end soon after their ranks, at most 8 s
 _DRAIN_S: Final = 2.0
 _PIECE: Final = 1 << 16
 _TAIL: Final = 1 << 18  # bytes of what the launcher says that are kept, to find out how it ended
-# What a rank says there; see become_rank_program.py.
+# What a rank says there; see rank_program.py.
 _BLIND: Final = re.compile(rb"ringcomm run: host (\S+) does not see ")
 _PR_SET_PDEATHSIG: Final = 1
 _SESSIONS: Final = "PRTE_MCA_prte_local_tmpdir_base"  # of Open MPI 5; on this host alone

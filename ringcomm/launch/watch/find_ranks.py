@@ -11,7 +11,7 @@ from ringcomm._core import StatusPage
 from ringcomm.launch.watch.rank_rows import Process, RankSample
 from ringcomm.launched.process_stat import ProcessStat
 from ringcomm.nvidia.process_memory import ProcessMemory
-from ringcomm.status.ending_in_words import how_it_ended
+from ringcomm.status.ending_text import how_it_ended
 from ringcomm.status.page_enums import Ending
 
 _NAME: Final = "/memfd:ringcomm-status-"

@@ -29,7 +29,7 @@ from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.rank_rows import Process, RankSample
 from ringcomm.launch.watch.slow_link import Traffic
-from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
+from ringcomm.launched.child_marks import RUN_FOLDER
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.status.page_enums import Ending, OpState, PageState
 from ringcomm.system_text import host_name
@@ -238,7 +238,7 @@ def traffic_by_host(found: Sequence[HostReport]) -> dict[tuple[str, str], Traffi
 def main(folder: Path) -> None:
     """Write what the ranks of this host do, until they are over."""
     host, ranks, run = host_name(), Ranks(), RunFolder(folder)
-    if run.distrust:  # become_rank_program.py has said so
+    if run.distrust:  # rank_program.py has said so
         return
     mine: list[RankSample] = []
     is_over = False

@@ -10,7 +10,7 @@ import torch
 from ringcomm.arrays.base import DeviceAdapter
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor.engine_gpus import Gpus
-from ringcomm.gpu.executor.points_on_streams import Event, Reached
+from ringcomm.gpu.executor.streams import Event, Reached
 
 _LOOK_EVERY_S: Final = 2e-5
 

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlparse
 from ringcomm.engine.api.collectives import barrier, broadcast_object
 from ringcomm.engine.api.init_rank_size import begin_anew, engine, init, local_size, rank, size
 from ringcomm.errors import CommTimeoutError, ConfigError
-from ringcomm.launched.children_are_no_ranks import parent_rank_pid
+from ringcomm.launched.child_marks import parent_rank_pid
 from ringcomm.launched.launcher import (
     foreign_launcher,
     is_launched_by_mpi,

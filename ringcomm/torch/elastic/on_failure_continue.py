@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.elastic.current_view_and_listeners import begin_in_new_view, view
 from ringcomm.elastic.run import end_of_view, is_running, warn_unless_elastic
+from ringcomm.elastic.views import begin_in_new_view, view
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.begin_next_view import await_streams, heal
 from ringcomm.engine.api.init_rank_size import rank, size

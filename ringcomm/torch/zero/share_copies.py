@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from ringcomm.collectives.message_patterns import chunks
-from ringcomm.elastic.current_view_and_listeners import view
+from ringcomm.elastic.views import view
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.begin_next_view import ranks_to_stay
 from ringcomm.engine.api.point_to_point import irecv, isend, sendrecv

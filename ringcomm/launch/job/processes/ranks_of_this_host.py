@@ -12,7 +12,7 @@ from typing import Final
 
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launched.ancestors import ancestors
-from ringcomm.launched.children_are_no_ranks import RUN_FOLDER
+from ringcomm.launched.child_marks import RUN_FOLDER
 from ringcomm.launched.process_stat import ProcessStat, all_processes
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.system_text import bytes_of, host_name, read_text

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from ringcomm.arrays.torch import TORCH
-from ringcomm.elastic.current_view_and_listeners import begin_in_new_view
+from ringcomm.elastic.views import begin_in_new_view
 from ringcomm.engine.api.begin_next_view import heal, require_all_live
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.init_rank_size import size as job_size

@@ -17,14 +17,14 @@ from ringcomm.arrays.base import Array, Bytes, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.arrays.host_mirror import Mirror
 from ringcomm.engine.core.plan import Plan
-from ringcomm.gpu.device.shared_pinned_pool import PinnedBlock
+from ringcomm.gpu.device.pinned_pool import PinnedBlock
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
-from ringcomm.gpu.executor.points_on_streams import GpuMemory, Issue, Launched, Mark, Reached
+from ringcomm.gpu.executor.streams import GpuMemory, Issue, Launched, Mark, Reached
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.group import Group
-    from ringcomm.gpu.executor.group_on_gpus import GpuTeam
+    from ringcomm.gpu.executor.team import GpuTeam
 
 PIECE_NBYTES = 4 << 20
 

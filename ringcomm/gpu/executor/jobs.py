@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ringcomm.arrays.base import Span
 from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.gpu.device import packing
-from ringcomm.gpu.executor.cuda_call_thread import CudaLauncher
-from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
-from ringcomm.gpu.executor.points_on_streams import Issue, Mark, Marks
+from ringcomm.gpu.executor.idle_calls import IdleCalls
+from ringcomm.gpu.executor.launcher import CudaLauncher
+from ringcomm.gpu.executor.streams import Issue, Mark, Marks
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.scale import ScaleKernel
 from ringcomm.gpu.transports.base import GpuTransport

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.gpu.device.memory_allocator_and_address import NOWHERE, Address, Allocator, Memory
+from ringcomm.gpu.device.memory import NOWHERE, Address, Allocator, Memory
 
 _BYTE = DTYPES["uint8"]
 _GRAIN = 2 << 20  # bytes that the driver maps at once; exported allocations must not share them

@@ -4,7 +4,7 @@ One rank of each GPU reduces a part of the elements. It reads that part from the
 ranks, combines it in the order of ranks, and writes the result to the memory of each rank that gets
 it. That moves 2 * size * nbytes through memory, the least possible, and a GPU that ranks share need
 not switch between their contexts. In a reduce-scatter, it does so for the part of each rank of its
-GPU. Arrays in memory of device/ipc_memory_pool.py are used directly. Elements of other arrays go
+GPU. Arrays in memory of device/ipc_pool.py are used directly. Elements of other arrays go
 through staging memory, unless the rank that has the array also reduces them.
 """
 
@@ -18,7 +18,7 @@ from typing import ClassVar, TypeVar
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.operators import Op
-from ringcomm.gpu.device.memory_allocator_and_address import NOWHERE, Address
+from ringcomm.gpu.device.memory import NOWHERE, Address
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.slices import Slice, even_parts, passes

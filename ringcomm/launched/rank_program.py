@@ -1,6 +1,6 @@
 """Becomes the program of a rank, with torch's variables and with the rank's log as its output.
 
-    python -I -S become_rank_program.py RUN_FOLDER PROGRAM ARGUMENT...
+    python -I -S rank_program.py RUN_FOLDER PROGRAM ARGUMENT...
 
 Imports the standard library alone, and little of that: each rank starts with it.
 """
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
-RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"  # as in ringcomm.launched.children_are_no_ranks
+RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"  # as in ringcomm.launched.child_marks
 # The variables in which launchers tell a rank its place. RANK and so on are torch's names.
 _SOURCES: Final = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.executor.cuda_call_thread import CudaLauncher
+from ringcomm.gpu.executor.launcher import CudaLauncher
 from ringcomm.gpu.kernels.base import Kernel
 from ringcomm.transport.channel import Until, Wait
 

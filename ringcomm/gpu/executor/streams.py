@@ -16,9 +16,9 @@ from ringcomm.arrays.base import Array, Bytes, DeviceAdapter, Flat, Span
 from ringcomm.engine.core.plan import Deferred
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool, whole_pages
-from ringcomm.gpu.executor.cuda_call_thread import CudaLauncher
-from ringcomm.gpu.executor.load_while_streams_idle import IdleCalls
+from ringcomm.gpu.device.pinned_pool import PAGE_NBYTES, HostPool, whole_pages
+from ringcomm.gpu.executor.idle_calls import IdleCalls
+from ringcomm.gpu.executor.launcher import CudaLauncher
 
 R = TypeVar("R")
 _LOOK_EVERY_S = 2e-5

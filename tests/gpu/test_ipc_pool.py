@@ -9,8 +9,8 @@ import pytest
 import simulated_gpu as sim
 from harness import wait_until
 
-from ringcomm.gpu.device.memory_allocator_and_address import NOWHERE, Address
-from ringcomm.gpu.device.shared_pinned_pool import HostPool
+from ringcomm.gpu.device.memory import NOWHERE, Address
+from ringcomm.gpu.device.pinned_pool import HostPool
 
 
 class Interrupted(sim.SimulatedGpu):

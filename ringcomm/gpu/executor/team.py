@@ -27,8 +27,15 @@ from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.engine.core.ledger import NO_GROUP, base_of
 from ringcomm.engine.core.usable_or_broken import EngineState
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.executor.cuda_call_thread import CudaLauncher
-from ringcomm.gpu.executor.points_on_streams import (
+from ringcomm.gpu.executor.jobs import (
+    Jobs,
+    LoadedKernels,
+    Prepared,
+    enqueue,
+    prepare,
+)
+from ringcomm.gpu.executor.launcher import CudaLauncher
+from ringcomm.gpu.executor.streams import (
     Event,
     GpuMemory,
     Issue,
@@ -37,18 +44,11 @@ from ringcomm.gpu.executor.points_on_streams import (
     Marks,
     Reached,
 )
-from ringcomm.gpu.executor.prepare_and_enqueue_jobs import (
-    Jobs,
-    LoadedKernels,
-    Prepared,
-    enqueue,
-    prepare,
-)
 from ringcomm.gpu.executor.transport_setup import set_up_transport
 from ringcomm.gpu.executor.watched_stream import WatchedStream
 from ringcomm.gpu.transports.base import GpuTransport
+from ringcomm.gpu.transports.ipc_commands import Outline
 from ringcomm.gpu.transports.nccl_base import NcclBinding
-from ringcomm.gpu.transports.plan_ipc_stream_commands import Outline
 from ringcomm.gpu.transports.transport_choice import GpuChoice
 from ringcomm.gpu.transports.works import Job
 from ringcomm.transport.channel import Channel, Until, Wait

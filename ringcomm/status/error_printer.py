@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
-from ringcomm.launched.children_are_no_ranks import parent_rank_pid, run_file
+from ringcomm.launched.child_marks import parent_rank_pid, run_file
 from ringcomm.launched.launcher import (
     job_on_this_host,
     launched_local_size,
@@ -28,7 +28,7 @@ from ringcomm.launched.launcher import (
     launched_size,
 )
 from ringcomm.ranks_as_text import ranges_of
-from ringcomm.status.text_of_error import hides_frames, text_of_error
+from ringcomm.status.error_text import hides_frames, text_of_error
 
 _GATHERING_S: Final = 0.3
 _SKEW_S: Final = 1.0  # of ranks that start

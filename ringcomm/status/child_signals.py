@@ -19,7 +19,7 @@ from ringcomm._core import (
     hold_stop_signals_of,
     let_forks_hold_stop_signals,
 )
-from ringcomm.launched.children_are_no_ranks import parent_rank_pid
+from ringcomm.launched.child_marks import parent_rank_pid
 
 _TORCH = "torch.utils.data._utils.signal_handling"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
