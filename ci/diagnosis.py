@@ -25,8 +25,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "ci")]
 from harness import finish_job, start_job, wait_until  # noqa: E402
 
 from ringcomm._core import monotonic_ns  # noqa: E402
+from ringcomm.launch.watch.diagnosis import Verdicts  # noqa: E402
 from ringcomm.launch.watch.find_ranks import Ranks  # noqa: E402
-from ringcomm.launch.watch.what_is_slow import Verdicts  # noqa: E402
 
 STEPS = 50
 _STEPS_S = 600.0  # on a machine with 20 processes per core, too

@@ -34,7 +34,7 @@ OPTIONS=()
 
 main() {
   export PYTHONDONTWRITEBYTECODE=1
-  read_arguments "$@"
+  arguments "$@"
   mkdir -p "$OUT"
   WORK=$(mktemp -d)
   trap 'rm -rf "$WORK"' EXIT
@@ -46,7 +46,7 @@ main() {
   exit "$code"
 }
 
-read_arguments() {
+arguments() {
   while [[ $# -gt 0 ]]; do
     case $1 in
       --dry-run | --installed) OPTIONS+=("$1") ;;

@@ -24,7 +24,7 @@ def register() -> None:
         return
     make = _later("entry", "make")
     dist.Backend.register_backend("ringcomm", make, extended_api=True, devices=["cpu", "cuda"])
-    dist.register_rendezvous_handler("mpi", _later("rendezvous_by_mpi", "by_mpi"))
+    dist.register_rendezvous_handler("mpi", _later("rendezvous", "by_mpi"))
 
 
 def register_quietly() -> None:

@@ -19,7 +19,7 @@ from bench.ps_workload import cpu_s_of
 
 import ringcomm as rc
 from ringcomm.errors import RingcommError
-from ringcomm.launch.run_child_with_deadline import outside_of_a_job
+from ringcomm.launch.child import outside_of_a_job
 
 # torch-rpc-uv: without its shared memory, which it polls
 PEERS = {"torch-rpc": [], "torch-rpc-uv": ["uv"]}

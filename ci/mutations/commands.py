@@ -24,7 +24,7 @@ CLIENT = [
     Mutation(
         "a-slow-rank-is-compared-with-steps-of-others",
         "client",
-        "launch/watch/what_is_slow.py",
+        "launch/watch/diagnosis.py",
         "own_ns = median(_duration(row[rank]) for row in rows)",
         "own_ns = step_ns",
         "`ringcomm top` says that a rank loses 150 ms of 137 ms per step",
@@ -114,7 +114,7 @@ CLIENT = [
     Mutation(
         "load-makes-a-rank-slow",
         "client",
-        "launch/watch/what_is_slow.py",
+        "launch/watch/diagnosis.py",
         "return marks[part + 1] - marks[part] - no_core[part]",
         "return marks[part + 1] - marks[part]",
         "on a busy machine ranks are called slow that only have no core",
@@ -123,7 +123,7 @@ CLIENT = [
     Mutation(
         "load-makes-a-server-slow",
         "client",
-        "launch/watch/what_is_slow.py",
+        "launch/watch/diagnosis.py",
         "slow = [s for s in ranks if work_ns[s] > max(_SERVER_NS, _SERVER_SHARE * step_ns)]",
         "slow = list(ranks)",
         "on a busy machine servers are called slow that only have no core",
@@ -315,7 +315,7 @@ CLIENT = [
     Mutation(
         "stores-are-for-all-hosts",
         "client",
-        "torch/distributed/rendezvous_by_mpi.py",
+        "torch/distributed/rendezvous.py",
         "if local_size() < size():",
         "if local_size() <= size():",
         "other hosts reach the store of a job on one host",

@@ -360,7 +360,7 @@ ORDER = [
     Mutation(
         "the-run-whose-folder-begins-alike",
         "fault",
-        "launch/job/processes/ranks_of_this_host.py",
+        "launch/job/processes/local_ranks.py",
         "mark.fullmatch(each)",
         "mark.match(each)",
         "the command for the run /runs/a takes the processes of /runs/ab for its own",

@@ -36,7 +36,7 @@ OPTIMIZER = [
     Mutation(
         "samples-beyond-the-unit",
         "optimizer",
-        "torch/optim/finish_backward.py",
+        "torch/optim/exchange.py",
         "if problem is None and presence.flags & EXCEEDS_UNIT:",
         "if problem is None and presence.flags & EXCEEDS_UNIT and not self.scaling.unit:",
         "compressed gradients overflow in steps with more samples than any before",
@@ -45,7 +45,7 @@ OPTIMIZER = [
     Mutation(
         "own-ready-order",
         "optimizer",
-        "torch/optim/buckets_in_order_of_readiness.py",
+        "torch/optim/bucket_order.py",
         """\
             yield handle
             self._order = handle.wait()[0].tolist()""",
@@ -67,7 +67,7 @@ OPTIMIZER = [
     Mutation(
         "number-of-optimizers",
         "optimizer",
-        "torch/backward/optimizer_numbers_and_sample_weights.py",
+        "torch/backward/optimizer_numbers.py",
         "number = _counts.get(group, 0) + 1",
         "number = min(_counts.get(group, 0) + 1, 2)",
         "once an optimizer was dropped, two others take each other's messages",
@@ -119,7 +119,7 @@ OPTIMIZER = [
     Mutation(
         "sparse-sums-in-16-bits",
         "optimizer",
-        "torch/optim/finish_backward.py",
+        "torch/optim/exchange.py",
         "rows.unsqueeze(0), wide(values), self._shape",
         "rows.unsqueeze(0), values, self._shape",
         "the mean of sparse gradients of 40,000 in float16 is infinite",
@@ -178,7 +178,7 @@ CHANGES = [
     Mutation(
         "gradients-set-by-hand-stay-local",
         "optimizer",
-        "torch/optim/finish_backward.py",
+        "torch/optim/exchange.py",
         "elif slot.has_own_gradient:",
         "elif slot.has_own_gradient and slot.has_sparse:",
         "each rank steps with the gradients that its program has set",
@@ -205,7 +205,7 @@ CHANGES = [
     Mutation(
         "kept-memory-is-used-again",
         "optimizer",
-        "torch/optim/buckets_in_order_of_readiness.py",
+        "torch/optim/bucket_order.py",
         "if is_held or any(slot.needs_own_memory for slot in inside):",
         "if any(slot.needs_own_memory for slot in inside):",
         "the next backward() overwrites a .grad that the program has kept",
@@ -277,7 +277,7 @@ CHANGES = [
     Mutation(
         "values-are-exchanged-after-pushes",
         "ps",
-        "torch/ps/exchange_state_with_servers.py",
+        "torch/ps/server_state.py",
         "if feeder.n_pushed and not has_new_values:",
         "if feeder.n_pushed < 0 and not has_new_values:",
         "pull_parameters() between backward() and step() makes gradients count twice",
@@ -313,7 +313,7 @@ CHANGES = [
     Mutation(
         "bounded-workers-begin-apart",
         "ps",
-        "torch/ps/count_steps_and_embeddings.py",
+        "torch/ps/worker_counts.py",
         "if most > session.clock:",
         "if most > session.clock + 99:",
         "a worker waits for ever for steps of another that waits for it",
@@ -379,7 +379,7 @@ FACES = [
     Mutation(
         "callbacks-share-a-name",
         "order",
-        "torch/distributed/group/name_operations_in_callbacks.py",
+        "torch/distributed/group/callback_names.py",
         "return callback.path.then(str(callback.counts[group]))",
         'return callback.path.then("1")',
         "the second operation of a hook's callback meets the first of another rank's",
@@ -391,7 +391,7 @@ REFUSALS = [
     Mutation(
         "what-met-a-given-up-gradient-is-used",
         "optimizer",
-        "torch/optim/finish_backward.py",
+        "torch/optim/exchange.py",
         "(each.number >= failed_at and each.can_be_sent_again)",
         "each.number >= failed_at",
         "a gradient that was added to one of a skipped batch is averaged once more",
@@ -409,7 +409,7 @@ REFUSALS = [
     Mutation(
         "a-failed-backward-waits-for-a-crossed-rank",
         "fault",
-        "torch/optim/finish_backward.py",
+        "torch/optim/exchange.py",
         "return self._handle.wait_unless(engine().here.is_crossed)",
         "return self._handle.wait_unless(lambda _: False)",
         "a rank that failed in backward() and one that failed in forward() wait for each other",
@@ -418,7 +418,7 @@ REFUSALS = [
     Mutation(
         "a-batch-that-fails-on-all-ranks-is-not-skipped",
         "fault",
-        "torch/optim/finish_backward.py",
+        "torch/optim/exchange.py",
         "each.has_failed or (each.number >= failed_at and",
         "not each.has_failed and (each.number >= failed_at and",
         "an optimizer's first backward() that fails on all ranks is a MismatchError afterwards",
@@ -427,7 +427,7 @@ REFUSALS = [
     Mutation(
         "left-buckets-keep-gradients",
         "optimizer",
-        "torch/optim/finish_backward.py",
+        "torch/optim/exchange.py",
         """\
             if gradient is not None and slot.is_in_bucket:
                 slot.history.move(gradient, torch.empty_like(gradient))

@@ -1,6 +1,6 @@
 // What a job of `ringcomm run` leaves in its run folder, so that its launcher need not believe mpirun's
 // exit code: each rank records how far it came, and each guardian what it saw.
-// ringcomm/launch/job/read_records.py reads both.
+// ringcomm/launch/job/records.py reads both.
 #pragma once
 #include <cstdint>
 #include <string>

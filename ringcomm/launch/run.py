@@ -174,7 +174,7 @@ def _cause(report: RankReport) -> BaseException | None:
 
 
 def _tail(output: str) -> str:
-    from ringcomm.launch.run_child_with_deadline import last_lines
+    from ringcomm.launch.child import last_lines
 
     lines = last_lines(output, _TAIL)
     return "\n".join([" Its last lines of output:", *lines]) if lines else " It printed nothing"

@@ -37,6 +37,21 @@ from ringcomm.launch.run import run
 from ringcomm.torch import elastic
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.elastic import HostsUpdatedInterrupt
+from ringcomm.torch.horovod.basics import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+    start_timeline,
+)
 from ringcomm.torch.horovod.data_collectives import (
     allgather,
     allgather_async,
@@ -54,21 +69,6 @@ from ringcomm.torch.horovod.data_collectives import (
     join,
 )
 from ringcomm.torch.horovod.handles import poll, synchronize
-from ringcomm.torch.horovod.init_timeline_built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-    start_timeline,
-)
 from ringcomm.torch.horovod.process_sets import (
     ProcessSet,
     add_process_set,

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
-from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import weight_of_step
+from ringcomm.torch.backward.optimizer_numbers import weight_of_step
 from ringcomm.torch.optim.buckets import wide
 
 

@@ -88,7 +88,7 @@ def test_horovods_questions_are_answered_by_what_can_be_used(
     stack, nccl, has_cuda, found, monkeypatch
 ):
     job = pytest.importorskip(
-        "ringcomm.torch.horovod.init_timeline_built", reason="the core is tested without torch, too"
+        "ringcomm.torch.horovod.basics", reason="the core is tested without torch, too"
     )
     found(stack)
     binding = types.ModuleType("cupy.cuda.nccl")

@@ -27,6 +27,7 @@ from harness import (
     wait_until,
 )
 
+from ringcomm.launch.watch.diagnosis import History, late_rank
 from ringcomm.launch.watch.rank_rows import (
     COLUMNS,
     Process,
@@ -36,7 +37,6 @@ from ringcomm.launch.watch.rank_rows import (
     row_of,
 )
 from ringcomm.launch.watch.top import Jobs, _by_rank, _rich
-from ringcomm.launch.watch.what_is_slow import History, late_rank
 from ringcomm.status.page_enums import Ending
 
 JOB = """

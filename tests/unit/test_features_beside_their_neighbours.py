@@ -18,7 +18,7 @@ from ringcomm.data import ShardedSampler
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.control.live_parameters_and_callbacks import Program
 from ringcomm.engine.control.step_boundary import Control
-from ringcomm.launch.job.processes import ranks_of_this_host
+from ringcomm.launch.job.processes import local_ranks
 from ringcomm.ps.client.dense.compression import Packer
 from ringcomm.ps.client.first_of import FirstOfRounds, PendingPush
 from ringcomm.ps.compression import spec_of
@@ -253,11 +253,11 @@ def test_rounds_of_tables_that_are_opened_again_are_as_new_ones():
 # --- the mark of a run beside that of another ---------------------------------------------------
 def test_the_mark_of_a_run_whose_folder_begins_alike_is_not_that_of_this_one(monkeypatch):
     environ = "A=1\0RINGCOMM_RUN_FOLDER=12 /runs/ab\0B=2"
-    monkeypatch.setattr(ranks_of_this_host, "read_text", lambda _: environ)
+    monkeypatch.setattr(local_ranks, "read_text", lambda _: environ)
     marked = [
         path
         for path in ("/runs/a", "/runs/ab", "/runs/abc", "/runs/a.")
-        if ranks_of_this_host._is_marked(12, SimpleNamespace(path=path))
+        if local_ranks._is_marked(12, SimpleNamespace(path=path))
     ]
     assert marked == ["/runs/ab"]
 

@@ -17,7 +17,7 @@ from other_users import IS_ROOT, OTHER
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.dashboard.source import Source, newest_run
-from ringcomm.launch.job.processes.ranks_of_this_host import is_of_run, ranks_here, send_signal
+from ringcomm.launch.job.processes.local_ranks import is_of_run, ranks_here, send_signal
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import judge_ending

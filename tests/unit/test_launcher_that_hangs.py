@@ -14,8 +14,8 @@ import pytest
 from harness import HANG_S, wait_until
 
 from ringcomm.launch.job import supervisor
-from ringcomm.launch.job.processes import ranks_of_this_host, waits_in_vain
-from ringcomm.launch.job.read_records import Evidence, RankEnd, RecordedFailure
+from ringcomm.launch.job.processes import local_ranks, stalls
+from ringcomm.launch.job.records import Evidence, RankEnd, RecordedFailure
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import JobEnding, judge_ending
@@ -42,8 +42,8 @@ SAYS = "   Process name: [prterun-vm-25016@1,1]\n   Exit code:    14\n"
 
 @pytest.fixture(autouse=True)
 def no_long_patience(monkeypatch):
-    monkeypatch.setattr(waits_in_vain, "_LOOK_S", 0.05)
-    monkeypatch.setattr(waits_in_vain, "_LEAST_S", 0.7)
+    monkeypatch.setattr(stalls, "_LOOK_S", 0.05)
+    monkeypatch.setattr(stalls, "_LEAST_S", 0.7)
 
 
 def ending_of(tmp_path, program, then, *, size=2, forks_ranks=True):
@@ -89,8 +89,8 @@ def test_one_that_may_have_work_is_left_alone(program, then, others, tmp_path):
 def test_a_halt_of_the_host_is_no_hang_of_the_launcher(tmp_path, monkeypatch):
     (tmp_path / "rank-0.at").write_text(f"{1 << 30} {os.uname().nodename} 1\n")
     now = [0.0]
-    monkeypatch.setattr(waits_in_vain.time, "monotonic", lambda: now[0])
-    hung = waits_in_vain.Hung(RunFolder(tmp_path), 1, 1.0)
+    monkeypatch.setattr(stalls.time, "monotonic", lambda: now[0])
+    hung = stalls.Hung(RunFolder(tmp_path), 1, 1.0)
     for now[0] in (1.0, 1000.0):
         assert not hung.look(1 << 30)
     assert not hung.is_found
@@ -150,7 +150,7 @@ def test_ranks_that_do_not_start_are_named_and_ctrl_c_ends_the_job(
 
     folder = RunFolder(tmp_path / "run")
     folder.create({}, {})
-    monkeypatch.setattr(waits_in_vain, "_UNSEEN_S", 0.1)
+    monkeypatch.setattr(stalls, "_UNSEEN_S", 0.1)
     monkeypatch.setattr(supervisor, "say", hear)
     monkeypatch.setattr(supervisor, "_TERM_TO_KILL_S", 0.2)
     here = os.uname().nodename
@@ -165,7 +165,7 @@ def test_ranks_that_do_not_start_are_named_and_ctrl_c_ends_the_job(
 
 def seen_by(folder, now, *, size=2, hosts=(), blind=()):
     """Return at which of these times something is said."""
-    unseen = waits_in_vain.Unseen(folder, size, hosts, "mpirun")
+    unseen = stalls.Unseen(folder, size, hosts, "mpirun")
     said = []
     for now[0] in map(float, range(250)):
         if unseen.look(1 << 30, blind):
@@ -177,7 +177,7 @@ def test_it_is_said_seldom_which_ranks_are_missing_and_not_once_they_are_there(
     tmp_path, monkeypatch
 ):
     now = [0.0]
-    monkeypatch.setattr(waits_in_vain.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stalls.time, "monotonic", lambda: now[0])
     folder = RunFolder(tmp_path)
     (tmp_path / "rank-0.at").write_text("9 h1.a.net 1\n")
     assert seen_by(folder, now) == [30.0, 60.0, 120.0, 240.0]
@@ -271,7 +271,7 @@ def test_a_file_of_mpi_is_known_once_its_rank_waits_in_init(segment, tmp_path):
     folder.create({}, {})
     rank.write_text(IN_INIT)
     start = [sys.executable, "-I", "-S", rank_program.__file__, str(folder.path)]
-    files = ranks_of_this_host.MpiFiles(folder, 2)
+    files = local_ranks.MpiFiles(folder, 2)
     files.look()  # at all ranks; and in a second again
     process = subprocess.Popen(
         [*start, sys.executable, str(rank), str(folder.path), str(segment)],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import DEADLINE_S, wait_until
 
-from ringcomm.launch.job.processes.ranks_of_this_host import (
+from ringcomm.launch.job.processes.local_ranks import (
     ranks_here,
     send_signal,
     session_members,

@@ -17,10 +17,10 @@ from ringcomm.launch.check_install.command import judge_trial, run_trial
 from ringcomm.launch.check_install.facts import Launcher, Library, Reading
 from ringcomm.launch.check_install.gather_facts import floors, launcher_at
 from ringcomm.launch.check_install.judge_facts import SUBJECTS, has_problem, judge
+from ringcomm.launch.child import outside_of_a_job, run_child
 from ringcomm.launch.job.local_job import LocalEnding
 from ringcomm.launch.job.verdict import Verdict
 from ringcomm.launch.mpi_kind import MpiKind, fit, kind_of
-from ringcomm.launch.run_child_with_deadline import outside_of_a_job, run_child
 from ringcomm.nvidia.judge_software import Cupy, Driver, Gpu, Nccl, Stack
 
 OTHER = MpiKind("Some MPI 7")

@@ -12,7 +12,7 @@ import pytest
 from harness import run_command
 
 from ringcomm.launch.check_install import gather_facts
-from ringcomm.launch.run_child_with_deadline import run_child
+from ringcomm.launch.child import run_child
 from ringcomm.transport.node.private_memory import ptrace_scope
 
 

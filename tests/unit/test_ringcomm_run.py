@@ -17,7 +17,7 @@ from ringcomm.launch.job import arguments, command
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output_lines import LauncherText, LinesOf
 from ringcomm.launch.job.plan_types import Surroundings
-from ringcomm.launch.job.read_records import (
+from ringcomm.launch.job.records import (
     Evidence,
     GuardianFile,
     RankEnd,

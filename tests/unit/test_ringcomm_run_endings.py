@@ -3,7 +3,7 @@
 import pytest
 
 from ringcomm.launch.job.plan_types import RunRequest
-from ringcomm.launch.job.read_records import Evidence, RankEnd, RecordedFailure
+from ringcomm.launch.job.records import Evidence, RankEnd, RecordedFailure
 from ringcomm.launch.job.restart import Ended, decide
 from ringcomm.launch.job.verdict import Cause, JobEnding, judge_ending
 

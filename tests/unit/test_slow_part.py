@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ringcomm.launch.watch.what_is_slow import OWN_PARTS, slow_parts, slow_server
+from ringcomm.launch.watch.diagnosis import OWN_PARTS, slow_parts, slow_server
 
 MS = 1_000_000
 

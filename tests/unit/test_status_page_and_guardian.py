@@ -13,7 +13,7 @@ from guarded_ranks import WAITING, wait_until_running
 from harness import wait_until
 
 from ringcomm._core import StatusPage, monotonic_ns
-from ringcomm.launch.job.read_records import parse_guardian_file
+from ringcomm.launch.job.records import parse_guardian_file
 from ringcomm.status.ending_text import how_it_ended
 from ringcomm.status.guardian import Guardian, Ward
 from ringcomm.status.page_enums import Ending, OpState, PageState

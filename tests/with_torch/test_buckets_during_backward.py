@@ -30,7 +30,7 @@ from training_models import (
 import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.engine.api import collectives
-from ringcomm.torch.optim.buckets_in_order_of_readiness import BucketPlan
+from ringcomm.torch.optim.bucket_order import BucketPlan
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed import ProcessGroup
 from ringcomm.torch.distributed.group import work as works
-from ringcomm.torch.distributed.group.name_operations_in_callbacks import Path
+from ringcomm.torch.distributed.group.callback_names import Path
 
 SIZES = at_length([2, 4], [4])
 N = 6

@@ -11,8 +11,8 @@ from training_models import BATCH, copies, data, network, share
 import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.config import Settings
-from ringcomm.torch.optim import equalize_weights
-from ringcomm.torch.optim.equalize_weights import fingerprint
+from ringcomm.torch.optim import first_weights
+from ringcomm.torch.optim.first_weights import fingerprint
 
 STEPS = 2
 
@@ -100,7 +100,7 @@ def test_ranks_that_broadcast_hear_nothing_and_pay_once(caplog, monkeypatch):
         seen.append(x.shape)
         return fingerprint(x)
 
-    monkeypatch.setattr(equalize_weights, "fingerprint", counted)
+    monkeypatch.setattr(first_weights, "fingerprint", counted)
 
     def wrap(optimizer, **options):
         wrapped = hvd.DistributedOptimizer(optimizer, **options)
@@ -232,7 +232,7 @@ def test_rank_0_may_join_before_its_first_step(caplog):
 
 # --- fingerprints ---------------------------------------------------------------------------------
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.complex64]
-N = 3 * equalize_weights._PIECE + 61
+N = 3 * first_weights._PIECE + 61
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -257,14 +257,14 @@ CHANGES = {
     "signs": lambda x: x.neg_(),
     "two signs": lambda x: x[2:5:2].neg_(),
     "two change places": lambda x: x.__setitem__([3, 8191], x[[8191, 3]]),
-    "pieces change places": lambda x: x.copy_(x.roll(equalize_weights._PIECE)),
+    "pieces change places": lambda x: x.copy_(x.roll(first_weights._PIECE)),
     "reversed": lambda x: x.copy_(x.flip(0)),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_fingerprint_tells_a_change(change):
-    x = torch.rand(2 * equalize_weights._PIECE, generator=torch.Generator().manual_seed(1)).double()
+    x = torch.rand(2 * first_weights._PIECE, generator=torch.Generator().manual_seed(1)).double()
     before = fingerprint(x)
     CHANGES[change](x)
     assert fingerprint(x) != before

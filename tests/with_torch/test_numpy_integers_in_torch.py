@@ -9,8 +9,8 @@ from training_models import wrap
 
 import ringcomm.torch as hvd
 from ringcomm.integers import is_integer
+from ringcomm.torch.distributed.group.arguments import call_options
 from ringcomm.torch.distributed.group.base import compare
-from ringcomm.torch.distributed.group.read_arguments import call_options
 
 N = np.int64
 

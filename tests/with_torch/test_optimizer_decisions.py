@@ -4,7 +4,7 @@ import pytest
 
 from ringcomm.torch.backward.consistency_check import OptimizerSummary, explain
 from ringcomm.torch.optim.buckets import is_dense
-from ringcomm.torch.optim.finish_backward import explain_samples, explain_steps
+from ringcomm.torch.optim.exchange import explain_samples, explain_steps
 from ringcomm.torch.optim.gradient_presence import (
     DENSE,
     FAILED,

@@ -25,7 +25,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
-from ringcomm.torch.optim.finish_backward import Attempt, is_skipped_by_all
+from ringcomm.torch.optim.exchange import Attempt, is_skipped_by_all
 
 UNSENT = Settings(timeout_s=120, fusion_mib=1)  # one bucket: nothing leaves before all is there
 

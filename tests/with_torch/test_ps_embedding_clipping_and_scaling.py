@@ -18,7 +18,7 @@ from ringcomm.ps.client.rows.row_calls import RowCalls
 from ringcomm.ps.job import session
 from ringcomm.torch import ps
 from ringcomm.torch.ps.embeddings import Embedding
-from ringcomm.torch.ps.row_gradients_until_step import TableGradient
+from ringcomm.torch.ps.row_gradients import TableGradient
 
 ROWS, DIM, N_STEPS, LR = 31, 5, 6, 0.5
 MAX_NORM = 0.6  # which clips some steps and others not

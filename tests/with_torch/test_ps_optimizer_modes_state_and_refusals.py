@@ -18,7 +18,7 @@ from ringcomm import ps as core_ps
 from ringcomm.ps import evaluation
 from ringcomm.ps.job import session
 from ringcomm.torch import ps
-from ringcomm.torch.ps import count_steps_and_embeddings
+from ringcomm.torch.ps import worker_counts
 
 pytestmark = pytest.mark.usefixtures("odd_cuts")
 
@@ -485,7 +485,7 @@ def test_hybrid_leaves_dense_parameters_to_the_ring():
 
     def body(rank):
         session()
-        count_steps_and_embeddings.enrol_embedding()
+        worker_counts.enrol_embedding()
         fit(replicas[rank], wrap(replicas[rank], hybrid="ring"), share(batches, rank, 2))
         assert session().clock == len(batches)
         return weights(replicas[rank])

@@ -3,7 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 
-from ringcomm.torch.distributed import rendezvous_by_mpi
+from ringcomm.torch.distributed import rendezvous
 from ringcomm.torch.distributed.compat import c10d
 
 LISTENS = "0A"
@@ -19,9 +19,9 @@ def addresses_of(port):
 
 def test_a_store_for_one_host_listens_on_it_alone(monkeypatch):
     for each in ("size", "local_size"):
-        monkeypatch.setattr(rendezvous_by_mpi, each, lambda: 2)
+        monkeypatch.setattr(rendezvous, each, lambda: 2)
     timeout = timedelta(seconds=60)
-    store = rendezvous_by_mpi._serve_store(timeout)
+    store = rendezvous._serve_store(timeout)
     found = addresses_of(store.port)
     other = c10d.TCPStore("127.0.0.1", store.port, 2, False, timeout)
     store.set("key", "value")

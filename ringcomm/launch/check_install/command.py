@@ -21,9 +21,9 @@ from ringcomm.launch.check_install.judge_facts import (
     judge,
     problem_of,
 )
+from ringcomm.launch.child import last_lines
 from ringcomm.launch.job.local_job import LocalEnding, run_on_this_host
 from ringcomm.launch.job.plan_types import RunRequest
-from ringcomm.launch.run_child_with_deadline import last_lines
 from ringcomm.progress_bar import working
 
 _WIDTH: Final = max(map(len, SUBJECTS))

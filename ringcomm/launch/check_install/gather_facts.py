@@ -24,13 +24,13 @@ from urllib.parse import unquote, urlsplit
 from ringcomm.config import read_settings
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts, Launcher, Library, Reading
-from ringcomm.launch.mpi_kind import FAMILIES, kind_of
-from ringcomm.launch.run_child_with_deadline import (
+from ringcomm.launch.child import (
     ChildOutcome,
     last_lines,
     outside_of_a_job,
     run_child,
 )
+from ringcomm.launch.mpi_kind import FAMILIES, kind_of
 from ringcomm.launch.usable_cores import cgroup_limit
 from ringcomm.nvidia.find_software import versions
 from ringcomm.nvidia.judge_software import Stack

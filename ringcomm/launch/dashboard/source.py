@@ -17,14 +17,14 @@ from ringcomm._core import monotonic_ns
 from ringcomm.atomic_files import paths_in
 from ringcomm.engine.control.commands import Command
 from ringcomm.launch.dashboard.metrics import MetricReader
-from ringcomm.launch.job.read_records import RunEnd
+from ringcomm.launch.job.records import RunEnd
 from ringcomm.launch.job.run_folder import CONFIG, RunFolder
 from ringcomm.launch.job.verdict import SIGNAL_NAMES
+from ringcomm.launch.watch.diagnosis import Verdicts
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
 from ringcomm.launch.watch.send_command import CommandOutcome, ask, choose_job
-from ringcomm.launch.watch.what_is_slow import Verdicts
 
 _SEARCH_S: Final = 2.0
 _LOG_BYTES: Final = 1 << 16

@@ -25,6 +25,7 @@ from ringcomm.config import environment
 from ringcomm.errors import ConfigError
 from ringcomm.foreign_text import printable
 from ringcomm.launch.check_install.gather_facts import gather
+from ringcomm.launch.child import outside_of_a_job, run_child
 from ringcomm.launch.job.arguments import Arguments, parse_arguments
 from ringcomm.launch.job.limits import Limits
 from ringcomm.launch.job.plan import plan
@@ -34,7 +35,6 @@ from ringcomm.launch.job.run_folder import RunFolder, time_text
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, JobEnding, Verdict
-from ringcomm.launch.run_child_with_deadline import outside_of_a_job, run_child
 from ringcomm.launched import rank_program
 from ringcomm.launched.launcher import launching_variable
 from ringcomm.regular_files import BrokenFileError, read_regular

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from ringcomm.launch.child import outside_of_a_job, run_child
 from ringcomm.launch.job.command import forks_ranks, gather_surroundings
 from ringcomm.launch.job.hosts import Host
 from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import RunRequest
 from ringcomm.launch.job.run_folder import END, RunFolder
 from ringcomm.launch.job.verdict import Verdict
-from ringcomm.launch.run_child_with_deadline import outside_of_a_job, run_child
 
 _TO_END_S: Final = 30.0  # more than the supervisor needs to end a job
 

@@ -19,7 +19,7 @@ from typing import IO, Any, Final, TypeVar
 from ringcomm.atomic_files import replacing
 from ringcomm.errors import ConfigError
 from ringcomm.foreign_text import is_int64, parsed_json
-from ringcomm.launch.job.read_records import (
+from ringcomm.launch.job.records import (
     GuardianFile,
     RankEnd,
     RunEnd,

@@ -30,14 +30,14 @@ from ringcomm.launch.job.output_lines import (
     error_of_log,
     prefix_of,
 )
-from ringcomm.launch.job.processes.ranks_of_this_host import (
+from ringcomm.launch.job.processes.local_ranks import (
     MpiFiles,
     live_ranks_here,
     ranks_here,
     send_signal,
     session_members,
 )
-from ringcomm.launch.job.processes.waits_in_vain import Hung, Orphan, StartWait, Unseen
+from ringcomm.launch.job.processes.stalls import Hung, Orphan, StartWait, Unseen
 from ringcomm.launch.job.run_folder import CONFIG, END, LAUNCHER_LOG, RunFolder, time_text
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from ringcomm._core import monotonic_ns
 from ringcomm.foreign_text import is_int64, is_number, parsed_json
-from ringcomm.launch.job.processes.ranks_of_this_host import ranks_here
+from ringcomm.launch.job.processes.local_ranks import ranks_here
 from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.rank_rows import Process, RankSample

@@ -15,6 +15,7 @@ from ringcomm.config import read_settings
 from ringcomm.errors import ConfigError
 from ringcomm.foreign_text import printable
 from ringcomm.launch.option_types import port, seconds
+from ringcomm.launch.watch.diagnosis import Verdicts
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import (
@@ -26,7 +27,6 @@ from ringcomm.launch.watch.rank_rows import (
     row_of,
     title_of,
 )
-from ringcomm.launch.watch.what_is_slow import Verdicts
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -36,7 +36,7 @@ _EVENTS: Final = 5
 _SEARCH_S: Final = 2.0
 _LOOKS: Final = 3  # of --once, in the interval
 _INTERVAL_S: Final = 1.0
-_ONCE_S: Final = 2.4  # what_is_slow needs some intervals, which are not shorter than 0.7 s
+_ONCE_S: Final = 2.4  # diagnosis needs some intervals, which are not shorter than 0.7 s
 _SHRINKING: Final = ("state", "operation", "scalars")  # of the live table on a narrow terminal
 _Samples = dict[tuple[str, int], RankSample]
 

@@ -12,7 +12,7 @@ from ringcomm.collectives.operators import BOR
 from ringcomm.engine.api import collectives
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import MismatchError
-from ringcomm.torch.backward.equality_by_bor import is_alike, with_complement
+from ringcomm.torch.backward.equality import is_alike, with_complement
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from ringcomm.engine.api.registered_arrays import empty
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.torch.distributed.compat import c10d
+from ringcomm.torch.distributed.group.arguments import call_options
 from ringcomm.torch.distributed.group.base import BaseGroup
-from ringcomm.torch.distributed.group.read_arguments import call_options
 from ringcomm.torch.untraced import untraced
 
 # Memory for each bucket, by the bucket's first parameter. Each step uses it again, because

@@ -21,7 +21,7 @@ from ringcomm.torch.distributed.compat import (
     wrap_rendezvous,
 )
 from ringcomm.torch.distributed.group.process_group import ProcessGroup
-from ringcomm.torch.distributed.rendezvous_by_mpi import start_as_rank, wrap_env
+from ringcomm.torch.distributed.rendezvous import start_as_rank, wrap_env
 
 BACKEND = "ringcomm"
 

@@ -30,7 +30,7 @@ from ringcomm.engine.api import collectives
 from ringcomm.engine.api.begin_next_view import await_streams, heal
 from ringcomm.engine.api.init_rank_size import rank, size
 from ringcomm.errors import PeerFailedError
-from ringcomm.torch.backward.interleave_collectives import CollectiveTask
+from ringcomm.torch.backward.collective_tasks import CollectiveTask
 from ringcomm.torch.backward.parameter_hooks import Named
 from ringcomm.torch.horovod.process_sets import global_process_set
 from ringcomm.torch.optim.averaging_optimizer import OUR_ATTRIBUTES, AveragingOptimizer

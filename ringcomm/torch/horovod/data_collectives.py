@@ -22,7 +22,8 @@ from ringcomm.engine.operations.alltoall import plan_alltoall
 from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.engine.operations.broadcast import plan_broadcast
 from ringcomm.engine.operations.grouped import plan_grouped_allgather
-from ringcomm.torch.horovod.async_and_in_place import (
+from ringcomm.torch.horovod.autograd_functions import apply, tensor_list
+from ringcomm.torch.horovod.call_forms import (
     AWAITED,
     Form,
     async_form,
@@ -30,7 +31,6 @@ from ringcomm.torch.horovod.async_and_in_place import (
     document,
     in_place_form,
 )
-from ringcomm.torch.horovod.autograd_functions import apply, tensor_list
 from ringcomm.torch.horovod.handles import HorovodHandle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set, prepare
 

@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 from ringcomm import config
 from ringcomm.torch.compression import Compression
-from ringcomm.torch.horovod import data_collectives, init_timeline_built, reductions
+from ringcomm.torch.horovod import basics, data_collectives, reductions
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def util() -> dict[str, Any]:
         is_iterable, is_version_greater_equal_than, num_rank_is_power_2, split_list,
     )  # fmt: skip
     names: dict[str, Any] = {each.__name__: each for each in functions}
-    return names | {name: _with_verbose(getattr(init_timeline_built, name)) for name in _BUILT}
+    return names | {name: _with_verbose(getattr(basics, name)) for name in _BUILT}
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:

@@ -19,7 +19,8 @@ from ringcomm.engine.operations.grouped import plan_grouped_allreduce, plan_grou
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.errors import RingcommError
 from ringcomm.torch.compression import Compression, compressor_of
-from ringcomm.torch.horovod.async_and_in_place import (
+from ringcomm.torch.horovod.autograd_functions import apply, tensor_list
+from ringcomm.torch.horovod.call_forms import (
     AWAITED,
     IN_PLACE,
     Form,
@@ -28,7 +29,6 @@ from ringcomm.torch.horovod.async_and_in_place import (
     document,
     in_place_form,
 )
-from ringcomm.torch.horovod.autograd_functions import apply, tensor_list
 from ringcomm.torch.horovod.data_collectives import allgather
 from ringcomm.torch.horovod.handles import HorovodHandle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set

@@ -16,7 +16,7 @@ from ringcomm.torch.horovod.process_sets import ProcessSet
 from ringcomm.torch.horovod.reduce_op import Adasum
 from ringcomm.torch.horovod.reductions import allreduce_async
 from ringcomm.torch.optim.distributed_optimizer_options import checked_passes
-from ringcomm.torch.optim.equalize_weights import FirstWeights
+from ringcomm.torch.optim.first_weights import FirstWeights
 from ringcomm.torch.optim.wrapping import derive, renamed, underlying
 
 T = TypeVar("T", bound=Optimizer)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import NotInitializedError
-from ringcomm.torch.backward.loss_of_all_ranks import goes_by_loss, loss_of_all_ranks
+from ringcomm.torch.backward.shared_loss import goes_by_loss, loss_of_all_ranks
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import derive, name_last_group, renamed, underlying

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ringcomm.torch.backward.equality_by_bor import is_alike, with_complement
+from ringcomm.torch.backward.equality import is_alike, with_complement
 
 # Codes of a gradient. LATE: a part came after the bucket was sent. WAS_SPARSE: it was made dense.
 # HAS_BASE: .grad contains what an earlier reduction has left; NO_BASE: it does not. LEFT: that is

@@ -2,7 +2,7 @@
 
 Autograd calls a hook when a gradient is complete. The gradient is copied into its bucket, and a
 full bucket is sent at once. When the outermost run ends, one small message shows each rank which
-gradients any rank has. Then the ranks send the other buckets, and wait (finish_backward.py).
+gradients any rank has. Then the ranks send the other buckets, and wait (exchange.py).
 So .grad is final, and the same on every rank, when backward() returns: clipping, GradScaler and
 logging read the values that the optimizer will use. A rank that runs no backward() takes part in
 step().
@@ -23,20 +23,20 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.world import is_outside
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import MismatchError, RingcommError
-from ringcomm.torch.backward.begin_and_end import Passes
+from ringcomm.torch.backward.collective_tasks import CollectiveTask, finish_together
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
-from ringcomm.torch.backward.interleave_collectives import CollectiveTask, finish_together
-from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
+from ringcomm.torch.backward.optimizer_numbers import (
     checked_samples,
     note_samples,
 )
 from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
+from ringcomm.torch.backward.passes import Passes
 from ringcomm.torch.horovod.process_sets import global_process_set
+from ringcomm.torch.optim.bucket_order import BucketPlan
 from ringcomm.torch.optim.buckets import Scaling
-from ringcomm.torch.optim.buckets_in_order_of_readiness import BucketPlan
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions, checked_passes
-from ringcomm.torch.optim.equalize_weights import FirstWeights
-from ringcomm.torch.optim.finish_backward import Exchange, FailedPass
+from ringcomm.torch.optim.exchange import Exchange, FailedPass
+from ringcomm.torch.optim.first_weights import FirstWeights
 from ringcomm.torch.optim.gradient_shard import GradientShard
 from ringcomm.torch.optim.gradient_slot import GradientSlot, GradientState
 

@@ -3,10 +3,10 @@
 from ringcomm.ps import *  # noqa: F403 - this face is that module and more
 from ringcomm.ps import __all__ as _of_ps
 from ringcomm.torch.ps.collection import EmbeddingCollection
-from ringcomm.torch.ps.convert_embeddings import convert
+from ringcomm.torch.ps.conversion import convert
 from ringcomm.torch.ps.embeddings import Embedding, EmbeddingBag
-from ringcomm.torch.ps.exchange_state_with_servers import model_state_dict
 from ringcomm.torch.ps.optimizer import DistributedOptimizer
+from ringcomm.torch.ps.server_state import model_state_dict
 
 __all__ = [  # noqa: PLE0604 - names of another __all__
     "DistributedOptimizer",

@@ -28,8 +28,8 @@ from ringcomm.ps.optim import Updater
 from ringcomm.ps.row_policies import Admit, Evict
 from ringcomm.ps.session import is_chief
 from ringcomm.ps.update_modes import Mode
-from ringcomm.torch.ps.count_steps_and_embeddings import enrol_embedding
-from ringcomm.torch.ps.row_gradients_until_step import submit
+from ringcomm.torch.ps.row_gradients import submit
+from ringcomm.torch.ps.worker_counts import enrol_embedding
 from ringcomm.torch.untraced import not_inlined, untraced
 
 _HANDLE_KEY: Final = "_extra_state"  # as torch names what is in a state_dict beside parameters

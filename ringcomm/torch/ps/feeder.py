@@ -28,27 +28,27 @@ from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.table_base import close_abandoned
 from ringcomm.ps.optim import Updater
 from ringcomm.ps.session import session
-from ringcomm.torch.backward.begin_and_end import Passes
+from ringcomm.torch.backward.collective_tasks import CollectiveTask
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
-from ringcomm.torch.backward.interleave_collectives import CollectiveTask
-from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
+from ringcomm.torch.backward.optimizer_numbers import (
     checked_samples,
     next_number,
     note_samples,
 )
 from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
+from ringcomm.torch.backward.passes import Passes
 from ringcomm.torch.optim.distributed_optimizer_options import checked_passes
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket, ServedSlot, plan
-from ringcomm.torch.ps.clip_and_scale import factor_of, is_on, squares_of
-from ringcomm.torch.ps.count_steps_and_embeddings import (
+from ringcomm.torch.ps.chief_buffers import Buffer, ServedBuffers
+from ringcomm.torch.ps.clipping import factor_of, is_on, squares_of
+from ringcomm.torch.ps.options import WHO, ServerOptions
+from ringcomm.torch.ps.row_gradients import NO_ROWS, RowGradients, let_rows_wait, take
+from ringcomm.torch.ps.worker_counts import (
     catch_up,
     count_step,
     end_step,
     enrol_optimizer,
 )
-from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
-from ringcomm.torch.ps.row_gradients_until_step import NO_ROWS, RowGradients, let_rows_wait, take
-from ringcomm.torch.ps.send_chief_buffers import Buffer, ServedBuffers
 
 P = ParamSpec("P")
 Groups = Sequence[Mapping[str, Any]]

@@ -21,19 +21,15 @@ from ringcomm.ps.checkpoint.auto_recovery import recovered_from, require_alone
 from ringcomm.ps.job import size
 from ringcomm.ps.session import is_chief, session
 from ringcomm.ps.update_modes import Mode, mode_of
-from ringcomm.torch.backward.loss_of_all_ranks import goes_by_loss, loss_of_all_ranks
+from ringcomm.torch.backward.shared_loss import goes_by_loss, loss_of_all_ranks
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import derive, name_last_group, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
-from ringcomm.torch.ps.clip_and_scale import clip_gradients, is_on, note_found_inf
-from ringcomm.torch.ps.count_steps_and_embeddings import (
-    count_step,
-    enrol_optimizer,
-    require_something_served,
-    same_number_if_called_again,
-)
-from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
-from ringcomm.torch.ps.exchange_state_with_servers import (
+from ringcomm.torch.ps.chief_buffers import buffers_of
+from ringcomm.torch.ps.clipping import clip_gradients, is_on, note_found_inf
+from ringcomm.torch.ps.feeder import Feeder
+from ringcomm.torch.ps.options import WHO, ServerOptions
+from ringcomm.torch.ps.server_state import (
     StateRecovery,
     gather_state,
     pull_values,
@@ -42,8 +38,12 @@ from ringcomm.torch.ps.exchange_state_with_servers import (
     require_between_steps,
     unrounded_state,
 )
-from ringcomm.torch.ps.feeder import Feeder
-from ringcomm.torch.ps.send_chief_buffers import buffers_of
+from ringcomm.torch.ps.worker_counts import (
+    count_step,
+    enrol_optimizer,
+    require_something_served,
+    same_number_if_called_again,
+)
 
 
 # --- steps within steps ---------------------------------------------------------------------------

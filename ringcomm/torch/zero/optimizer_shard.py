@@ -19,9 +19,9 @@ from ringcomm.torch.optim.gradient_slot import GradientSlot
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import Settings, settings_of
 from ringcomm.torch.zero.chunk_update import ChunkUpdate
-from ringcomm.torch.zero.gather_whole_states import gather_states, start_allgather_into
 from ringcomm.torch.zero.parameter_state import ParameterState, TorchState
 from ringcomm.torch.zero.shares import Plan, shares_of
+from ringcomm.torch.zero.whole_states import gather_states, start_allgather_into
 
 Pieces: TypeAlias = dict[int, tuple[slice, ParameterState]]  # by the parameter's index
 Shares: TypeAlias = dict[int, list[int]]  # elements of each rank, by the parameter's index

@@ -31,9 +31,9 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle, wait_all
 from ringcomm.errors import RingcommError
 from ringcomm.torch.optim.reducer import GradientReducer
-from ringcomm.torch.zero.gather_whole_states import start_allgather_into
 from ringcomm.torch.zero.optimizer_shard import OptimizerShard, Pieces, Shares
 from ringcomm.torch.zero.parameter_state import ParameterState
+from ringcomm.torch.zero.whole_states import start_allgather_into
 
 Bytes: TypeAlias = NDArray[np.uint8]
 

@@ -44,15 +44,15 @@ from ringcomm.torch.distributed.compat import (
     divide_by_present_size,
     renumber_default_group,
 )
-from ringcomm.torch.distributed.group.backends_by_device import Devices, carries
-from ringcomm.torch.distributed.group.name_operations_in_callbacks import (
+from ringcomm.torch.distributed.group.arguments import CallOptions, call_options
+from ringcomm.torch.distributed.group.callback_names import (
     Path,
     is_in_callback,
     path_here,
 )
-from ringcomm.torch.distributed.group.read_arguments import CallOptions, call_options
+from ringcomm.torch.distributed.group.device_backends import Devices, carries
 from ringcomm.torch.distributed.group.work import CombinedWork, Work
-from ringcomm.torch.distributed.rendezvous_by_mpi import make_store
+from ringcomm.torch.distributed.rendezvous import make_store
 from ringcomm.transport.channel import Channel
 
 # --- reconfiguration ------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from ringcomm.engine.operations.into_array import (
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.scatter import plan_scatter
 from ringcomm.errors import MismatchError
-from ringcomm.torch.distributed.group.read_arguments import ReadReduction
-from ringcomm.torch.distributed.group.tensors_as_flat_arrays import (
+from ringcomm.torch.distributed.group.arguments import ReadReduction
+from ringcomm.torch.distributed.group.flat_tensors import (
     bytes_of,
     concatenate,
     flatten,

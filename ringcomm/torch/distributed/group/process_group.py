@@ -21,15 +21,15 @@ from ringcomm.engine.operations.grouped import plan_grouped
 from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.group import collectives
-from ringcomm.torch.distributed.group.backends_by_device import carries, is_foreign
-from ringcomm.torch.distributed.group.base import BaseGroup
-from ringcomm.torch.distributed.group.read_arguments import (
+from ringcomm.torch.distributed.group.arguments import (
     CallOptions,
     call_options,
     one_list,
     one_tensor,
 )
-from ringcomm.torch.distributed.group.tensors_as_flat_arrays import bytes_of, flatten
+from ringcomm.torch.distributed.group.base import BaseGroup
+from ringcomm.torch.distributed.group.device_backends import carries, is_foreign
+from ringcomm.torch.distributed.group.flat_tensors import bytes_of, flatten
 from ringcomm.torch.distributed.group.work import Work
 from ringcomm.transport.base import ANY_SOURCE
 

@@ -13,7 +13,7 @@ import torch
 
 from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.distributed.compat import LOSES_WORKS, c10d
-from ringcomm.torch.distributed.group.name_operations_in_callbacks import Path, follow
+from ringcomm.torch.distributed.group.callback_names import Path, follow
 from ringcomm.torch.untraced import untraced
 
 # --- callbacks of futures -------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from ringcomm.collectives.operators import AVERAGE, MAX
-from ringcomm.torch.distributed.group.read_arguments import call_options
+from ringcomm.torch.distributed.group.arguments import call_options
 
 
 @pytest.mark.parametrize("more", [(), (True,), (7,)])

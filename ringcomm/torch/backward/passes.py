@@ -7,7 +7,7 @@ import weakref
 from typing import Protocol
 
 from ringcomm.torch.backward import autograd_hooks
-from ringcomm.torch.backward.interleave_collectives import CollectiveTask, finish_with_this_run
+from ringcomm.torch.backward.collective_tasks import CollectiveTask, finish_with_this_run
 
 
 class PassListener(Protocol):

@@ -10,8 +10,8 @@ import torch
 
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.torch.backward.interleave_collectives import CollectiveTask
-from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import next_number
+from ringcomm.torch.backward.collective_tasks import CollectiveTask
+from ringcomm.torch.backward.optimizer_numbers import next_number
 from ringcomm.torch.backward.watched_tensors import n_storage_references
 from ringcomm.torch.optim.buckets import Bucket, Member, Scaling, make_buckets
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions

@@ -21,8 +21,8 @@ from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.rows.hash_table import HashTable
 from ringcomm.ps.session import Session, session
 from ringcomm.ps.update_modes import Mode
-from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import weight_of_step
-from ringcomm.torch.ps.clip_and_scale import squares_of
+from ringcomm.torch.backward.optimizer_numbers import weight_of_step
+from ringcomm.torch.ps.clipping import squares_of
 
 Array = NDArray[Any]
 Note = Callable[[Future[Pushed]], object]

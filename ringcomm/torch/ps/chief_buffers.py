@@ -19,7 +19,7 @@ from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.optim import Assign
 from ringcomm.ps.session import acts_as_chief
 from ringcomm.ps.table_spec import Part
-from ringcomm.torch.ps.distributed_optimizer_options import WHO
+from ringcomm.torch.ps.options import WHO
 
 Named = Iterable[tuple[str, Tensor]]
 _IN_FLOAT32: Final = (

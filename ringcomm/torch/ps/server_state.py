@@ -20,8 +20,8 @@ from ringcomm.ps.client.dense.optimizer_state import push_state as push_table_st
 from ringcomm.ps.segments import IDS, SCALARS, STEPS
 from ringcomm.ps.session import is_chief
 from ringcomm.torch.ps.buckets import IN_16_BITS, ServedBucket
-from ringcomm.torch.ps.distributed_optimizer_options import WHO
 from ringcomm.torch.ps.feeder import Feeder
+from ringcomm.torch.ps.options import WHO
 
 _WITHOUT_STEP: Final = ("SGD",)  # torch counts no steps for it
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from ringcomm.launch.job.processes.ranks_of_this_host import company, ranks_here
+from ringcomm.launch.job.processes.local_ranks import company, ranks_here
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launched.process_stat import ProcessStat
 from ringcomm.launched.rank_process import RankProcess

@@ -11,7 +11,7 @@ from ringcomm.codec import Codec
 from ringcomm.ps import optim
 from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.update_modes import Mode
-from ringcomm.torch.ps.clip_and_scale import is_on
+from ringcomm.torch.ps.clipping import is_on
 
 WHO: Final = "ps.DistributedOptimizer"  # error texts begin with it
 

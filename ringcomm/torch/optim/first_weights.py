@@ -20,8 +20,8 @@ from ringcomm.collectives.operators import BOR
 from ringcomm.engine.api import collectives
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
-from ringcomm.torch.backward.equality_by_bor import is_alike, with_complement
-from ringcomm.torch.backward.interleave_collectives import CollectiveTask, finish_together
+from ringcomm.torch.backward.collective_tasks import CollectiveTask, finish_together
+from ringcomm.torch.backward.equality import is_alike, with_complement
 
 Named = Sequence[tuple[str, torch.Tensor]]
 Sums = tuple[int, int]

@@ -16,7 +16,7 @@ from ringcomm.collectives.operators import MAX
 from ringcomm.engine.api import collectives
 from ringcomm.ps.members.let_in import end_step as end_step_of_all
 from ringcomm.ps.session import Session, is_chief, session
-from ringcomm.torch.backward.optimizer_numbers_and_sample_weights import (
+from ringcomm.torch.backward.optimizer_numbers import (
     go_on_from_number,
     last_number,
 )

@@ -16,9 +16,9 @@ from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import MismatchError, RingcommError
-from ringcomm.torch.backward.interleave_collectives import CollectiveTask
+from ringcomm.torch.backward.collective_tasks import CollectiveTask
+from ringcomm.torch.optim.bucket_order import BucketPlan
 from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets, unit_for, wide
-from ringcomm.torch.optim.buckets_in_order_of_readiness import BucketPlan
 from ringcomm.torch.optim.gradient_presence import (
     COMPLAINS,
     DENSE,
