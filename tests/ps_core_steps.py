@@ -32,7 +32,7 @@ def arrive(core, request, *, is_held=False):
     """Let a push arrive, and be decoded if it is carried out; return the names of what follows."""
     actions = core.handle(on.Arrived(request, KEY, request.header.clock), 0.0)
     if names(actions) == ["Carry"]:
-        event = on.Pushed(KEY, request, request.body, is_held=is_held)
+        event = on.Contributed(KEY, request, request.body, is_held=is_held)
         actions = core.handle(event, 0.0)
     return names(actions)
 

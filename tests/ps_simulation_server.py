@@ -108,7 +108,7 @@ class Server:
         elif kind == FrameKind.ENTER:
             self.arrived(request)
         elif kind == FrameKind.TICK:
-            self.handle(on.Awaited(request) if header.option else on.Ticked(request))
+            self.handle(on.ClockAwaited(request) if header.option else on.Ticked(request))
         elif kind == FrameKind.LEAVE:
             self.handle(on.Left(request.source, request, still_asks=bool(header.option)))
         elif kind == FrameKind.JOIN and header.option == Join.TAKE:
@@ -251,7 +251,9 @@ class Server:
         else:
             lets_in = not self.core.tables[key[0]].is_dense
             is_held = request.flag == "hold"
-            self.handle(on.Pushed(key, request, request.body, is_held=is_held, lets_in=lets_in))
+            self.handle(
+                on.Contributed(key, request, request.body, is_held=is_held, lets_in=lets_in)
+            )
 
     def retry(self, action):
         self.arrived(action.request)

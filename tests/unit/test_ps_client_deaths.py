@@ -196,7 +196,7 @@ def test_a_contribution_of_the_dead_to_an_open_round_is_dropped():
     assert die(core, 1) == []
     request = push(3, 5)
     core.handle(on.Arrived(request, KEY, 0), 0.0)
-    (end,) = core.handle(on.Pushed(KEY, request, "g"), 0.0)
+    (end,) = core.handle(on.Contributed(KEY, request, "g"), 0.0)
     assert [each.worker for each in end.contributions] == [2, 3]
 
 
@@ -267,7 +267,7 @@ def test_a_round_of_which_a_dead_worker_was_ends_with_those_that_live_in_it():
     core.handle(on.ServerMessage(1, {"do": "without", "table": 1, "worker": 1, "rounds": [0]}), 0.0)
     request = push(2, 5)
     core.handle(on.Arrived(request, KEY, 0), 0.0)
-    (end,) = core.handle(on.Pushed(KEY, request, "g", lets_in=True), 0.0)
+    (end,) = core.handle(on.Contributed(KEY, request, "g", lets_in=True), 0.0)
     assert [each.worker for each in end.contributions] == [2]
 
 
@@ -282,7 +282,7 @@ def bereft(mode, *, is_held=False):
     core = core_of(mode)
     request = push(1, 5)
     core.handle(on.Arrived(request, KEY, 0), 0.0)
-    event = on.Pushed(KEY, request, "g", is_held=is_held, lets_in=mode.name == "first_of")
+    event = on.Contributed(KEY, request, "g", is_held=is_held, lets_in=mode.name == "first_of")
     assert core.handle(event, 0.0) == []
     assert die(core, 1) == []
     return core
@@ -313,7 +313,7 @@ def test_a_drain_carries_out_what_was_kept_before_it_goes_past_a_round():
     core.handle(on.Left(2, still_asks=True), 0.0)
     assert give(core, "drain", at=(1, False)) == ["Retry", "Settled"]
     core.handle(on.Arrived(kept, KEY, 0), 0.0)
-    end, _ = core.handle(on.Pushed(KEY, kept, "g"), 0.0)
+    end, _ = core.handle(on.Contributed(KEY, kept, "g"), 0.0)
     assert [each.worker for each in end.contributions] == [2]
     assert core.handle(on.Finished(KEY), 0.0) == []
 

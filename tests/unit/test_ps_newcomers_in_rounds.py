@@ -171,7 +171,7 @@ class World:
 
         def event_of(to):
             kinds = {"sequence": next(self.sequence), "table": 1, "partition": to, "clock": n}
-            return on.Pushed(
+            return on.Contributed(
                 (1, to), Request(rank, FrameHeader(FrameKind.PUSH, origin=rank, **kinds)), None
             )
 

@@ -96,7 +96,7 @@ def test_a_push_of_who_died_counts_no_more_once_its_place_is_taken():
     assert arrive(core, push(1, 1)) == []
     assert arrive(core, push(1, 2, clock=1)) == []
     assert arrive(core, push(2, 1)) == []
-    (ended_round,) = core.handle(on.Pushed((1, 0), push(7, 2), "g"), 0.0)
+    (ended_round,) = core.handle(on.Contributed((1, 0), push(7, 2), "g"), 0.0)
     assert {each.worker for each in ended_round.contributions} == {2, 7}
 
 
@@ -193,7 +193,7 @@ def test_rounds_of_first_of_go_by_if_who_was_let_into_them_has_died():
     core.handle(on.Died(2), 0.0)
     assert core.unit_of((1, 0)).rounds.current == 1
     request = push(7, 2, clock=1)
-    actions = core.handle(on.Pushed((1, 0), request, "g", lets_in=True), 0.0)
+    actions = core.handle(on.Contributed((1, 0), request, "g", lets_in=True), 0.0)
     assert names(actions) == ["End"]
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ringcomm.ps.server.core.actions import End, Hold, Late, Released, RoundContribution
+from ringcomm.ps.server.core.actions import End, Hold, Late, ReleaseDone, RoundContribution
 from ringcomm.ps.server.core.rounds import Clocks, Entries, Release, Rounds
 from ringcomm.ps.update_modes import SSP, FirstOf, mode_of
 
@@ -30,7 +30,7 @@ def told(actions):
     for action in actions:
         if isinstance(action, Late):
             texts.append(f"late {action.contribution.request}")
-        elif isinstance(action, Released):
+        elif isinstance(action, ReleaseDone):
             texts.append(f"released {action.request}")
         else:
             assert isinstance(action, End | Hold)

@@ -200,7 +200,7 @@ def test_a_leave_during_a_held_mean_drops_it_once_nobody_can_release_it():
     core = core_of(FirstOf(1))
     request = push(1, 5)
     core.handle(on.Arrived(request, KEY, 0), 0.0)
-    event = on.Pushed(KEY, request, "g", is_held=True, lets_in=True)
+    event = on.Contributed(KEY, request, "g", is_held=True, lets_in=True)
     assert names(core.handle(event, 0.0)) == ["Hold"]
     (ended,) = core.handle(on.Left(1), 0.0)
     assert (ended.number, ended.drops) == (1, True)
@@ -279,7 +279,7 @@ def test_no_round_of_a_table_that_is_new_ends_while_rounds_are_stopped():
     core.add_table(ServedTable(2, "new", Mode("sync"), True, [0]))
     core.add_unit(Unit((2, 0), Mode("sync"), AppliedHere(), (1, 2), is_ready=True))
     for worker in (1, 2):
-        assert core.handle(on.Pushed((2, 0), push(worker, 1), "g"), 0.0) == []
+        assert core.handle(on.Contributed((2, 0), push(worker, 1), "g"), 0.0) == []
     assert names(core.handle(on.MomentEnded(push(9, 2), 9 << 32), 0.0)) == ["Drop", "End", "Reply"]
 
 

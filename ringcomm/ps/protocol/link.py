@@ -190,7 +190,7 @@ class Delivery:
 
 
 @dataclass(slots=True)
-class _Incoming:
+class _QueuedFrame:
     """A frame that waits for its body, or behind such a frame of its sender."""
 
     delivery: Delivery
@@ -240,7 +240,7 @@ class Link:
         # send() may run in any thread: it only appends to these.
         self._outgoing: list[deque[bytes]] = [deque() for _ in range(transport.size)]
         self.bodies = BodiesToSend(transport, survivable)
-        self._queues: list[deque[_Incoming]] = [deque() for _ in range(transport.size)]
+        self._queues: list[deque[_QueuedFrame]] = [deque() for _ in range(transport.size)]
         self._n_waiting = self.n_moved = 0
         self._dead: set[int] = set()
         self.memory_for_bodies = MemoryForBodies()
@@ -471,7 +471,9 @@ class Link:
             body = self.memory_for_bodies.take(header.n_body) if place is None else place
             request = self._transport.irecv(body, source, header.place)
             self._n_waiting += 1
-        self._queues[source].append(_Incoming(Delivery(source, header, frame.meta, body), request))
+        self._queues[source].append(
+            _QueuedFrame(Delivery(source, header, frame.meta, body), request)
+        )
 
     def _arrived(self) -> Iterable[Delivery]:
         for source, queue in enumerate(self._queues):

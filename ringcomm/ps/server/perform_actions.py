@@ -97,7 +97,7 @@ class ActionPerformer:
             do.Hold: (dense.hold, rows.hold),
             do.End: (dense.end, rows.end),
             do.Late: (dense.late, rows.late),
-            do.Released: (dense.released, rows.released),
+            do.ReleaseDone: (dense.released, rows.released),
         }
         self._performers: dict[type, Callable[[Any], None]] = {
             do.Carry: lambda a: self._carry(a.request, self._key_of(a.request)),

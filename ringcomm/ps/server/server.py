@@ -200,7 +200,7 @@ class Server:
     # --- clocks, snapshots, checkpoints ---------------------------------------------------------
     def _tick(self, request: Delivery) -> None:
         """Note a worker's clock; option 1: reply when the slowest has reached one."""
-        self._handle(on.Awaited(request) if request.header.option else on.Ticked(request))
+        self._handle(on.ClockAwaited(request) if request.header.option else on.Ticked(request))
 
     def _leave(self, request: Delivery) -> None:
         """A client leaves, or rests; without a number nobody waits for a reply."""

@@ -42,7 +42,7 @@ from ringcomm.torch.optim.gradient_slot import GradientSlot, GradientState
 
 
 # --- agreement of optimizers ----------------------------------------------------------------------
-class Agreement:
+class OptimizerAgreement:
     """Compares an optimizer with those of the other ranks, in the first backward().
 
     That one sends no gradient before its end: how many are sent before the ranks agree would depend
@@ -104,7 +104,9 @@ class GradientReducer:
         known: Named = (),
     ) -> None:
         self.options = options
-        self._agreement = Agreement(FirstWeights(is_wanted=options.sync_weights, known=known))
+        self._agreement = OptimizerAgreement(
+            FirstWeights(is_wanted=options.sync_weights, known=known)
+        )
         self.set_passes_per_step(passes_per_step)
         self.step = 0
         self.slots: list[GradientSlot] = []

@@ -133,7 +133,7 @@ class Late(NamedTuple):
     contribution: RoundContribution
 
 
-class Released(NamedTuple):
+class ReleaseDone(NamedTuple):
     """Say that the round which a request released is over."""
 
     key: Key
@@ -234,6 +234,6 @@ class Settled(NamedTuple):
 
 Action: TypeAlias = (
     Carry | Retry | Redirect | Acknowledge | Serve | Reply | Apply | Write | Hold | End | Late
-    | Released | Open | Close | Retire | Free | Take | Grant | Drop | Send | Export | Forget
+    | ReleaseDone | Open | Close | Retire | Free | Take | Grant | Drop | Send | Export | Forget
     | Moved | Notify | Settled | Discard | Reopen | Describe
 )  # fmt: skip

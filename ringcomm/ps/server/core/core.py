@@ -145,7 +145,7 @@ class Core:
             on.Assigned: lambda event, _: self.unit_of(event.key).assign(
                 event.request, event.payload
             ),
-            on.Pushed: self._on_pushed,
+            on.Contributed: self._on_pushed,
             on.Released: self._on_released,
             on.Read: lambda event, _: self.unit_of(event.key).read(event.request, self.clocks),
             on.Decided: self._on_decided,
@@ -280,7 +280,7 @@ class Core:
         unit = self.unit_of(event.key)
         return self.flow(unit, unit.initialize(event.request, event.payload))
 
-    def _on_pushed(self, event: on.Pushed, _: float) -> list[Action]:
+    def _on_pushed(self, event: on.Contributed, _: float) -> list[Action]:
         key, request, payload, is_held, lets_in = event
         unit = self.unit_of(key)
         return self.flow(unit, unit.push(request, payload, is_held=is_held, lets_in=lets_in))

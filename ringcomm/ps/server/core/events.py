@@ -35,7 +35,7 @@ class Assigned(NamedTuple):
     payload: Any
 
 
-class Pushed(NamedTuple):
+class Contributed(NamedTuple):
     """A push of a gradient, decoded."""
 
     key: Key
@@ -95,7 +95,7 @@ class Ticked(NamedTuple):
     request: CoreRequest
 
 
-class Awaited(NamedTuple):
+class ClockAwaited(NamedTuple):
     """A request waits until the slowest worker has completed so many steps."""
 
     request: CoreRequest
@@ -239,8 +239,8 @@ class TimePassed(NamedTuple):
 
 
 Event: TypeAlias = (
-    Arrived | Initialized | Assigned | Pushed | Released | Read | Decided | Loaded | Entered
-    | Joined | Ticked | Awaited | Stopped | Held | MomentEnded | Paused | Settling | MovesAsked
+    Arrived | Initialized | Assigned | Contributed | Released | Read | Decided | Loaded | Entered
+    | Joined | Ticked | ClockAwaited | Stopped | Held | MomentEnded | Paused | Settling | MovesAsked
     | Noted | Closed | Met | Awaits | Alone | TookPlace | Retracted
     | Died | Left | ServerMessage | Taken | Finished | TimePassed
 )  # fmt: skip

@@ -13,7 +13,7 @@ from ringcomm.ps.server.core.actions import (
     Hold,
     Key,
     Late,
-    Released,
+    ReleaseDone,
     RoundContribution,
 )
 
@@ -36,13 +36,13 @@ class Rounds:
     |---|---|---|
     | open | the last contribution, or a worker leaves | End; Hold if a contribution is to be held |
     | open | a release | it waits for the mean |
-    | held | a release | End, then Released; so for each that waits |
+    | held | a release | End, then ReleaseDone; so for each that waits |
     | held | all have left whose mean it is | End, which drops the mean |
     | open | a worker dies | its contributions are dropped; then as if it had left |
     | open, FirstOf | all that were let in are dead | End without contributions |
     | open, without contributions | no worker lives, and it is to go further | the same |
     | open, without contributions | those that live all join in later rounds | the same |
-    | any | a contribution or a release of a round that is over | Late; Released |
+    | any | a contribution or a release of a round that is over | Late; ReleaseDone |
 
     While limit() stands, the unit goes no further than it says. A server that heard of a death
     before others did may have dropped what ended a round there, so it may have to go further.
@@ -199,7 +199,7 @@ class Rounds:
         over = [each for each in self._releases if each.number < self.current]
         if over:
             self._releases = [each for each in self._releases if each.number >= self.current]
-            actions += [Released(self._key, each.request) for each in over]
+            actions += [ReleaseDone(self._key, each.request) for each in over]
 
     def _complete(self) -> list[RoundContribution] | None:
         """Return the contributions to the current round, in worker order; None: some are missing.

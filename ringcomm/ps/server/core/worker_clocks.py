@@ -4,8 +4,8 @@
 |---|---|
 | Entered | a reply that says whether the worker is in the round |
 | Joined | a reply with the round in which another table begins to share the rounds |
-| Ticked | the worker's clock goes on; if it was the slowest, reads and Awaited that wait go on |
-| Awaited | a reply once the slowest worker has come so far, or no worker is left |
+| Ticked | the worker's clock goes on; if it was the slowest, reads and ClockAwaited that wait go on |
+| ClockAwaited | a reply once the slowest worker has come so far, or no worker is left |
 | a worker leaves, or dies | nobody waits for its steps, and it takes no place in a new round |
 """
 
@@ -49,7 +49,7 @@ class WorkerProgress:
             on.Entered: self._on_entered,
             on.Joined: self._on_joined,
             on.Ticked: self._on_ticked,
-            on.Awaited: self._on_awaited,
+            on.ClockAwaited: self._on_awaited,
         }
 
     @property
@@ -168,6 +168,6 @@ class WorkerProgress:
             yield from self.advance()
         yield Reply(event.request)
 
-    def _on_awaited(self, event: on.Awaited, _: float) -> Iterator[Action]:
+    def _on_awaited(self, event: on.ClockAwaited, _: float) -> Iterator[Action]:
         self._awaiting.append((event.request.header.clock, event.request))
         yield from self.advance()

@@ -63,7 +63,7 @@ class DenseRequests:
             return on.Initialized(key, request, gradient)
         if flags & ASSIGN:
             return on.Assigned(key, request, gradient)
-        return on.Pushed(key, request, gradient, is_held=bool(flags & HOLD))
+        return on.Contributed(key, request, gradient, is_held=bool(flags & HOLD))
 
     def acknowledge(self, action: do.Acknowledge, part: DensePartition) -> None:
         self._reply(action.request, clock=part.version)
@@ -94,7 +94,7 @@ class DenseRequests:
         request = action.contribution.request
         self._reply(request, status=Status.LATE, clock=part.version, meta=b"late")
 
-    def released(self, action: do.Released, part: DensePartition) -> None:
+    def released(self, action: do.ReleaseDone, part: DensePartition) -> None:
         self._reply(action.request, clock=part.version)
 
     # --- reads ----------------------------------------------------------------------------------

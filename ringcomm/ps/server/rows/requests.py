@@ -69,7 +69,7 @@ class RowRequests:
         if flags & ASSIGN:
             return on.Assigned(key, request, gradient)
         # A worker asks whether it is in a round of FirstOf before it pushes rows.
-        return on.Pushed(key, request, gradient, is_held=bool(flags & HOLD), lets_in=True)
+        return on.Contributed(key, request, gradient, is_held=bool(flags & HOLD), lets_in=True)
 
     def _placed(self, request: Delivery, meta: PushMeta, shard: Shard) -> Bytes | None:
         """Return the rows of a push in the client's memory; None if its body has them."""
@@ -109,7 +109,7 @@ class RowRequests:
         request = action.contribution.request
         self._reply(request, status=Status.LATE, clock=shard.version, meta=_NONE_REJECTED)
 
-    def released(self, action: do.Released, shard: Shard) -> None:
+    def released(self, action: do.ReleaseDone, shard: Shard) -> None:
         self._reply(action.request, clock=shard.version, meta=_NONE_REJECTED)
 
     # --- reads ----------------------------------------------------------------------------------
