@@ -308,7 +308,7 @@ class Server:
     def late(self, action):
         self.answer(action.contribution.request, Status.LATE)
 
-    def released(self, action):
+    def releasedone(self, action):
         self.answer(action.request)
 
     def open(self, action):

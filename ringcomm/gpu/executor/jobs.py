@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ringcomm.arrays.base import Span
+from ringcomm.collectives.message_patterns import consecutive
 from ringcomm.engine.core.agreement import gather_alike
-from ringcomm.gpu.device import packing
+from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.executor.idle_calls import IdleCalls
 from ringcomm.gpu.executor.launcher import CudaLauncher
 from ringcomm.gpu.executor.streams import Issue, Mark, Marks
 from ringcomm.gpu.kernels.base import Kernel
+from ringcomm.gpu.kernels.pack import PACKED_ITEMSIZES, PackKernel
 from ringcomm.gpu.kernels.scale import ScaleKernel
 from ringcomm.gpu.transports.base import GpuTransport
 from ringcomm.gpu.transports.works import GpuReduce, Job
@@ -20,6 +23,7 @@ from ringcomm.transport.channel import Channel
 
 Jobs = Sequence[Job] | Callable[[GpuTransport], Sequence[Job]]  # a function may call CUDA
 _PHASES_AHEAD = 16  # on a stream
+_WORTH_A_KERNEL: Final = 3  # arrays
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +99,7 @@ def _kernels(job: Job, transport: GpuTransport) -> list[Kernel]:
     """Return all kernels of a job; the same on all ranks if those of the transport are."""
     kernels = [*transport.kernels(job.work)]
     if job.buffer is not None:
-        kernels += packing.kernels(job.buffer.dtype.itemsize)
+        kernels += _pack_kernels(job.buffer.dtype.itemsize)
     if job.options.is_scaled:
         assert isinstance(job.work, GpuReduce)
         kernels.append(ScaleKernel(0, 0, job.work.dtype, 1.0))
@@ -113,7 +117,7 @@ def enqueue(
     phases = transport.phases(job.work, outlines)
     issue.let_wait(stream)
     if job.buffer is not None:
-        packing.pack(device, stream, job.packed, job.buffer)
+        _pack(device, stream, job.packed, job.buffer)
         for kernel in _scaling(job.buffer, job.options.own_prescale):
             device.launch(stream, kernel)
     for number, _ in enumerate(phases, 1):
@@ -124,7 +128,7 @@ def enqueue(
     for kernel in _scaling(job.work.target, job.options.postscale):
         device.launch(stream, kernel)
     if job.buffer is not None:
-        packing.unpack(device, stream, job.unpacked, job.buffer)
+        _unpack(device, stream, job.unpacked, job.buffer)
 
 
 def _scaling(x: Span | None, factor: float) -> list[ScaleKernel]:
@@ -135,3 +139,39 @@ def _scaling(x: Span | None, factor: float) -> list[ScaleKernel]:
 
 # A kernel that is launched again has its parameters packed.
 _scale_kernel = functools.lru_cache(maxsize=512)(ScaleKernel)
+
+
+# --- packing: one kernel copies many arrays faster than as many copies ----------------------------
+def _pack(device: Device, stream: int, arrays: Sequence[Span], buffer: Span) -> None:
+    """Copy arrays to a buffer of their dtype, one behind the other."""
+    _copy(device, stream, arrays, buffer, unpacks=False)
+
+
+def _unpack(device: Device, stream: int, arrays: Sequence[Span], buffer: Span) -> None:
+    _copy(device, stream, arrays, buffer, unpacks=True)
+
+
+def _pack_kernels(itemsize: int) -> list[PackKernel]:
+    both = (False, True) if itemsize in PACKED_ITEMSIZES else ()
+    return [PackKernel((), 0, itemsize, unpacks, 0, 0) for unpacks in both]
+
+
+def _copy(
+    device: Device, stream: int, arrays: Sequence[Span], buffer: Span, *, unpacks: bool
+) -> None:
+    counts = [array.count for array in arrays]
+    itemsize = buffer.dtype.itemsize
+    if len(arrays) >= _WORTH_A_KERNEL and itemsize in PACKED_ITEMSIZES:
+        addresses = [array.address for array in arrays]
+        launches = device.layouts.kernels(
+            addresses, counts, buffer.address, itemsize, unpacks=unpacks
+        )
+        if launches is not None:
+            for kernel in launches:
+                device.launch(stream, kernel)
+            return
+    for array, part in zip(arrays, consecutive(counts), strict=True):
+        piece = buffer[part]
+        target, source = (array, piece) if unpacks else (piece, array)
+        if source.nbytes:
+            device.copy(stream, target.address, source.address, source.nbytes)

@@ -4,7 +4,7 @@
 |---|---|
 | Entered | a reply that says whether the worker is in the round |
 | Joined | a reply with the round in which another table begins to share the rounds |
-| Ticked | the worker's clock goes on; if it was the slowest, reads and ClockAwaited that wait go on |
+| Ticked | the worker's clock goes on; if it was the slowest, reads and ClockAwaited go on |
 | ClockAwaited | a reply once the slowest worker has come so far, or no worker is left |
 | a worker leaves, or dies | nobody waits for its steps, and it takes no place in a new round |
 """
