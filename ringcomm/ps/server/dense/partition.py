@@ -20,6 +20,7 @@ from ringcomm.ps.protocol.frame_meta import ABSENT, ASSIGN, ENCODED, INITIAL, SK
 from ringcomm.ps.segments import Mask, Segments, taken
 from ringcomm.ps.server.dense.block import Block
 from ringcomm.ps.server.dense.round_mean import (
+    Gradient,
     Shares,
     bits,
     opened,
@@ -30,27 +31,6 @@ from ringcomm.ps.server.dense.round_mean import (
 from ringcomm.ps.table_spec import Spec
 
 Array = NDArray[Any]
-
-
-class Gradient(NamedTuple):
-    """A push, decoded.
-
-    Attributes:
-        weight: of it in a mean.
-        hyper: hyper-parameters that came with it.
-        within: the elements of the block that it is of.
-        values: the gradient, or values to assign; memory of who pushed. Bytes, if it is encoded: it
-            stays so until its round, for that may be much less memory. None: there is none.
-        mask: which segments of the table have a gradient; empty: all.
-        clock: version that it was computed of.
-    """
-
-    weight: float
-    hyper: NDArray[np.float64]
-    within: slice
-    values: Array | None
-    mask: bytes
-    clock: int
 
 
 class Factor(NamedTuple):

@@ -1,10 +1,10 @@
-"""The mean of the gradients of a round, and its norm."""
+"""Gradients of a dense partition, the mean of those of a round, and its norm."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,25 @@ Array = NDArray[Any]
 _QUIET: Final = np.errstate(over="ignore", invalid="ignore")  # inf and NaN are no news here
 
 
-class Weighted(Protocol):
-    """A gradient, and its weight in the mean."""
+class Gradient(NamedTuple):
+    """A push, decoded.
 
-    @property
-    def weight(self) -> float: ...
-    @property
-    def values(self) -> Array | None: ...
+    Attributes:
+        weight: of it in a mean.
+        hyper: hyper-parameters that came with it.
+        within: the elements of the block that it is of.
+        values: the gradient, or values to assign; memory of who pushed. Bytes, if it is encoded: it
+            stays so until its round, for that may be much less memory. None: there is none.
+        mask: which segments of the table have a gradient; empty: all.
+        clock: version that it was computed of.
+    """
+
+    weight: float
+    hyper: NDArray[np.float64]
+    within: slice
+    values: Array | None
+    mask: bytes
+    clock: int
 
 
 class Shares(NamedTuple):
@@ -51,7 +63,7 @@ class Shares(NamedTuple):
         return out
 
 
-def shares_of(parts: Sequence[Weighted]) -> Shares | None:
+def shares_of(parts: Sequence[Gradient]) -> Shares | None:
     """Return the gradients and weights of a mean, in the order given.
 
     A worker without a gradient counts as zeros. None if none has one, or the sum of weights is 0.
