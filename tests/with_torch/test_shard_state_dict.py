@@ -26,8 +26,8 @@ import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.collectives.message_patterns import within
 from ringcomm.torch.zero import optimizer_shard
+from ringcomm.torch.zero.optimizer_shard import shares_of
 from ringcomm.torch.zero.parameter_state import ParameterState
-from ringcomm.torch.zero.shares import shares_of
 
 
 def adam(parameters):

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ringcomm.arrays.torch import TORCH
-from ringcomm.collectives.message_patterns import chunks
+from ringcomm.collectives.message_patterns import chunks, consecutive, within
 from ringcomm.elastic import on_new_view
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
@@ -20,12 +20,12 @@ from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import Settings, settings_of
 from ringcomm.torch.zero.chunk_update import ChunkUpdate
 from ringcomm.torch.zero.parameter_state import ParameterState, TorchState
-from ringcomm.torch.zero.shares import Plan, shares_of
 from ringcomm.torch.zero.whole_states import gather_states, start_allgather_into
 
 Pieces: TypeAlias = dict[int, tuple[slice, ParameterState]]  # by the parameter's index
 Shares: TypeAlias = dict[int, list[int]]  # elements of each rank, by the parameter's index
 MakeUpdate = Callable[[Sequence[torch.Tensor]], ChunkUpdate]
+Plan = Sequence[tuple[int, int]]  # (index, number of elements) of a bucket's parameters
 
 
 class OptimizerShard:
@@ -288,3 +288,19 @@ class BucketWeights:
 
 def plan_of(bucket: Bucket) -> Plan:
     return [(member.index, member.view.numel()) for member in bucket.members]
+
+
+def shares_of(plans: Iterable[Plan], size: int) -> dict[int, list[int]]:
+    """Return, for each parameter's index, how many of its elements each of `size` ranks updates.
+
+    A bucket holds the elements of its parameters one after another. It is cut into one chunk per
+    rank; a cut may be within a parameter.
+    """
+    shares = {}
+    for plan in plans:
+        places = consecutive([count for _, count in plan])
+        cut = chunks(places[-1].stop, size)
+        for (index, _), place in zip(plan, places, strict=True):
+            parts = [within(place, chunk) for chunk in cut]
+            shares[index] = [part.stop - part.start for part in parts]
+    return shares
