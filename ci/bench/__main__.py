@@ -6,9 +6,8 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its modules are bench's
 WHAT = {
-    "collectives": "beside MPI's own, gloo, and torch.distributed over ringcomm",
-    "compare_saved_runs": "files of --json side by side, against the goals; without mpirun",
-    "torch_distributed_call_overhead": "what a call of torch.distributed costs in Python",
+    "calls": "every call in every way: named, grouped, hvd, dist, mpi4py, gloo",
+    "calls_table": "jobs of that with each MPI, on one host and two, as a table; without mpirun",
     "step": "a step of training, beside DDP over gloo",
     "halo": "a step of the heat equation on a grid of ranks, beside mpi4py",
     "gpu_call_overhead": "processor time of an allreduce on simulated GPUs; without mpirun",

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 import ringcomm as rc
-from ringcomm.launch.bench.runner import quiet
+from ringcomm.launch.bench import quiet
 
 _TURN_S = 0.05
 

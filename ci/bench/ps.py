@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from bench.figure_and_goal import Figure, verdict
+from bench.option_types import above_zero, names_of
 from bench.ps_workload import CASES, OPS, PULL, PUSH, Work, cpu_s_of
 from bench.start_and_stop_ps_peers import PEERS, Peer
 
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.errors import ConfigError
-from ringcomm.launch.bench.command import above_zero, names_of, new_file
-from ringcomm.launch.bench.runner import quiet
+from ringcomm.launch.bench import quiet
+from ringcomm.launch.option_types import new_file
 
 # CPU time of client and server, us per call, of one worker on a quiet machine: (push, pull).
 CPU_US = {"1K": (30, 31), "64K": (40, 42), "4M": (763, 554), "sparse": (1000, 900)}

@@ -11,11 +11,12 @@ import time
 
 import numpy as np
 from bench.figure_and_goal import Figure, verdict
+from bench.option_types import above_zero
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.launch.bench.command import above_zero, new_file
-from ringcomm.launch.bench.runner import quiet
+from ringcomm.launch.bench import quiet
+from ringcomm.launch.option_types import new_file
 
 UNIVERSE = 1_000_000
 OF_ONE_BY_ONE = 1 / 3

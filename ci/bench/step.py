@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 from bench.figure_and_goal import Figure
-from bench.mpi_and_torch import start_torch
+from bench.option_types import above_zero, names_of
+from bench.torch_group import start_torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -20,8 +21,8 @@ from torch.optim import SGD
 import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.errors import ConfigError
-from ringcomm.launch.bench.command import above_zero, names_of, new_file
-from ringcomm.launch.bench.runner import take_turns
+from ringcomm.launch.bench import take_turns
+from ringcomm.launch.option_types import new_file
 
 SEED, LEARNING_RATE = 20, 1e-3
 TOLERANCE = 1e-4  # of the largest gradient: float32 sums in another order, and a product of n
@@ -192,7 +193,7 @@ def measure(args):
     }
     if found["is_equal"]:
         calls = [lambda each=each: each.step(workload.loss, batch) for each in variants]
-        times_s = [each.max(axis=(0, 2)) for each in take_turns(calls, 0, args.steps)]
+        times_s = take_turns(calls, 0, args.steps)
         found["lines"] = summary([each.name for each in variants], times_s)
         found["figures"] = figures(found["lines"])
     return found

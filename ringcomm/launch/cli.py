@@ -40,8 +40,8 @@ _COMMANDS: Final = {
         "show what is installed, what does not fit and the fix",
     ),
     "bench": (
-        "ringcomm.launch.bench.command:main",
-        "measure the collectives on this job's ranks (under mpirun)",
+        "ringcomm.launch.bench:main",
+        "measure every call on this job's ranks (under mpirun)",
     ),
     "tune": (
         "ringcomm.launch.tune:main",

@@ -27,8 +27,7 @@ from ringcomm.engine.core.algorithm_choice import MODULES
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.plan import Plan
 from ringcomm.errors import ConfigError
-from ringcomm.launch.bench.cases import parse_sizes
-from ringcomm.launch.option_types import seconds
+from ringcomm.launch.option_types import seconds, sizes
 from ringcomm.progress_bar import ProgressBar, progress_bar
 from ringcomm.transport.channel import Channel
 
@@ -96,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    if min(found := parse_sizes(text)) < _FLOAT32.itemsize:
+    if min(found := sizes(text)) < _FLOAT32.itemsize:
         raise argparse.ArgumentTypeError(f"{text!r}: a size is at least {_FLOAT32.itemsize} bytes")
     return found
 

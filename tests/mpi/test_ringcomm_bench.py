@@ -5,9 +5,9 @@ import json
 import pytest
 from harness import run_job, run_script
 
-from ringcomm.launch.bench.cases import COLLECTIVES
+from ringcomm.launch.bench import CALLS, REDUCTIONS
 
-QUICK = ("--sizes", "8,12K", "--iterations", 2)
+QUICK = ("--sizes", "8,12K", "--seconds", 0)
 WRONG = """
 import sys
 import ringcomm as rc
@@ -21,7 +21,7 @@ def off_by_one_on_rank_1(x, *args):
     return x
 
 rc.allreduce_ = off_by_one_on_rank_1
-options = ["--sizes", "12K,900000G", "--iterations", "1", "--buffers", "private"]
+options = ["allreduce_", "allreduce", "--sizes", "12K,900000G", "--seconds", "0"]
 sys.exit(cli.main(["bench", *options]))
 """
 
@@ -30,47 +30,52 @@ def bench(size, *arguments, cwd, **kwargs):
     return run_job(size, "-P", "-m", "ringcomm", "bench", *arguments, cwd=cwd, **kwargs)
 
 
-def test_every_collective_is_right_and_timed_in_every_form_that_there_is(tmp_path):
+def test_all_calls_are_shown_right_and_beside_mpi4pys_if_that_is_asked(tmp_path):
     file = tmp_path / "found.json"
-    job = bench(2, "--collective", "all", *QUICK, "--json", file, cwd=tmp_path)
+    job = bench(2, "--mpi4py", *QUICK, "--json", file, cwd=tmp_path)
     assert job.code == 0, job.output
-    assert "# wrong elements: 0" in job.output
+    lines = [line.split() for line in job.output.splitlines()]
+    assert [words[0] for words in lines if words and words[0] in CALLS] == list(CALLS)
+    assert ["8", "B", "12", "KiB"] in lines
     rows = json.loads(file.read_text())["rows"]
-    assert all(row["wrong"] == 0 and 0 < row["call_p50_us"] <= row["p99_us"] for row in rows)
-    found = {(row["collective"], row["engine"], row["in_place"]) for row in rows}
-    assert found == {
-        (name, engine, in_place)
-        for name, how in COLLECTIVES.items()
-        for engine in ("ringcomm", "memcpy")
-        for in_place in (False, True)
-        if (name, engine) != ("barrier", "memcpy")
-        if not in_place or (how.has_in_place and engine != "memcpy")
-    }
+    assert all(row["wrong"] == 0 and row["us"] > 0 for row in rows)
+    found = {(row["call"], row["way"], row["nbytes"]) for row in rows}
+    sized = set(CALLS) - {"barrier"}
+    assert found == (
+        {("barrier", way, 0) for way in ("ringcomm", "mpi4py")}
+        | {(call, "ringcomm", n) for call in sized for n in (8, 12 << 10)}
+        | {(call, "mpi4py", n) for call in sized - {"memcpy"} for n in (8, 12 << 10)}
+        | {("allreduce_", "rc.zeros", n) for n in (8, 12 << 10)}
+    )
 
 
 @pytest.mark.at_length
-def test_16_bit_floats_and_averages_are_exact_in_every_mode(tmp_path):
-    for mode in ("sync", "async", "named"):  # one job each would cost seconds
-        job = bench(
-            *(2, "--mode", mode, "--dtype", "float16,bfloat16,int8", "--op", "sum,average"),
-            *("--collective", "allreduce,reduce_scatter", *QUICK),
-            cwd=tmp_path,
-        )
+def test_16_bit_floats_are_right_and_mpi_reduces_none(tmp_path):
+    for dtype in ("float16", "bfloat16"):
+        file = tmp_path / "found.json"
+        job = bench(2, "--mpi4py", "--dtype", dtype, *QUICK, "--json", file, cwd=tmp_path)
         assert job.code == 0, job.output
+        rows = json.loads(file.read_text())["rows"]
+        assert {row["call"] for row in rows if row["way"] == "mpi4py"} == (
+            set(CALLS) - set(REDUCTIONS) - {"memcpy"}
+        )
 
 
 def test_a_wrong_result_is_shown_and_ends_with_1(tmp_path):
     job = run_script(2, WRONG, cwd=tmp_path)
     assert job.code == 1, job.output
-    assert "# wrong elements: 1\n" in job.output
+    assert "WRONG: 2 elements of the results above" in job.output
     assert job.output.count("are left out: MemAvailable") == 1
-    line = next(line for line in job.output.splitlines() if line.endswith(" ringcomm"))
-    assert line.split()[7] == "0"  # out of place is right, and timed
-    assert line.split()[8:12] == ["-", "-", "-", "1"]
+    lines = [line.split() for line in job.output.splitlines()]
+    assert ["allreduce_", "WRONG"] in lines
+    assert ["rc.zeros", "WRONG"] in lines
+    figure = next(words[1] for words in lines if words[:1] == ["allreduce"])
+    assert float(figure.replace(",", "")) > 0  # right, and timed
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])
 def test_one_rank_is_told_to_bring_another(command, tmp_path):
     job = run_job(1, "-P", "-m", "ringcomm", command, cwd=tmp_path)
     assert job.code == 2, job.output
-    assert "1 rank, and a collective needs two: ringcomm run -np 2 ringcomm" in job.output
+    assert "1 rank, and a " in job.output
+    assert f"needs two: ringcomm run -np 2 ringcomm {command}" in job.output

@@ -1,150 +1,142 @@
 """ci/bench: what is compared with other libraries, and what is a goal."""
 
-import dataclasses
 import json
 import os
-import sys
 import time
-import types
 
 import numpy as np
 import pytest
-from bench import compare_saved_runs, plot, ps
+from bench import calls_table, ps
+from bench.calls_table import limit_us
 from bench.figure_and_goal import Figure, verdict
 from bench.ps_workload import CASES, PUSH, Case, Work, cpu_s_of, key_sets
 
 from ringcomm.errors import ConfigError
-from ringcomm.launch.bench.table import BenchRow
 
 K, M = 1 << 10, 1 << 20
+NO_GOAL = calls_table.NO_GOAL
 
 
-# --- compare_saved_runs -------------------------------------------------------------------------
-def row(engine="ringcomm", time_us=10.0, **changes):
-    plain = BenchRow("allreduce", "sum", "float32", M, M // 4, engine, "private", True, 0, time_us)
-    times = {} if time_us is None else {"call_p50_us": time_us, "p99_us": 2 * time_us}
-    return dataclasses.replace(plain, **{**times, **changes})
-
-
-def memcpy(time_us, **changes):
-    return row("memcpy", time_us, in_place=False, **changes)
-
-
-def run(*rows, **changes):
-    facts = {"ringcomm_bench": 2, "size": 2, "hosts": 1, "mpi": "Open MPI", "is_mpi_default": False}
-    return {**facts, **changes, "rows": list(rows)}
-
-
-def figures(*runs):
-    return {figure.name: figure for figure in compare_saved_runs.compare(runs)[0][2]}
-
-
-def test_the_fastest_mpi_is_the_least_multiple_of_its_own_memcpy():
-    # 300 / 100 = 3 beats 260 / 65 = 4 although it took longer.
-    ours = run(row(time_us=60), row("native", 400), memcpy(100))
-    slow_machine = run(row("native", 300), memcpy(100), mpi="MPICH 5", is_mpi_default=True)
-    fast_machine = run(row("native", 260), memcpy(65))
-    found = figures(ours, slow_machine, fast_machine)
-    assert found["x MPI"].value == pytest.approx(5)
-    assert found["/memcpy"].value == pytest.approx(0.6)
-    assert (
-        "[MPICH 5, defaults]"
-        in compare_saved_runs.lines(compare_saved_runs.compare([ours, slow_machine]))[1]
-    )
-
-
-def test_at_1_kib_the_goal_is_a_difference_in_time():
-    small = {"nbytes": K, "count": 256}
-    ours = run(row(time_us=5.5, **small), row("native", 4.0, **small), memcpy(1.0, **small))
-    figure = figures(ours)["us over MPI"]
-    assert (figure.value, figure.at_most, figure.is_met) == (pytest.approx(1.5), 2, True)
-
-
-def test_16_bit_floats_are_held_against_float32_of_the_same_run():
-    half = {"dtype": "float16"}
-    ours = run(row(time_us=20.0, **half), row(), memcpy(5.0), memcpy(5.0, **half))
-    assert figures(ours)["/float32"] == Figure("/float32", 2.0, at_most=1.5)
-
-
-def test_wrong_lines_and_other_rank_counts_are_not_compared():
-    assert compare_saved_runs.compare([run(row(time_us=None, wrong=3), memcpy(5.0))]) == []
-    four = run(row("native", 1.0), memcpy(5.0), size=4)
-    assert "x MPI" not in figures(run(row(), memcpy(5.0)), four)
-
-
+# --- calls_table --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("nbytes", "size", "hosts", "is_registered", "asked"),
+    ("call", "way", "nbytes", "changes", "limit"),
     [
-        (M, 2, 1, True, {"x MPI": 5}),
-        (64 * M, 4, 1, True, {"x MPI": 5, "/memcpy": 0.65}),
-        (4 * M, 2, 1, False, {"x MPI": 1.3}),
-        (2 * M, 2, 1, False, {"x MPI": 1}),
-        (32 * K, 2, 1, True, {}),
-        (16 * M, 16, 1, True, {"x MPI": 1, "x gloo": 1, "p99/p50": 5}),
-        (16 * M, 16, 1, False, {}),
-        (8 * M, 3, 3, False, {"x MPI": 2, "of link": 0.8}),
-        (4 * M, 6, 3, True, {"x MPI": 2, "x gloo": 1.3}),
+        ("barrier", "ringcomm", 0, {"mpi_us": 2.0}, 5),
+        ("sendrecv", "ringcomm", 4 * K, {"mpi_us": 10.0}, 15),
+        ("sendrecv", "ringcomm", 8 * K, {"mpi_us": 10.0}, 11),
+        ("pingpong", "ringcomm", 8, {"mpi_us": 2.0, "size": 4}, 7.5),
+        ("allreduce_", "ringcomm", K, {"mpi_us": 4.0}, 6),
+        ("allreduce_", "named", K, {"mpi_us": 4.0}, 9),
+        ("allreduce_", "dist", K, {"mpi_us": 4.0}, 16),
+        ("allreduce_", "hvd", K, {"mpi_us": 4.0, "size": 4}, 19),
+        ("allreduce_", "grouped", K, {"mpi_us": 4.0}, NO_GOAL),
+        ("allreduce_", "rc.zeros", K, {"mpi_us": 4.0}, 6),
+        ("allreduce_", "ringcomm", 64 * K, {"mpi_us": 20.0}, 22),
+        ("allreduce_", "rc.zeros", 64 * K, {"mpi_us": 20.0}, 10),
+        ("broadcast_", "ringcomm", M, {"mpi_us": 50.0}, 66),
+        ("broadcast_", "ringcomm", M, {"mpi_us": 100.0}, 110),
+        ("scatter", "ringcomm", M, {"mpi_us": 10.0}, 36),
+        ("allreduce_", "ringcomm", K, {"mpi_us": 40.0, "hosts": 2}, 70),
+        ("allreduce", "ringcomm", M, {"mpi_us": 40.0, "hosts": 2}, 30),
+        ("gather", "ringcomm", M, {"mpi_us": 40.0, "hosts": 2}, NO_GOAL),
     ],
 )
-def test_goals_follow_size_ranks_hosts_and_buffers(nbytes, size, hosts, is_registered, asked):
-    assert (
-        compare_saved_runs.goals(nbytes, size=size, hosts=hosts, is_registered=is_registered)
-        == asked
-    )
+def test_goals_follow_the_call_the_way_the_size_and_the_place(call, way, nbytes, changes, limit):
+    facts = {"size": 2, "hosts": 1, "cores": 2, "memcpy_us": 50.0} | changes
+    assert limit_us(call, way, nbytes, **facts) == pytest.approx(limit)
 
 
-def test_files_are_read_columns_are_apart_and_a_sentence_sums_up(tmp_path, capsys):
-    found = run(row(time_us=123.5), row("native", 40.0), memcpy(1.0))
-    found["rows"] = [dataclasses.asdict(each) for each in found["rows"]]
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(found))
-    assert compare_saved_runs.main([str(path)]) == 0
-    text = capsys.readouterr().out.splitlines()
-    assert "x MPI 0.32 >=1.4 !  " in text[1]
-    assert text[-1] == "0 of 1 goals are met; 1 missed, marked with !."
-    path.write_text('{"ringcomm_bench": 1, "rows": []}')
-    for name in ("a.json", "b.json"):
-        with pytest.raises(ConfigError, match=name):
-            compare_saved_runs.main([str(tmp_path / name)])
+def report(*rows, mpi="Open MPI v5", size=2, hosts=1, link_gbps=None):
+    names = ("call", "way", "nbytes", "us")
+    return {
+        "ringcomm_bench": 3, "mpi": mpi, "size": size, "hosts": hosts, "cores": 2,
+        "link_gbps": link_gbps, "rows": [dict(zip(names, row, strict=True)) for row in rows],
+    }  # fmt: skip
 
 
-def test_the_picture_has_a_line_per_engine_and_its_speedup(monkeypatch, tmp_path):
-    class Panel:
-        def __init__(self):
-            self.lines = {}
+def sums(ours, theirs, **facts):
+    rows = [("allreduce_", "ringcomm", K, ours), ("allreduce_", "mpi4py", K, theirs)]
+    return report(*rows, **facts)
 
-        def loglog(self, x, y, *, label, **style):
-            self.lines[label] = list(zip(x, y, strict=True))
 
-        def set(self, **labels): ...
-        def grid(self, *args, **kwargs): ...
-        def legend(self): ...
+def rows_of(*reports):
+    return [line for line in calls_table.table(reports) if line.startswith("| np")]
 
-    panels = np.array([[Panel(), Panel()]])
-    figure = types.SimpleNamespace(
-        subplots=lambda *args, **kwargs: panels, savefig=lambda path: path.write_text("drawn")
-    )
-    module = types.ModuleType("matplotlib.figure")
-    module.Figure = lambda **kwargs: figure
-    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
+
+def test_a_cell_has_the_median_times_and_a_mark_for_each_goal_that_is_missed():
+    runs = [sums(5.9, 4.0), sums(90.0, 80.0), sums(6.1, 4.2)]
+    assert rows_of(*runs) == ["| np 2 | `allreduce_` |  | 6.1 / 4.2 |  |  |  |"]
+    missed = [*runs[1:], sums(7.0, 4.0), sums(7.0, 4.0), sums(7.0, 4.0)]
+    assert rows_of(*missed) == ["| np 2 | `allreduce_` |  | 7.0 / 4.0 ! |  |  |  |"]
+    assert list(calls_table.table(missed))[-1].startswith("1 of 1 figures with a goal miss it")
+
+
+def test_each_mpi_is_beside_ours_of_its_own_runs():
+    intel = sums(9.0, 1.0, mpi="Intel(R) MPI Library 2021")
+    runs = [sums(5.0, 4.0), sums(50.0, 7.0, mpi="MPICH Version: 5"), intel]
+    assert rows_of(*runs) == ["| np 2 | `allreduce_` |  | 5.0 / 4.0, 7.0, 1.0 ! |  |  |  |"]
+
+
+def test_ways_have_rows_of_their_own_and_a_barrier_has_no_size():
     rows = [
-        row(time_us=80.0),
-        row(time_us=90.0, in_place=False),
-        row("native", 200.0),
-        memcpy(40.0),
+        ("barrier", "ringcomm", 0, 3.0),
+        ("barrier", "mpi4py", 0, 1.5),
+        ("barrier", "dist", 0, 30.0),
+        ("allreduce_", "gloo", K, 900.0),
+        ("allreduce_", "mpi4py", K, 4.0),
+        ("allreduce_", "rc.zeros", K, None),  # it was wrong
     ]
-    rows.append(row(time_us=50.0, buffers="registered"))
-    plot.draw(run() | {"rows": [dataclasses.asdict(each) for each in rows]}, tmp_path / "x.png")
-    left, right = (panel.lines for panel in panels[0])
-    assert left == {
-        "ringcomm reg": [(M, 50)],
-        "ringcomm": [(M, 80)],  # in place, not 90
-        "native": [(M, 200)],
-        "memcpy": [(M, 40)],
-    }
-    assert right["ringcomm reg"] == [(M, 4)]
-    assert (tmp_path / "x.png").read_text() == "drawn"
+    assert rows_of(report(*rows)) == [
+        "| np 2 | `barrier` | 3.0 / 1.5 |  |  |  |  |",
+        "| np 2 | `barrier, dist` | 30 ! |  |  |  |  |",
+        "| np 2 | `allreduce_, gloo` |  | 900 |  |  |  |",
+    ]
+
+
+def test_a_slow_link_is_judged_by_the_bytes_that_must_cross_it():
+    us = M / 0.025 / 1e3  # all that must leave a host of two, at 25 MB/s
+    run = report(("allreduce_", "ringcomm", M, us / 0.9), mpi="Open MPI", hosts=2, link_gbps=0.025)
+    lines = list(calls_table.table([sums(5.0, 4.0), run]))
+    text = "- 2 hosts at 200 Mbit/s: allreduce_ of 1 MiB uses 90 % of the link (goal 95%) !"
+    assert text in lines
+
+
+def test_jobs_are_started_for_each_mpi_with_gloo_alone(monkeypatch, tmp_path):
+    (tmp_path / "open/bin").mkdir(parents=True)
+    (tmp_path / "open/bin/ompi_info").touch()
+    started = []
+
+    def run(command, *, env, **_):
+        assert env["PATH"].startswith(str(tmp_path))
+        started.append(" ".join(command).replace(str(tmp_path), ""))
+        file = command[command.index("--json") + 1]
+        with open(file, "w") as out:
+            json.dump(sums(5.0, 4.0), out)
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(calls_table.subprocess, "run", run)
+    monkeypatch.setattr(calls_table.os, "cpu_count", lambda: 2)
+    venvs = f"{tmp_path / 'open'},{tmp_path / 'mpich'}"
+    argv = [str(tmp_path / "found"), "--run", "--venvs", venvs, "--times", "1"]
+    assert calls_table.main(argv) == 0
+    ways = [line.partition("--ways ")[2].partition(" --json")[0] for line in started]
+    plain = "ringcomm,rc.zeros,mpi4py"
+    assert ways == [f"{plain},named,grouped,hvd,dist", "gloo", plain, plain, plain]
+    assert [line.partition(" /open/bin/python")[0] for line in started[:3]] == [
+        "/open/bin/mpirun -np 2",
+        "/open/bin/mpirun -np 2",
+        "/open/bin/mpirun --oversubscribe -np 4",
+    ]
+    assert started[3].startswith("/mpich/bin/mpirun -np 2 /mpich/bin/python")
+    assert len(list((tmp_path / "found").iterdir())) == 5
+
+
+def test_other_files_and_empty_folders_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no results: add --run"):
+        calls_table.main([str(tmp_path)])
+    (tmp_path / "a.json").write_text('{"ringcomm_bench": 2, "rows": []}')
+    with pytest.raises(ConfigError, match=r"a\.json is no result"):
+        calls_table.main([str(tmp_path)])
 
 
 # --- the parameter server -----------------------------------------------------------------------

@@ -1,30 +1,24 @@
-"""`ringcomm bench`: sizes, bandwidths, right answers, and what it does with wrong ones."""
+"""`ringcomm bench`: what is measured, right answers, and what it does with wrong ones."""
 
 from argparse import ArgumentTypeError
+from functools import partial
 
 import numpy as np
 import pytest
 from harness import run_ranks
 
 import ringcomm as rc
-from ringcomm.launch.bench import command, exact_inputs, runner, table
-from ringcomm.launch.bench.cases import (
-    COLLECTIVES,
-    BenchCase,
-    bus_factor,
-    make_case,
-    parse_sizes,
-    wire_bytes,
-)
-from ringcomm.launch.bench.table import BenchRow
+from ringcomm.launch import bench
+from ringcomm.launch.bench import CALLS, Arrays, Row
+from ringcomm.launch.option_types import sizes
 
 F32 = np.dtype("float32")
 K, M = 1 << 10, 1 << 20
 
 
-# --- sizes --------------------------------------------------------------------------------------
+# --- the command line ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("text", "sizes"),
+    ("text", "found"),
     [
         ("8:64", (8, 16, 32, 64)),
         ("1K:20kib:4", (K, 4 * K, 16 * K)),
@@ -32,8 +26,8 @@ K, M = 1 << 10, 1 << 20
         ("7:7", (7,)),
     ],
 )
-def test_ranges_and_lists_become_rising_sizes(text, sizes):
-    assert parse_sizes(text) == sizes
+def test_ranges_and_lists_become_rising_sizes(text, found):
+    assert sizes(text) == found
 
 
 @pytest.mark.parametrize(
@@ -41,329 +35,228 @@ def test_ranges_and_lists_become_rising_sizes(text, sizes):
 )
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ArgumentTypeError, match="size"):
-        parse_sizes(text)
-
-
-# --- bandwidth ----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("collective", "factor"),
-    [
-        ("allreduce", 1.5),
-        ("reduce", 1),
-        ("broadcast", 1),
-        ("reduce_scatter", 0.75),
-        ("allgather", 0.75),
-        ("gather", 0.75),
-        ("scatter", 0.75),
-        ("alltoall", 0.75),
-    ],
-)
-def test_bus_bandwidth_of_4_ranks_is_that_of_nccl_tests(collective, factor):
-    assert bus_factor(collective, 4) == factor
+        sizes(text)
 
 
 @pytest.mark.parametrize(
-    ("collective", "nbytes"),
+    ("argv", "said"),
     [
-        ("allreduce", 400),
-        ("reduce_scatter", 200),
-        ("broadcast", 300),
-        ("alltoall", 600),
-        ("barrier", 0),
+        (["allreduc"], "'allreduc' is not one of barrier, sendrecv, "),
+        (["--sizes", "8:4"], "no range of sizes"),
+        (["--dtype", "float8"], "float8"),
+        (["--json", "/no/such/folder/x.json"], "no folder"),
+        (["--json", "/"], "is a folder"),
+        (["--seconds", "-1"], "seconds"),
+        (["--against=gloo"], "--against"),
     ],
 )
-def test_what_must_cross_a_link_between_3_hosts_of_3_ranks(collective, nbytes):
-    case = BenchCase(collective, "", np.dtype("int8"), 0 if collective == "barrier" else 300, 9)
-    assert wire_bytes(case, 3) == pytest.approx(nbytes)
-    assert wire_bytes(case, 1) == 0
+def test_a_wrong_command_line_is_refused_before_mpi_starts(argv, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        bench.main(argv)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not rc.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("collective", "nbytes", "count"),
-    [
-        ("allreduce", 10, 2),
-        ("allreduce", 1, 1),
-        ("allgather", 10, 3),
-        ("allgather", 40, 9),
-        ("barrier", 9, 0),
-    ],
-)
-def test_a_buffer_has_whole_parts_and_at_least_one_element_each(collective, nbytes, count):
-    assert make_case(collective, "sum", F32, nbytes, 3).count == count
+def test_every_blocking_call_on_arrays_has_a_row():
+    others = ("_async", "_async_", "_object", "grouped_")
+    starts = ("allreduce", "reduce", "allgather", "broadcast", "gather", "scatter", "alltoall")
+    public = {
+        name
+        for name in rc.__all__
+        if name.startswith((*starts, "scan", "exscan", "barrier", "send", "isend"))
+        if not any(each in name for each in others)
+    }
+    in_pingpong = {"send"}
+    assert set(CALLS) == public - in_pingpong | {"pingpong", "memcpy"}
+    assert bench.parser().parse_args([]).calls == []  # all
 
 
 # --- right answers ------------------------------------------------------------------------------
-REDUCTIONS = [
-    (dtype, op)
-    for dtype in ["float16", "float32", "int8", "uint64", "bool", "complex64"]
-    for op in ["sum", "average", "min", "max", "product"]
-    if (dtype, op) not in [("bool", "average"), ("complex64", "min"), ("complex64", "max")]
-]
+def on_ranks(size, body):
+    """Return what body(arrays of that rank) returns, of ranks as threads."""
+    return run_ranks(size, lambda rank: body(Arrays(4 * 30_000, F32)))
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
-@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS)
-def test_the_expected_reduction_is_numpys(size, dtype, op):
-    case = BenchCase("allreduce", op, np.dtype(dtype), 20_000, size)
-    sent = [np.empty(case.count, dtype) for _ in range(size)]
-    for rank, x in enumerate(sent):
-        exact_inputs.fill(x, case, rank)
-    wide = np.array(sent) if dtype == "bool" else np.array(sent, dtype=np.complex128)
-    ufuncs = {"product": np.multiply, "min": np.minimum, "max": np.maximum}
-    total = ufuncs.get(op, np.add).reduce(wide, axis=0) / (size if op == "average" else 1)
-    assert np.array_equal(
-        exact_inputs.expected(case, 0), total.real.astype(dtype) if dtype[0] != "c" else total
-    )
+def test_every_call_expects_what_its_name_says():
+    size, p = 3, 10_000
 
+    def sent_and_expected(a):
+        a.fill()
+        return a.x.copy(), {name: bench.expected(name, a) for name in CALLS if name != "barrier"}
 
-def sent_by(case, rank):
-    x = np.empty(case.part if COLLECTIVES[case.collective].gives_part else case.count, case.dtype)
-    exact_inputs.fill(x, case, rank)
-    return x
-
-
-def test_every_collective_expects_what_its_name_says():
-    size, count = 3, 3 * 5000
-    cases = {name: make_case(name, "sum", F32, count * 4, size) for name in COLLECTIVES}
-    sent = {name: [sent_by(case, r) for r in range(size)] for name, case in cases.items()}
-    total = sum(sent["allreduce"])
+    sent, found = zip(*on_ranks(size, sent_and_expected), strict=True)
+    total, parts = sum(sent), [np.split(x, size) for x in sent]
     right = {
+        "sendrecv": [sent[2], sent[0], sent[1]],
+        "isend": [sent[2], sent[0], sent[1]],
+        "pingpong": [sent[0], sent[0], None],
         "allreduce": [total] * 3,
         "reduce": [total, None, None],
         "reduce_scatter": np.split(total, 3),
-        "allgather": [np.concatenate(sent["allgather"])] * 3,
-        "gather": [np.concatenate(sent["gather"]), None, None],
-        "broadcast": [sent["broadcast"][0]] * 3,
-        "scatter": np.split(sent["scatter"][0], 3),
-        "alltoall": [
-            np.concatenate([np.split(x, 3)[r] for x in sent["alltoall"]]) for r in range(3)
-        ],
+        "scan": [sent[0], sent[0] + sent[1], total],
+        "exscan": [0 * total, sent[0], sent[0] + sent[1]],
+        "broadcast": [sent[0]] * 3,
+        "allgather": [np.concatenate([x[:p] for x in sent])] * 3,
+        "gather": [np.concatenate([x[:p] for x in sent]), None, None],
+        "scatter": parts[0],
+        "alltoall": [np.concatenate([x[r] for x in parts]) for r in range(size)],
+        "memcpy": sent,
     }
-    for name, results in right.items():
-        for rank, result in enumerate(results):
-            expected = exact_inputs.expected(cases[name], rank)
+    for name in set(CALLS) - {"barrier"}:
+        for rank, result in enumerate(right[name.rstrip("_")]):
+            expected = found[rank][name]
             assert (expected is None) == (result is None), name
             assert result is None or np.array_equal(expected, result), name
 
 
-def test_no_rank_and_no_chunk_looks_like_another():
-    parts = [sent_by(BenchCase("allreduce", "sum", F32, 1 << 15, 3), rank) for rank in range(3)]
-    chunks = [chunk.tobytes() for x in parts for chunk in np.split(x, 32)]
+def test_no_rank_and_no_part_looks_like_another():
+    sent = on_ranks(3, lambda a: a.fill() or a.x.copy())
+    chunks = [chunk.tobytes() for x in sent for chunk in np.split(x, 30)]
     assert len(set(chunks)) == len(chunks)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex128", "bool", "float16"])
-def test_wrong_elements_are_counted_bit_by_bit(dtype):
-    right = np.ones(100, dtype)
-    result = right.copy()
-    result[[3, 99]] = 0
-    assert exact_inputs.count_wrong(right.copy(), right) == 0
-    assert exact_inputs.count_wrong(result, right) == 2
-    assert exact_inputs.count_wrong(right[1:], right) == 100
-    assert exact_inputs.count_wrong(None, right) == 100
-    assert exact_inputs.count_wrong(result, None) == 0
+@pytest.mark.parametrize("dtype", ["float16", "int8", "complex64"])
+def test_sums_are_exact_in_short_dtypes(dtype):
+    def wrong(a):
+        return [row.wrong for row in bench.measure("allreduce", a, WAYS, 0)]
+
+    assert run_ranks(3, lambda rank: wrong(Arrays(300, np.dtype(dtype)))) == [[0, 0]] * 3
 
 
-def test_a_negative_zero_is_wrong():
-    assert exact_inputs.count_wrong(np.array([-0.0]), np.array([0.0])) == 1
+WAYS = {"ringcomm": bench.ringcomm_way, "rc.zeros": bench.shared_way}
 
 
-# --- the measurement ----------------------------------------------------------------------------
-def faulty(wrong_from=None, does_spoil_input=False):
-    """Return an engine that is wrong on rank 1 from its n-th call on."""
-    calls = []
-
-    def bind(case, send, recv):
-        def call():
-            calls.append(None)
-            rc.allreduce_(recv if recv is send else np.copyto(recv, send) or recv)
-            is_wrong = wrong_from is not None and len(calls) >= wrong_from and rc.rank() == 1
-            recv[-1] += is_wrong
-            send[0] += does_spoil_input
-            return recv
-
-        return call
-
-    return bind, calls
-
-
-def measured(made, *, forms=(True,), batches=2, collective="allreduce"):
-    """Return the rows of 2 ranks as threads, of an engine each, and the calls that rank 1 made."""
-
+@pytest.mark.parametrize("nbytes", [1, 4 * 30_000])
+def test_every_call_is_right_and_timed(nbytes):
     def body(rank):
-        engine, calls = made()
-        send, recv = np.empty((2, 4096), np.uint8)
-        contenders = [
-            runner.Contender("it", "private", engine, send, recv),
-            runner.Contender("memcpy", "private", runner.memcpy, send, recv),
-        ]
-        case = make_case(collective, "sum", F32, 4096, 2)
-        return runner.measure(case, contenders, forms=forms, batches=batches), len(calls)
+        a = Arrays(nbytes, F32)
+        return [row for call in CALLS for row in bench.measure(call, a, WAYS, 0)]
 
-    (rows, _), (same, calls) = run_ranks(2, body)
-    assert rows == same  # on every rank
-    return rows, calls
+    rows, *others = run_ranks(3, body)
+    assert others == [rows] * 2  # the same on every rank
+    assert [row.call for row in rows if row.way == "ringcomm"] == list(CALLS)
+    assert {row.call for row in rows if row.way == "rc.zeros"} == set(bench.REDUCTIONS)
+    assert all(row.wrong == 0 and row.us > 0 for row in rows)
+    assert {row.nbytes for row in rows} == {0, nbytes}
 
 
-@pytest.mark.parametrize("mode", runner.MODES)
-def test_ringcomm_is_timed_beside_the_memcpy(mode):
-    rows, _ = measured(lambda: (runner.ringcomm_in(mode), []), forms=(False, True))
-    assert [(row.engine, row.in_place) for row in rows] == [
-        ("it", False),
-        ("it", True),
-        ("memcpy", False),
-    ]
-    for row in rows:
-        assert row.wrong == 0
-        assert row.time_us > 0  # a mean: one hiccup among 1000 calls lifts it above the p99
-        assert 0 < row.call_p50_us <= row.p99_us
-        assert row.calls >= 2
-        assert row.algbw_gbps == row.busbw_gbps == pytest.approx(4096 / row.time_us / 1e3)
+def faulty(wrong_from, spoil):
+    """Return a way that is wrong on rank 1 from its n-th call on."""
+
+    def way(call, a):
+        calls = []
+
+        def made():
+            calls.append(None)
+            result = bench.ringcomm_way(call, a)()
+            result = a.y if result is None or np.ndim(result) == 0 else result
+            if len(calls) >= wrong_from and a.rank == 1:
+                spoil(result)
+            return result
+
+        return made
+
+    return way
+
+
+def add_to_last(x):
+    x[-1] += 1
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_result_that_is_wrong_on_one_rank_is_counted(n):
-    rows, calls = measured(lambda: faulty(wrong_from=n))
-    assert rows[0].wrong == 1
-    assert (rows[0].time_us is None) == (n == 1)  # what goes wrong while timed is found at the end
-    assert (calls == 1) == (n == 1)
+@pytest.mark.parametrize("call", ["allreduce_", "alltoall", "sendrecv", "reduce_scatter_"])
+def test_a_result_that_is_wrong_on_one_rank_is_counted(call, n):
+    def body(rank):
+        a = Arrays(4096, F32)
+        return bench.measure(call, a, {"it": faulty(n, add_to_last)}, 0)[0]
+
+    row, same = run_ranks(2, body)
+    assert row == same
+    assert row.wrong == 1
+    assert (row.us is None) == (n == 1)  # what goes wrong while timed is found at the end
 
 
-def test_an_engine_that_spoils_its_input_is_wrong():
-    rows, _ = measured(lambda: faulty(does_spoil_input=True), forms=(False,))
-    assert rows[0].wrong == 2  # an element of each rank
+def test_a_negative_zero_and_a_short_result_are_wrong():
+    def body(rank):
+        a = Arrays(8, F32)
+        short = {"it": lambda call, a: lambda: a.x[:0]}
+        negative = {"it": lambda call, a: lambda: -bench.expected("exscan", a)}
+        return [bench.measure("exscan", a, ways, 0)[0].wrong for ways in (short, negative)]
+
+    assert run_ranks(2, body)[0] == [4, 4]  # -0.0 on rank 0, negative numbers on rank 1
 
 
-def test_what_an_engine_cannot_do_is_left_out():
-    rows, _ = measured(lambda: (lambda case, send, recv: None, []), forms=(False, True))
-    assert [row.engine for row in rows] == ["memcpy"]
+def test_what_a_way_cannot_do_is_left_out():
+    rows = on_ranks(2, lambda a: bench.measure("scan", a, {"it": lambda call, a: None}, 0))
+    assert rows == [[], []]
 
 
-def test_a_barrier_that_lets_ranks_through_is_wrong():
-    open_door = (lambda case, send, recv: lambda: None, [])
-    rows, _ = measured(lambda: open_door, forms=(False,), collective="barrier")
-    assert rows[0].wrong == 1
-    rows, _ = measured(
-        lambda: (runner.ringcomm_in("sync"), []), forms=(False,), collective="barrier"
-    )
-    assert rows[0].wrong == 0
-
-
-def test_engines_take_turns_and_each_batch_has_a_call_that_is_not_recorded():
+# --- time ---------------------------------------------------------------------------------------
+def test_ways_take_turns_and_each_batch_has_a_call_that_is_not_recorded():
     def body(rank):
         turns = []
-        calls = [lambda name=name: turns.append(name) for name in "ab"]
-        times_s = runner.take_turns(calls, seconds=1, batches=2)
-        return turns, [each.shape for each in times_s]
+        calls = [partial(turns.append, name) for name in "ab"]
+        return turns, [each.shape for each in bench.take_turns(calls, 1, batches=2)]
 
     for turns, shapes in run_ranks(2, body):
-        (n, m), pilot = (shape[2] for shape in shapes), 2 * (3 + 4)
+        n = m = bench._MOST_CALLS
         order = ["a"] * (n + 1) + ["b"] * (m + 1)
-        assert turns[pilot:] == order + order[::-1]
-        assert shapes == [(2, 2, n), (2, 2, m)]
+        assert turns[2 * (3 + 4) :] == order + order[::-1]
+        assert shapes == [(2,), (2,)]
+
+
+def test_a_batch_is_as_slow_as_its_slowest_rank(monkeypatch):
+    def body(rank):
+        monkeypatch.setattr(bench, "_batch_s", lambda call, n: call())
+        return bench.take_turns([lambda: 1.0 + rank, lambda: 3.0 - rank], 0, batches=2)
+
+    for found in run_ranks(2, body):
+        assert np.array_equal(found, [[2, 2], [3, 3]])
 
 
 # --- the table ----------------------------------------------------------------------------------
-def row(engine="ringcomm", time_us=10.0, **changes):
-    times = {} if time_us is None else {"call_p50_us": time_us, "p99_us": 2 * time_us}
-    plain = ("allreduce", "sum", "float32", M, M // 4, engine, "private", True, 0)
-    found = BenchRow(*plain, time_us=time_us, **times)
-    for name, value in changes.items():
-        setattr(found, name, value)
-    return found
+SIZES = (8, K, 64 * K, M, 16 * M)
 
 
-def test_the_table_fits_120_columns_and_its_columns_stand_under_their_names():
-    big = {"nbytes": 256 * M, "count": 64 * M, "dtype": "bfloat16", "op": "average"}
-    fast = {"algbw_gbps": 6.25, "busbw_gbps": 6.25}
+def test_calls_are_lines_and_sizes_are_columns_on_80_characters():
     rows = [
-        row(time_us=41333.1, buffers="registered", **big, **fast),
-        row(time_us=1234567.0, in_place=False, buffers="registered", **big, **fast),
-        row("memcpy", 14233.0, in_place=False, **big, **fast),
+        Row("reduce_scatter_", way, nbytes, us)
+        for way in ("ringcomm", "mpi4py")
+        for nbytes, us in zip(SIZES, (4.04, 99.94, 123.4, 1234.5, 1_234_567.8), strict=True)
     ]
-    lines = table.heading(has_wire=False) + table.lines(rows, has_wire=False)
-    assert max(map(len, lines)) <= 120
-    assert len(lines) == 5
-    assert " ".join(lines[3].split()) == (
-        "268435456 67108864 bfloat16 average 1234567 6.250 6.250 0 41333 6.250 "
-        "6.250 0 2.00x 2.90x ringcomm reg"
-    )
-    for name in ("size", "count", "#wrong"):
-        end = lines[1].index(name) + len(name)
-        assert lines[3][end - 1].isdigit()
-        assert lines[3][end : end + 1] == " "
+    text = [*bench.heading(SIZES), *bench.lines(rows, SIZES)]
+    assert [line.split() for line in text] == [
+        ["8", "B", "1", "KiB", "64", "KiB", "1", "MiB", "16", "MiB"],
+        ["reduce_scatter_", "4.0", "99.9", "123", "1,234", "1,234,568"],
+        ["mpi4py", "4.0", "99.9", "123", "1,234", "1,234,568"],
+    ]
+    assert len({len(line) for line in text}) == 1  # each figure ends under its size
+    assert len(text[0]) <= 80
 
 
-@pytest.mark.parametrize(
-    ("time_us", "text"),
-    [
-        (0.00834, "0.0083"),
-        (3.1416, "3.142"),
-        (99.994, "99.99"),
-        (999.9, "999.9"),
-        (41333.3, "41333"),
-    ],
-)
-def test_a_time_is_shown_with_about_four_digits(time_us, text):
-    assert table.lines([row(time_us=time_us)], has_wire=False)[0].split()[8] == text
+def test_all_calls_fit_a_screen():
+    rows = [[Row(call, "ringcomm", n, 1.0) for n in SIZES] for call in CALLS]
+    assert sum(len(bench.lines(each, SIZES)) for each in rows) + 6 <= 30
 
 
-def test_a_wrong_line_has_no_time():
-    line = table.lines([row(time_us=None, wrong=7)], has_wire=False)[0]
-    assert line.split()[8:12] == ["-", "-", "-", "7"]
+def test_a_barrier_has_one_figure_and_what_is_missing_or_wrong_is_told():
+    assert [line.split() for line in bench.lines([Row("barrier", "ringcomm", 0, 3.0)], SIZES)] == [
+        ["barrier", "3.0"]
+    ]
+    rows = [Row("scan", "ringcomm", 8, None, wrong=2), Row("scan", "ringcomm", M, 5.0)]
+    assert bench.lines(rows, (8, K, M))[0].split() == ["scan", "WRONG", "-", "5.0"]
 
 
-def test_a_link_is_as_fast_as_the_best_batch_of_any_call_on_its_slowest_rank():
-    slow = np.full((2, 3, 4), 0.5)  # ranks, batches, calls
-    fast = np.full((2, 3, 4), 0.4)
-    fast[0, 1] = 0.1  # the other rank takes 0.4 s
-    fast[:, 2] = [[0.1, 0.3, 0.2, 0.2], [0.1, 0.1, 0.1, 0.1]]
-    assert runner.best_gbps(10**9, [slow, fast, slow]) == pytest.approx(5)
-
-
-def test_between_hosts_the_table_tells_the_share_of_the_link():
-    line = table.lines([row(wire_share=0.834)], has_wire=True)[0]
-    assert "83%" in line
-
-
-def test_the_preamble_says_what_speaks_against_trusting_it():
+def test_the_heading_says_what_speaks_against_trusting_it():
     facts = {"version": "1", "size": 2, "hosts": 1, "cores": 2, "load": 0.1, "mpi": "Open MPI"}
-    facts |= {"mode": "sync", "settings": {"RINGCOMM_TIMEOUT_S": "9"}, "link_gbps": None}
-    quiet = "\n".join(command._preamble(facts))
-    assert "RINGCOMM_TIMEOUT_S=9" in quiet
-    assert "load" not in quiet
-    assert "more ranks" not in quiet
-    text = "\n".join(command._preamble(facts | {"size": 8, "load": 3.2, "link_gbps": 0.0244}))
-    assert "more ranks than cores" in text
-    assert "load average 3.2" in text
-    assert "24.4 MB/s" in text
-
-
-# --- the command line ---------------------------------------------------------------------------
-def test_both_forms_and_buffers_are_the_default():
-    wanted = command.parser().parse_args([])
-    assert (wanted.collective, wanted.forms) == (("allreduce",), (False, True))
-    assert wanted.buffers == ("registered", "private")
-    wanted = command.parser().parse_args(["--in-place", "--collective", "all"])
-    assert (wanted.collective, wanted.forms) == (tuple(COLLECTIVES), (True,))
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--collective", "allreduc"],
-        ["--sizes", "8:4"],
-        ["--dtype", "float8"],
-        ["--json", "/no/such/folder/x.json"],
-        ["--json", "/"],
-        ["--iterations", "0"],
-        ["--seconds", "-1"],
-        ["--against", "gloo"],  # stands in ci/bench
-    ],
-)
-def test_a_wrong_command_line_is_refused_before_mpi_starts(argv, capsys):
-    with pytest.raises(SystemExit) as caught:
-        command.main(argv)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err
-    assert not rc.is_initialized()
+    facts |= {"dtype": "float32"}
+    quiet = "\n".join(bench.preamble(facts))
+    assert "2 ranks on 1 host, 2 cores; Open MPI" in quiet
+    assert "Microseconds" in quiet
+    assert "Load" not in quiet
+    assert "More ranks" not in quiet
+    text = "\n".join(bench.preamble(facts | {"size": 8, "hosts": 2, "load": 3.2}))
+    assert "8 ranks on 2 hosts" in text
+    assert "More ranks than cores" in text
+    assert "Load average 3.2" in text

@@ -1,11 +1,14 @@
-"""ci/bench as jobs: MPI's own collectives, gloo, steps of training, and a parameter server."""
+"""ci/bench as jobs: calls in every way, steps of training, and a parameter server."""
 
 import json
 from pathlib import Path
 
 import pytest
+from bench.calls import WAYS
 from bench.step import WORKLOADS
 from harness import run_job, run_script
+
+from ringcomm.launch.bench import CALLS, COPIES, REDUCTIONS
 
 BENCH = Path(__file__).parents[2] / "ci" / "bench"
 WRONG = f"""
@@ -41,44 +44,28 @@ def bench(*arguments, cwd, size=2):
 
 
 @pytest.mark.at_length
-@pytest.mark.parametrize("op", ["sum", "average"])
-def test_others_are_right_wherever_they_take_part(op, tmp_path):
+def test_every_way_is_right_wherever_it_has_the_call(tmp_path):
     file = tmp_path / "found.json"
-    job = bench(
-        *("collectives", "--collective", "all", "--dtype", "float32,bfloat16", "--op", op),
-        *("--against", "native,gloo,torch", "--sizes", "12K", "--iterations", 1, "--json", file),
-        cwd=tmp_path,
-    )
+    options = ["--sizes", "8,12K", "--seconds", 0, "--json", file]
+    job = bench("calls", *options, cwd=tmp_path)
     assert job.code == 0, job.output
-    assert "# without native: MPI reduces no bfloat16" in job.output
     rows = json.loads(file.read_text())["rows"]
-    assert all(row["time_us"] > 0 for row in rows)
-    ours = {
-        (row["collective"], row["dtype"], row["in_place"])
-        for row in rows
-        if row["engine"] == "ringcomm"
+    assert all(row["wrong"] == 0 and row["us"] > 0 for row in rows)
+    found = {way: {row["call"] for row in rows if row["way"] == way} for way in WAYS}
+    collectives = {"barrier", *REDUCTIONS, *COPIES}
+    of_horovod = {"allreduce_", "allreduce", "reduce_scatter", "broadcast_", "broadcast"}
+    of_torch = {"allreduce_", "reduce_", "reduce_scatter", "broadcast_", "gather", "scatter"}
+    of_torch |= {"barrier", "isend", "pingpong", "allgather", "alltoall"}
+    assert found == {
+        "ringcomm": set(CALLS),
+        "rc.zeros": set(REDUCTIONS),
+        "named": collectives,
+        "grouped": {"allreduce_", "allreduce", "reduce_scatter", "allgather"},
+        "hvd": of_horovod | {"barrier", "allgather", "alltoall"},
+        "dist": of_torch,
+        "mpi4py": set(CALLS) - {"memcpy"},
+        "gloo": of_torch,
     }
-    for engine in ("native", "gloo", "torch"):
-        theirs = {
-            (row["collective"], row["dtype"], row["in_place"])
-            for row in rows
-            if row["engine"] == engine
-        }
-        lacking = {what[:2] for what in ours - theirs}
-        reductions = {(name, "bfloat16") for name in ("allreduce", "reduce", "reduce_scatter")}
-        assert lacking == (reductions if engine == "native" else set())
-
-
-@pytest.mark.at_length
-def test_mpi_is_measured_alone_with_its_own_settings(tmp_path):
-    file = tmp_path / "found.json"
-    options = ["--mpi-defaults", "--sizes", "8,12K", "--iterations", 2, "--json", file]
-    job = bench("collectives", *options, cwd=tmp_path)
-    assert job.code == 0, job.output
-    found = json.loads(file.read_text())
-    assert found["is_mpi_default"]
-    assert {row["engine"] for row in found["rows"]} == {"native", "memcpy"}
-    assert bench("compare_saved_runs", file, cwd=tmp_path, size=1).code == 0
 
 
 @pytest.mark.at_length
@@ -112,13 +99,6 @@ def test_gradients_that_differ_from_ddps_end_with_1_and_no_times(tmp_path):
     assert job.code == 1, job.output
     assert "# WRONG" in job.output
     assert "step p50" not in job.output
-
-
-@pytest.mark.at_length
-def test_the_cost_of_a_call_is_told_of_both(tmp_path):
-    job = bench("torch_distributed_call_overhead", cwd=tmp_path)
-    assert job.code == 0, job.output
-    assert [line.split()[0] for line in job.output.splitlines()] == ["ringcomm:", "gloo,"]
 
 
 @pytest.mark.at_length
