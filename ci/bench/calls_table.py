@@ -48,32 +48,36 @@ def main(argv):
     add("--np", type=sizes, default=(2, 4), metavar="N,...", help="default 2,4")
     add("--hosts", action="store_true", help="only jobs on 2 and 4 hosts, as root")
     add("--times", type=above_zero(int), default=3, help="each job; default 3")
+    add("--seconds", type=above_zero(float), default=0.15, help="for each figure; default 0.15")
+    add("--least", action="store_true",
+        help="for a busy machine: the fastest batch of each job, not the median one")  # fmt: skip
     args = parser.parse_args(argv)
     if args.run:
         args.folder.mkdir(parents=True, exist_ok=True)
         venvs = [Path(each).absolute() for each in args.venvs.split(",")]
         run_all(args.folder, venvs, args)
-    print(*table(read(args.folder)), sep="\n")
+    print(*table(read(args.folder), "least_us" if args.least else "us"), sep="\n")
     return 0
 
 
 # --- jobs -----------------------------------------------------------------------------------------
 def run_all(folder, venvs, args):
+    seconds = ["--seconds", args.seconds]
     for _ in range(args.times):
         if args.hosts:
             for n, rate in ((2, "none"), (2, "200mbit"), (4, "200mbit")):
-                on_hosts(folder, venvs[0], n, rate)
+                on_hosts(folder, venvs[0], n, rate, seconds)
             continue
         for venv, n in itertools.product(venvs, args.np):
             more = ["--oversubscribe"] if is_open_mpi(venv) and n > os.cpu_count() else []
             start = [venv / "bin/mpirun", *more, "-np", n]
             has_faces = venv == venvs[0] and n == 2
-            job(folder, venv, start, ["--ways", ALL_BUT_GLOO if has_faces else PLAIN])
+            job(folder, venv, start, [*seconds, "--ways", ALL_BUT_GLOO if has_faces else PLAIN])
             if has_faces:
-                job(folder, venv, start, ["--ways", "gloo"])  # alone: see calls.py
+                job(folder, venv, start, [*seconds, "--ways", "gloo"])  # alone: see calls.py
 
 
-def on_hosts(folder, venv, n, rate):
+def on_hosts(folder, venv, n, rate, seconds):
     cluster = [sys.executable, CI / "cluster", "--name", f"bench-{os.getpid()}"]
     subprocess.run([*cluster, "up", str(n), rate], check=True, stdout=subprocess.DEVNULL)
     try:
@@ -81,7 +85,7 @@ def on_hosts(folder, venv, n, rate):
             ["allreduce_", "--sizes", "1M,8M"] if rate != "none" else ["--sizes", "8,1K,64K,1M"]
         )
         start = [*cluster, "mpirun", "--map-by", "node", "-np", n]
-        job(folder, venv, start, [*limited, "--ways", "ringcomm,mpi4py"])
+        job(folder, venv, start, [*limited, *seconds, "--ways", "ringcomm,mpi4py"])
     finally:
         subprocess.run([*cluster, "down"], check=True)
 
@@ -142,9 +146,9 @@ def limit_beside_intel_us(nbytes, intel_us):
 
 
 # --- the table ------------------------------------------------------------------------------------
-def table(reports):
-    """Return the lines of the table in Markdown."""
-    figures = Figures(reports)
+def table(reports, time="us"):
+    """Return the lines of the table in Markdown; time: which one of a row."""
+    figures = Figures(reports, time)
     yield "| | call | " + " | ".join(map(bytes_title, COLUMNS)) + " |"
     yield "|---|---|" + "---|" * len(COLUMNS)
     for place in figures.places:
@@ -178,10 +182,10 @@ def text_of(us):
 class Figures:
     """What many jobs measured."""
 
-    def __init__(self, reports):
+    def __init__(self, reports, time):
         self.runs = {}  # (place, name of the MPI) -> [(report, {(call, way, nbytes): us})]
         for report in reports:
-            us = {(r["call"], r["way"], r["nbytes"]): r["us"] for r in report["rows"] if r["us"]}
+            us = {(r["call"], r["way"], r["nbytes"]): r[time] for r in report["rows"] if r["us"]}
             peer = next(
                 (name for start, name in PEERS.items() if report["mpi"].startswith(start)), ""
             )

@@ -112,6 +112,7 @@ class Row:
     way: str  # "ringcomm", or another way to make that call
     nbytes: int
     us: float | None = None  # median over batches of the mean call, on the slowest rank
+    least_us: float | None = None  # that of the fastest batch
     wrong: int = 0  # number of wrong elements on all ranks
 
 
@@ -188,6 +189,8 @@ def measure_all(args: Namespace, ways: Mapping[str, Way]) -> dict[str, Any]:
             arrays = [Arrays(nbytes, made.dtype) for nbytes in columns]
             say("", *map(bar.over, heading(columns)))
             for call in calls:
+                if call == "barrier" and start:
+                    continue  # it has no size
                 rows = list(_rows(call, arrays, ways, args.seconds, bar))
                 say(*map(bar.over, lines(rows, columns)))
                 report["rows"] += [asdict(row) for row in rows]
@@ -465,7 +468,8 @@ def measure(call: str, a: Arrays, ways: Mapping[str, Way], seconds: float) -> li
     a.clear()
     times_s = take_turns([calls[name] for name in sound], seconds * len(sound))
     for name, each_s in zip(sound, times_s, strict=True):
-        rows[name].us = float(np.median(each_s)) * 1e6
+        rows[name].us = 1e6 * float(np.median(each_s))
+        rows[name].least_us = 1e6 * float(each_s.min())
         rows[name].wrong += _n_wrong(call, a, calls[name])
     return list(rows.values())
 
