@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 from bench.option_types import above_zero
+from fakecluster import running
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.bench import CALLS, COPIES, POINT_TO_POINT
@@ -50,7 +51,7 @@ def main(argv):
     add("--times", type=above_zero(int), default=3, help="each job; default 3")
     add("--seconds", type=above_zero(float), default=0.15, help="for each figure; default 0.15")
     add("--least", action="store_true",
-        help="for a busy machine: the fastest batch of each job, not the median one")  # fmt: skip
+        help="for a busy machine: the fastest batch of all jobs, not the medians")  # fmt: skip
     args = parser.parse_args(argv)
     if args.run:
         args.folder.mkdir(parents=True, exist_ok=True)
@@ -78,16 +79,11 @@ def run_all(folder, venvs, args):
 
 
 def on_hosts(folder, venv, n, rate, seconds):
-    cluster = [sys.executable, CI / "cluster", "--name", f"bench-{os.getpid()}"]
-    subprocess.run([*cluster, "up", str(n), rate], check=True, stdout=subprocess.DEVNULL)
-    try:
-        limited = (
-            ["allreduce_", "--sizes", "1M,8M"] if rate != "none" else ["--sizes", "8,1K,64K,1M"]
-        )
-        start = [*cluster, "mpirun", "--map-by", "node", "-np", n]
-        job(folder, venv, start, [*limited, *seconds, "--ways", "ringcomm,mpi4py"])
-    finally:
-        subprocess.run([*cluster, "down"], check=True)
+    name = f"bench-{os.getpid()}"
+    sizes = ["--sizes", "8,1K,64K,1M"] if rate == "none" else ["allreduce_", "--sizes", "1M,8M"]
+    with running(name, n, rate):
+        start = [sys.executable, CI / "cluster", "--name", name, "mpirun", "--map-by", "node"]
+        job(folder, venv, [*start, "-np", n], [*sizes, *seconds, "--ways", "ringcomm,mpi4py"])
 
 
 def job(folder, venv, start, options):
@@ -189,7 +185,14 @@ class Figures:
             peer = next(
                 (name for start, name in PEERS.items() if report["mpi"].startswith(start)), ""
             )
-            self.runs.setdefault((place_of(report), peer), []).append((report, us))
+            runs = self.runs.setdefault((place_of(report), peer), [])
+            if time == "least_us" and runs:  # one run, of the fastest batches of all jobs
+                earlier = runs.pop()[1]
+                us = {
+                    key: min(us.get(key, NO_GOAL), earlier.get(key, NO_GOAL))
+                    for key in us | earlier
+                }
+            runs.append((report, us))
         self.missed = self.judged = 0
 
     @property
