@@ -357,7 +357,7 @@ def test_the_deadline_of_a_long_call_made_again_is_for_a_wait_in_which_nothing_m
     monkeypatch.setattr("ringcomm.transport.wire_team._SLOWEST_BPS", math.inf)
 
     def body(rank):
-        x = np.full(150_000, 1.0)  # in pieces, one of which follows another
+        x = np.full(500_000, 1.0)  # in pieces, one of which follows another
         if rank == 3:
             engine().groups.default.wire.moment_s = 0.0  # so this rank can go on step by step
         for _ in range(3):
@@ -371,7 +371,7 @@ def test_the_deadline_of_a_long_call_made_again_is_for_a_wait_in_which_nothing_m
         place = engine().take_place(group.ledger, group.wire)
         step = known.in_cpp.run(place % group.wire.n_slots, None, x)
         while not step.is_over and time.monotonic() - begin < DEADLINE_S:
-            time.sleep(0.4)  # a slow rank
+            time.sleep(0.3)  # a slow rank
             step.advance()
         return 0.0
 
