@@ -83,15 +83,6 @@ CPP = [
         ("unit/test_calls_made_again.py",),
     ),
     CppMutation(
-        "a-step-by-messages-goes-on-with-what-one-rank-has-not-told",
-        "wire",
-        "loop",
-        "if (head_of(member).is_told == 0) return false;",
-        "(void)head_of(member);",
-        "if one rank does not tell its rows before they move, the others take its silence for none",
-        ("unit/test_calls_made_again.py",),
-    ),
-    CppMutation(
         "who-expected-all-to-come-does-not-hear-that-it-does-not",
         "wire",
         "loop",
