@@ -20,6 +20,8 @@ from ringcomm.status import guardian
 GUARDIAN = str(guardian._PROGRAM)
 # Ranks that are threads share the lock of Python: polls of one that waits keep others from working.
 SPINS_OF_THREADS = 2
+# All news of a rank that is a thread rings: looks between two rings find nothing.
+NAPS_OF_THREADS = {"_NAP_S": 5e-3, "_LONG_NAP_S": 5e-3, "_LONGEST_NAP_S": 20e-3}
 # To open, move or save a hash table takes Python a while per partition. In jobs it has all 1,024.
 PARTITIONS_OF_THREADS = 64
 # With Python's 700, tests spend a tenth of their time in collections, which find nothing.
@@ -156,6 +158,7 @@ def pytest_configure(config):
         from ringcomm.ps.placement import partitions
 
         loop._SPINS = SPINS_OF_THREADS
+        vars(loop).update(NAPS_OF_THREADS)
         partitions.HASH_PARTITIONS = PARTITIONS_OF_THREADS
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, 20)
 
