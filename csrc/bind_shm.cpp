@@ -24,6 +24,7 @@
 #include "kernels/reduce.hpp"
 #include "loop/loop.hpp"
 #include "loop/run_schedule.hpp"
+#include "loop/scheduled_step.hpp"
 #include "loop/wire_step.hpp"
 #include "shm/copy_step.hpp"
 #include "p2p/halo.hpp"

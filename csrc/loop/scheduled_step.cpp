@@ -66,4 +66,35 @@ void ScheduledStep::abandon() {
 
 bool ScheduledStep::drive(std::int64_t limit_ns) { return drive_polling(*this, limit_ns); }
 
+KnownSchedule::KnownSchedule(std::shared_ptr<MeetingPlace> place, std::uint64_t fingerprint, Shown mine,
+                             std::vector<Shown> expected, std::shared_ptr<Runner> runner,
+                             std::shared_ptr<const Schedule> schedule, std::vector<int> members, int first_tag,
+                             int tag_stride, std::int64_t moment_ns)
+    : KnownCall(std::move(place), fingerprint, moment_ns),
+      mine_(std::move(mine)),
+      expected_(std::make_shared<const std::vector<Shown>>(std::move(expected))),
+      runner_(std::move(runner)),
+      schedule_(std::move(schedule)),
+      members_(std::move(members)),
+      first_tag_(first_tag),
+      tag_stride_(tag_stride) {
+  if (!expected_->empty() && expected_->size() != this->place().n_members())
+    throw std::invalid_argument("what is expected must be told for each member");
+  if (schedule_->n_arguments() != 2) throw std::invalid_argument("a known schedule has a source and a target");
+  for (const MessageSpec& each : schedule_->messages())
+    if (static_cast<std::size_t>(each.peer) >= members_.size())
+      throw std::invalid_argument("the schedule speaks to more ranks than there are");
+}
+
+std::shared_ptr<CollectiveStep> KnownSchedule::begin(std::size_t slot, const std::byte* source,
+                                                     std::byte* target) const {
+  NodeCopy what{source, mine_.nbytes, mine_.header, std::vector<Pull>{}, nullptr, nullptr, true, true};
+  if (!expected_->empty()) what.expected = expected_;
+  auto agreement = place().begin(slot, fingerprint(), std::move(what));
+  Bindings bindings{{const_cast<std::byte*>(source), target},
+                    members_,
+                    first_tag_ + static_cast<int>(slot) * tag_stride_};
+  return std::make_shared<ScheduledStep>(std::move(agreement), runner_, schedule_, std::move(bindings));
+}
+
 }  // namespace ringcomm

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "../shm/known_call.hpp"
 #include "collective_step.hpp"
 #include "run_schedule.hpp"
 
@@ -44,6 +45,36 @@ class ScheduledStep final : public CollectiveStep {
   std::shared_ptr<Run> run_;  // of whoever advances this
   std::atomic<Run*> under_way_{nullptr};  // the same
   bool is_as_known_ = true;
+};
+
+// A collective by messages that are too long to go along with the agreement.
+class KnownSchedule final : public KnownCall {
+ public:
+  // place: of ranks that take steps by messages.
+  // mine: of which the header goes along with the agreement.
+  // expected: as of KnownCopy.
+  // schedule: has two arguments, the source and the target, which may be written to both.
+  // members: the ranks of the job that the schedule speaks to.
+  // first_tag, tag_stride: of its messages, by slot.
+  // Throws std::invalid_argument.
+  KnownSchedule(std::shared_ptr<MeetingPlace> place, std::uint64_t fingerprint, Shown mine,
+                std::vector<Shown> expected, std::shared_ptr<Runner> runner,
+                std::shared_ptr<const Schedule> schedule, std::vector<int> members, int first_tag, int tag_stride,
+                std::int64_t moment_ns);
+
+  std::size_t source_nbytes() const override { return schedule_->buffers()[0]; }
+  std::size_t target_nbytes() const override { return schedule_->buffers()[1]; }
+
+ private:
+  std::shared_ptr<CollectiveStep> begin(std::size_t slot, const std::byte* source,
+                                        std::byte* target) const override;
+
+  const Shown mine_;
+  const std::shared_ptr<const std::vector<Shown>> expected_;
+  const std::shared_ptr<Runner> runner_;
+  const std::shared_ptr<const Schedule> schedule_;
+  const std::vector<int> members_;
+  const int first_tag_, tag_stride_;
 };
 
 }  // namespace ringcomm
