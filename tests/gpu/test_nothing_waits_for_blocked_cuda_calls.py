@@ -97,7 +97,8 @@ def test_a_death_is_noticed_while_a_launch_blocks(transport, tmp_path):
         thread = block_all_calls(gpu)
         all_wait.wait(120)
         with pytest.raises(rc.PeerFailedError, match="rank 1 raised ValueError: boom"):
-            handle.wait()
+            handle.wait()  # returns if the launch got through when the death freed the stream
+            rc.barrier()
         until_freed(thread)
 
     assert_ranks_beside_1_end_well(body, transport, tmp_path)
