@@ -117,15 +117,23 @@ for step in range(10**9):
 
 @pytest.fixture
 def ring(cluster, tmp_path):
-    """A job of 4 ranks on 3 hosts that exchanges 4 MB again and again."""
-    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    job = subprocess.Popen(**command(cluster, tmp_path, RING), **nowhere)
+    """Yield a function that fails if the job, 4 ranks on 3 hosts that exchange 4 MB, has ended."""
+    said = tmp_path / "job.txt"
+    with said.open("w") as file:
+        job = subprocess.Popen(**command(cluster, tmp_path, RING), stdout=file, stderr=file)
+
+    def goes_on():
+        assert job.poll() is None, said.read_text()
+        return True
+
     there = [tmp_path / "run" / f"host-h{i}.json" for i in range(3)]
     there += [tmp_path / f"{rank}.here" for rank in range(4)]
-    wait_until(lambda: all(each.exists() for each in there), lambda: os.listdir(tmp_path))
-    yield job
+    wait_until(
+        lambda: goes_on() and all(each.exists() for each in there), lambda: os.listdir(tmp_path)
+    )
+    yield goes_on
     (tmp_path / "enough").touch()
-    assert job.wait(HANG_S) == 0
+    assert job.wait(HANG_S) == 0, said.read_text()
 
 
 def top(cluster, folder, *options):
@@ -141,6 +149,7 @@ def test_the_ranks_of_all_hosts_and_a_slow_link_are_seen_from_one_host(ring, clu
     shown = {}
 
     def are_under_way():  # a host reports now and then
+        assert ring()
         found = json.loads(top(cluster, tmp_path, "--json") or "[]")
         shown.update({each["rank"]: (each["host"], each["is_bad"]) for each in found})
         return len(found) == 4 and all(each["step"] > 5 for each in found)
@@ -154,7 +163,7 @@ def test_the_ranks_of_all_hosts_and_a_slow_link_are_seen_from_one_host(ring, clu
     try:
         slow = "the link of host h1 is slow: "
         wait_until(
-            lambda: slow in top(cluster, tmp_path, "--once", "--interval", "4"),
+            lambda: ring() and slow in top(cluster, tmp_path, "--once", "--interval", "4"),
             (tmp_path / "run" / "host-h0.json").read_text,
         )
     finally:
