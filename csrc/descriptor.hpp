@@ -1,9 +1,11 @@
 // File descriptors that are closed once, and errors of system calls that say what to do next.
 #pragma once
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -55,5 +57,18 @@ class Descriptor {
  private:
   int fd_ = -1;
 };
+
+// Returns new memory of `nbytes` zeros, which other processes map by its descriptor.
+inline Descriptor make_memfd(const char* name, std::size_t nbytes) {
+  Descriptor fd(memfd_create(name, MFD_CLOEXEC));
+  if (fd.get() < 0 && (errno == EPERM || errno == EACCES || errno == ENOSYS))
+    throw_errno("ringcomm needs the system call memfd_create, for what the processes of a host share, "
+                "and a sandbox refuses it (allow it, in Docker by a seccomp profile), or Linux is older "
+                "than 3.17");
+  if (fd.get() < 0) throw_errno("memfd_create");
+  if (uninterrupted([&] { return ftruncate(fd.get(), static_cast<off_t>(nbytes)); }) != 0)
+    throw_errno("ftruncate of shared memory");
+  return fd;
+}
 
 }  // namespace ringcomm

@@ -6,7 +6,9 @@ import os
 import platform
 import struct
 
-PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}.get(platform.machine(), 270)
+_IS_X86 = platform.machine() == "x86_64"
+PROCESS_VM_READV = 310 if _IS_X86 else 270
+MEMFD_CREATE = 319 if _IS_X86 else 279
 
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000

@@ -26,14 +26,6 @@ constexpr std::size_t kLeastKept = 64u << 20, kMostKept = 256u << 20;
 
 std::size_t rounded_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
 
-int make_memfd(const char* name, std::size_t nbytes) {
-  Descriptor fd(memfd_create(name, MFD_CLOEXEC), "memfd_create");
-  const auto wanted = static_cast<off_t>(nbytes);
-  if (uninterrupted([&] { return ftruncate(fd.get(), wanted); }) != 0)
-    throw_errno("ftruncate of shared memory");
-  return fd.release();
-}
-
 int open_of(int pid, int fd) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const auto open_path = [&] { return ::open(path.c_str(), O_RDWR | O_CLOEXEC); };
@@ -198,8 +190,8 @@ std::shared_ptr<NodeMemory> NodeMemory::create(std::uint64_t nonce, std::size_t 
     throw std::runtime_error("pages of " + std::to_string(page_nbytes) +
                              " bytes: shared memory is laid out for at most " +
                              std::to_string(kLargestPage));
-  Descriptor board(make_memfd("ringcomm-board", kBoardBytes));
-  Descriptor arena(make_memfd("ringcomm-arena", arena_nbytes));
+  Descriptor board = make_memfd("ringcomm-board", kBoardBytes);
+  Descriptor arena = make_memfd("ringcomm-arena", arena_nbytes);
   std::shared_ptr<NodeMemory> made(
       new NodeMemory(getpid(), board.get(), arena.get(), arena_nbytes, page_nbytes));
   board.release();

@@ -145,9 +145,7 @@ void stop_heart_of(const Page* page) {
 MappedPage MappedPage::create(const std::string& job, const std::string& host, int rank, int size,
                               int local_rank, std::uint64_t nonce) {
   const std::string name = "ringcomm-status-" + job;
-  Descriptor fd(memfd_create(name.substr(0, 200).c_str(), MFD_CLOEXEC), "status page: memfd_create");
-  if (uninterrupted([&] { return ftruncate(fd.get(), sizeof(Page)); }) != 0)
-    throw_errno("status page: ftruncate");
+  Descriptor fd = make_memfd(name.substr(0, 200).c_str(), sizeof(Page));
   Page* page = map(fd.get());  // zeros: every enum starts at its 0
   if (page == nullptr) throw_errno("status page: mmap");
   page->magic = kPageMagic;

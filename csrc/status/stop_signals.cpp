@@ -190,9 +190,7 @@ void release_stop_signals() {
 
 void let_forks_hold_stop_signals() {
   if (shared != nullptr) return;
-  Descriptor memory(memfd_create(kName, MFD_CLOEXEC));
-  if (memory.get() < 0) throw_errno("memfd_create");
-  if (ftruncate(memory.get(), sizeof(Shared)) != 0) throw_errno("ftruncate of stop signals");
+  Descriptor memory = make_memfd(kName, sizeof(Shared));
   hold_in_forks();
   shared = map_shared(memory.get());
   shared_rank = getpid();

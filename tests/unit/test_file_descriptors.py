@@ -6,6 +6,7 @@ import select
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,6 +60,34 @@ def test_without_descriptors_there_is_an_error_that_says_so(what):
     assert int(number or 0) == errno.EMFILE, ended.stdout
     assert call in text
     assert "`ulimit -n` allows 64 (raise it)" in text
+
+
+REFUSED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from refused_system_calls import MEMFD_CREATE, refuse
+from ringcomm._core import NodeMemory, StatusPage
+try:
+    refuse(MEMFD_CREATE, {error})
+except OSError:
+    sys.exit("no seccomp here")
+try:
+    {code}
+except OSError as error:
+    print(error.errno, error)
+"""
+
+
+@pytest.mark.parametrize("what", ["page", "board"])
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
+def test_a_sandbox_that_refuses_memory_to_share_is_named(what, error):
+    script = REFUSED.format(code=CALLS[what][0], error=error)
+    ended = run_command([sys.executable, "-P", "-c", script, str(Path(__file__).parents[1])])
+    if "no seccomp here" in ended.stderr:
+        pytest.skip("no seccomp here")
+    assert ended.stdout.startswith(f"{error} "), ended
+    assert "ringcomm needs the system call memfd_create" in ended.stdout
+    assert "seccomp profile" in ended.stdout
 
 
 def test_other_errors_do_not_blame_the_limit():
