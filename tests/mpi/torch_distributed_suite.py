@@ -318,6 +318,17 @@ def test_coalesced_forms_are_several_at_once(rank, size, world):
     assert all(torch.equal(lists[r][1], values(r, (3,))) for r in range(size))
 
 
+def tensors_of(size, count, dtype, turn):
+    """Return lists of a tensor for each rank, that lie together in memory, apart, or strided."""
+    lists = [
+        list(torch.zeros(size, count, dtype=dtype)),
+        [torch.zeros(count, dtype=dtype) for _ in range(size)],
+    ]
+    if turn > 3:
+        lists.append([torch.zeros(count, 2, dtype=dtype)[:, 1] for _ in range(size)])
+    return lists
+
+
 @pytest.mark.parametrize("count", [3, 30_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_blocking_calls_made_again_have_the_values_of_each_turn(dtype, count, rank, size):
@@ -340,6 +351,31 @@ def test_blocking_calls_made_again_have_the_values_of_each_turn(dtype, count, ra
         assert all(map(same, out, wanted))
         assert out._version > before
         dist.barrier()
+
+        for outs in tensors_of(size, count, dtype, turn):
+            before = outs[0]._version
+            dist.all_gather(outs, values(rank + turn, (count,), dtype))
+            assert all(map(same, outs, wanted))
+            assert outs[0]._version > before
+        for outs, parts in zip(
+            tensors_of(size, count, dtype, turn), tensors_of(size, count, dtype, turn), strict=True
+        ):
+            is_root = rank == root
+            dist.gather(values(rank + turn, (count,), dtype), outs if is_root else None, root)
+            assert not is_root or all(map(same, outs, wanted))
+            for r in range(size):
+                parts[r].copy_(values(rank + 2 * r + turn, (count,), dtype))
+            out = parts[rank] if is_root and turn % 3 == 2 else torch.zeros(count, dtype=dtype)
+            dist.scatter(out, parts if is_root else None, root)
+            assert same(out, values(root + 2 * rank + turn, (count,), dtype))
+            if turn % 3 == 2:
+                continue
+            dist.all_to_all(outs, parts)
+            from_each = [values(r + 2 * rank + turn, (count,), dtype) for r in range(size)]
+            assert all(map(same, outs, from_each))
+            x, out = torch.stack(parts), torch.zeros(size, count, dtype=dtype)
+            dist.all_to_all_single(out, x)
+            assert all(map(same, out, from_each))
         if dtype == torch.float8_e4m3fn:
             continue
 

@@ -15,7 +15,7 @@ from sample_values import whole_numbers
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.core.current_engine import engine, serve_thread
-from ringcomm.engine.executors.short_calls import ShortCalls
+from ringcomm.engine.executors.short_calls import ShortCalls, short_calls_of
 from ringcomm.transport.node.steps import AGREE, Meeting
 from ringcomm.transport.wire_team import most_brought
 
@@ -137,7 +137,26 @@ def test_a_call_made_again_takes_what_others_bring_if_that_has_changed(count):
     run_ranks(3, body)
 
 
+def into(kind, x, *more):
+    """Make a call that writes into an array of the caller; return that array."""
+    calls, size, is_root = short_calls_of(engine().groups.default), rc.size(), rc.rank() == 0
+    if kind == "gather_into":
+        out = np.zeros(len(x) * size) if is_root else None
+        due = more or (len(x) if is_root else 0,) * size
+        calls.run(kind, x, None, 0, into=out, more=due)
+        return out
+    if kind == "scatter_into":
+        out, rows = np.zeros(len(x)), np.stack([x + r for r in range(size)]) if is_root else None
+        calls.run(kind, rows, None, 0, into=out, more=(x.dtype.name, x.shape))
+        return out
+    each = more or (len(x) // size,) * size
+    out = np.zeros(sum(each))
+    calls.run(kind, x[: len(x) // size * size], into=out, more=(each, (len(x) // size,) * size))
+    return out
+
+
 KNOWN = {
+    **{kind: partial(into, kind) for kind in ("gather_into", "scatter_into", "alltoall_into")},
     "allreduce": rc.allreduce,
     "reduce": rc.reduce,
     "reduce_scatter": rc.reduce_scatter,
@@ -157,12 +176,14 @@ KNOWN = {
 def test_other_calls_made_again_are_a_mismatch_that_touches_nothing(kind, count):
     other = "gather" if kind == "allgather" else "allgather"
 
+    label = kind.replace("scatter_into", "scatter")
+
     def body(rank):
         x = np.full(count, float(rank))
         for each in (kind, other) * 2:
             KNOWN[each](x)
         with pytest.raises(
-            rc.MismatchError, match=rf"rank 0 called {kind} .*rank 1 called {other}"
+            rc.MismatchError, match=rf"rank 0 called {label} .*rank 1 called {other}"
         ):
             KNOWN[other if rank else kind](x)
         assert (x == rank).all()
@@ -170,6 +191,41 @@ def test_other_calls_made_again_are_a_mismatch_that_touches_nothing(kind, count)
         return rc.allreduce(x)[-1]
 
     assert run_ranks(2, body) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("count", [4, 40_000])
+@pytest.mark.parametrize("kind", ["gather_into", "alltoall_into"])
+def test_calls_made_again_into_arrays_are_exact_and_refuse_what_is_not_due_on_all_ranks(
+    kind, count
+):
+    def body(rank):
+        texts = []
+        for turn in range(6):
+            x = np.arange(count) + 10.0 * rank + turn
+            out, scattered = into(kind, x), into("scatter_into", x)
+            all_x = [x - 10.0 * rank + 10.0 * r for r in range(2)]
+            wanted = np.concatenate(all_x)
+            if kind == "alltoall_into":
+                wanted = np.concatenate([np.array_split(each, 2)[rank] for each in all_x])
+            elif rank:
+                wanted = None
+            np.testing.assert_array_equal(out, wanted)
+            np.testing.assert_array_equal(scattered, all_x[0] + rank)
+            with pytest.raises(rc.MismatchError, match="rank 1 sends") as caught:
+                into(
+                    kind, x, *((0, 0) if rank and kind == "gather_into" else due(kind, rank, count))
+                )
+            texts.append(str(caught.value))
+        return texts
+
+    first, second = run_ranks(2, body)
+    assert first == second
+
+
+def due(kind, rank, count):
+    """Return how many elements a rank expects of each, where rank 0 is wrong about rank 1."""
+    each = count if kind == "gather_into" else count // 2
+    return each, each - (rank == 0)
 
 
 def test_another_call_of_a_name_made_again_is_a_mismatch_on_all_ranks_and_then_agreed_on_anew():

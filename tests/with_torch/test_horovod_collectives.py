@@ -301,6 +301,42 @@ def test_without_names_operations_are_matched_among_those_of_their_kind(size):
     run_ranks(size, body)
 
 
+@pytest.mark.parametrize("name", [None, "made again"])
+@pytest.mark.parametrize(
+    "kind", ["allreduce", "reducescatter", "allgather", "broadcast", "alltoall"]
+)
+def test_ranks_may_make_a_call_in_different_forms_each_time_it_is_made_again(kind, name):
+    """Blocking calls take the short way, unless they have a gradient or splits."""
+    size = 3
+
+    def body(rank):
+        results = []
+        for turn in range(9):
+            x, named = whole(rank + turn, 6), {"name": name and f"{name} {kind}"}
+            how = (turn + rank) % size if turn > 2 else 1
+            x.requires_grad_(how == 0 and turn > 4)
+            args = (turn % 2,) if kind == "broadcast" else ()
+            form = getattr(hvd, kind if how else f"{kind}_async")
+            if kind == "alltoall" and how == 2:
+                args = ([2, 2, 2],)
+            result = form(x, *args, **named)
+            result = result if how else hvd.synchronize(result)
+            results.append((result[0] if isinstance(result, tuple) else result).detach())
+        for turn, result in enumerate(results):  # no call has written to the result of another
+            xs = [whole(r + turn, 6) for r in range(size)]
+            rows = slice(2 * rank, 2 * rank + 2)
+            wanted = {
+                "allreduce": sum(xs) / size,
+                "reducescatter": (sum(xs) / size)[rows],
+                "allgather": torch.cat(xs),
+                "broadcast": xs[turn % 2],
+                "alltoall": torch.cat([x[rows] for x in xs]),
+            }[kind]
+            torch.testing.assert_close(result, wanted)
+
+    run_ranks(size, body)
+
+
 def test_a_handle_is_not_done_before_all_ranks_have_come():
     asked = threading.Event()
 

@@ -372,17 +372,10 @@ def irecv(
     return start(_Incoming(out, source, tag, group, rest), timeout_s)
 
 
-def start_send(
-    x: Array, dest: int, *, tag: int, group: Group, timeout_s: float | None
-) -> Handle[None]:
-    """Do what isend() does; but only the number of elements is compared, not the shape."""
-    return start(_Outgoing(x, dest, tag, group, by_count=True), timeout_s)
-
-
-def start_recv(
+def irecv_elements(
     out: Array, source: int, *, tag: int, group: Group, timeout_s: float | None
 ) -> Handle[int]:
-    """See start_send()."""
+    """Start to receive the elements of an array of one dimension into `out`; see irecv()."""
     return start(_Incoming(out, source, tag, group, by_count=True), timeout_s)
 
 

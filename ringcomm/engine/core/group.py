@@ -28,6 +28,7 @@ class BlockingCalls(Protocol):
         name: str | None = None,
         timeout_s: float | None = None,
         into: Any = None,
+        more: Any = None,
     ) -> Any:
         """Carry out a collective, and return its result."""
 

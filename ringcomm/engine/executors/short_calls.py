@@ -29,13 +29,18 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import BlockingCalls, Group
 from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.operations.allgather_and_gather import plan_allgather, plan_gather
+from ringcomm.engine.operations.allgather_and_gather import (
+    plan_allgather,
+    plan_gather,
+    plan_gather_into,
+)
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.alltoall import plan_alltoall
 from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.engine.operations.broadcast import plan_broadcast
 from ringcomm.engine.operations.into_array import (
     plan_allgather_into,
+    plan_alltoall_into,
     plan_reduce_scatter_into,
 )
 from ringcomm.engine.operations.reduce import plan_reduce
@@ -60,6 +65,7 @@ class _Asked(NamedTuple):
     op: Any
     root: Any
     into: Any
+    more: Any
 
     @property
     def options(self) -> ReductionOptions:
@@ -82,13 +88,20 @@ _PLANS: Final[dict[str, Callable[[Group, _Asked], Plan[Any]]]] = {
     "allgather": lambda g, a: plan_allgather(g, a.name, a.x),
     "allgather_into": lambda g, a: plan_allgather_into(g, a.name, a.into, a.x),
     "gather": lambda g, a: plan_gather(g, a.name, a.x, a.root),
+    "gather_into": lambda g, a: plan_gather_into(g, a.name, a.into, a.x, a.root, a.more),
     "scatter": lambda g, a: plan_scatter(g, a.name, a.x, a.root),
+    "scatter_into": lambda g, a: plan_scatter(g, a.name, a.x, a.root, a.more, a.into),
     "alltoall": lambda g, a: plan_alltoall(g, a.name, a.x, None, return_splits=False),
+    "alltoall_into": lambda g, a: plan_alltoall_into(
+        g, a.name, a.into, a.x, received=a.more[0], sent=a.more[1]
+    ),
     "broadcast": lambda g, a: plan_broadcast(g, a.name, a.x, a.root, is_borrowed=True),
     "broadcast_": lambda g, a: plan_broadcast(g, a.name, a.x, a.root, in_place=True),
     "barrier": lambda g, a: plan_barrier(g, a.name),
 }
-_CHOOSING: Final = ("allgather", "gather", "scatter", "alltoall")  # by what the others show
+_CHOOSING: Final = (  # by what the others show
+    "allgather", "gather", "gather_into", "scatter", "scatter_into", "alltoall", "alltoall_into",
+)  # fmt: skip
 
 
 class _Known(NamedTuple):
@@ -134,6 +147,7 @@ class ShortCalls:
         name: str | None = None,
         timeout_s: float | None = None,
         into: Any = None,
+        more: Any = None,
     ) -> Any:
         """Carry out a collective, and return its result.
 
@@ -144,7 +158,8 @@ class ShortCalls:
             root: of a collective that has one.
             name: that the user gave to the operation, if any.
             timeout_s: deadline; None: RINGCOMM_TIMEOUT_S.
-            into: array that gets the result of allgather_into or reduce_scatter_into.
+            into: array that gets the result of a collective whose name ends in _into.
+            more: what else its plan takes; see _PLANS.
 
         Raises the errors of the collective.
         """
@@ -157,35 +172,37 @@ class ShortCalls:
                 key = (*key, name)
             if into is not None:
                 key = (*key, into.dtype, into.shape)
+            if more is not None:
+                key = (*key, more)
             known = self._known[key]
         except KeyError:
             if is_scalar(x):
-                return self._of_number(_Asked(kind, name, x, op, root, into), timeout_s)
+                return self._of_number(_Asked(kind, name, x, op, root, into, more), timeout_s)
             is_lasting = name is None or self._ledger.knows(name)
             if is_lasting and len(self._known) < _MAX_KNOWN:
                 self._known[key] = _MADE_ONCE
-            return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
+            return self._by_plan(_Asked(kind, name, x, op, root, into, more), timeout_s)
         except (AttributeError, TypeError):  # no array, or what cannot be a key
             if is_scalar(x):
-                return self._of_number(_Asked(kind, name, x, op, root, into), timeout_s)
-            return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
+                return self._of_number(_Asked(kind, name, x, op, root, into, more), timeout_s)
+            return self._by_plan(_Asked(kind, name, x, op, root, into, more), timeout_s)
         if type(known) is not _Known or type(root) is not int:
             to_learn = key if known is _MADE_ONCE else None
-            return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s, to_learn)
+            return self._by_plan(_Asked(kind, name, x, op, root, into, more), timeout_s, to_learn)
         source = target = out = None
         writes_x = known.writes_x
         if writes_x or known.shows_x:
             source = x if type(x) is np.ndarray and x.flags.carray else _buffer(x, writes_x)
             if source is None:
-                return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
+                return self._by_plan(_Asked(kind, name, x, op, root, into, more), timeout_s)
             if writes_x and known.rows is None:
                 target, out = source, x
             if not known.shows_x:
                 source = None
         if into is not None:
             out, target = into, _buffer(into, True)
-            if target is None or _overlap(x, into):
-                return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
+            if target is None or (x is not None and _overlap(x, into)):
+                return self._by_plan(_Asked(kind, name, x, op, root, into, more), timeout_s)
         elif known.make is not None:
             out = known.make()
             target = out if type(out) is np.ndarray else out.data_ptr()
@@ -196,7 +213,7 @@ class ShortCalls:
             out = x
         engine = self._engine()
         if engine is None:
-            return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
+            return self._by_plan(_Asked(kind, name, x, op, root, into, more), timeout_s)
         place: Any = None  # a number; with a name, a Ticket
         task = None
         try:
@@ -214,7 +231,7 @@ class ShortCalls:
                         self._ledger.finish(place)
                 else:
                     group, plan, anew = self._rest(
-                        known, _Asked(kind, name, x, op, root, into), out
+                        known, _Asked(kind, name, x, op, root, into, more), out
                     )
                     ticket = self._ledger.unnamed(place) if name is None else place
                     task = engine.adopt(ticket, step, plan, group, timeout_s=timeout_s)
@@ -228,7 +245,7 @@ class ShortCalls:
                 engine.completion.break_engine(error, label)
             raise
         if place is None:  # it needs a task, or its turn has not come
-            return self._by_plan(_Asked(kind, name, x, op, root, into), timeout_s)
+            return self._by_plan(_Asked(kind, name, x, op, root, into, more), timeout_s)
         if into is not None or (writes_x and type(x) is not np.ndarray):
             changed = x if into is None else into
             adapter_for(changed).written(changed)
@@ -241,7 +258,7 @@ class ShortCalls:
         return slot
 
     def _of_number(self, asked: _Asked, timeout_s: float | None) -> Any:
-        kind, name, x, op, root, _ = asked
+        kind, name, x, op, root, *_ = asked
         try:
             array = array_of(x, kind)
         except Exception:  # noqa: BLE001 - the plan raises it, so that the other ranks learn of it

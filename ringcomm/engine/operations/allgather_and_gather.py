@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringcomm.arrays import Flat, any_adapter_for, arrived
+import numpy as np
+
+from ringcomm.arrays import Array, Flat, adapter_for, any_adapter_for, arrived
 from ringcomm.collectives.algorithms import linear
 from ringcomm.collectives.message_patterns import consecutive, from_own
 from ringcomm.collectives.recording import perform
-from ringcomm.engine.core.agreement import gather_counts, node_or
+from ringcomm.engine.core.agreement import gather_alike, node_or
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, rows_call
 from ringcomm.engine.operations.scalars import takes_scalars
+from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
 
@@ -30,6 +33,22 @@ def plan_gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | Non
     return _gathering("gather", group, name, x, rank_of("root", root, group))
 
 
+def plan_gather_into(  # noqa: PLR0917 - the group and the name come first, as for all plans
+    group: Group, name: str | None, out: A | None, x: Array, root: int, due: Sequence[int]
+) -> Plan[A | None]:
+    """Plan to fill root's `out` with the elements of all ranks' x. Arrays are in host memory.
+
+    Args:
+        out: on root, a contiguous array of x's dtype with as many elements as are due; else None.
+        x: array of one dimension.
+        due: on root, how many elements it expects of each rank, else as many zeros. If a rank sends
+            another number, all ranks raise MismatchError.
+    """
+    adapter = adapter_for(x)
+    call = rows_call("gather_into", name, x, adapter, root)
+    return Gathering(group, call, adapter, x, root, out, tuple(due)).on_host()
+
+
 def _gathering(kind: str, group: Group, name: str | None, x: Any, root: int | None) -> Plan[Any]:
     x = arrived(x)
     adapter = any_adapter_for(x)
@@ -41,6 +60,8 @@ class Gathering(Operation):
     """An allgather, or a gather at root."""
 
     root: int | None  # None: every rank gets the rows
+    out: Any = None  # array of the caller that gets the rows
+    due: tuple[int, ...] = ()  # by rank: how many rows root expects; empty: any number
 
     def on_host(self) -> Plan[Any]:
         """Return the plan; in a node it is one step."""
@@ -50,27 +71,47 @@ class Gathering(Operation):
         mine = adapter.flat(contiguous(x, adapter))
         is_wanted = root in (None, group.index)
         choose = group.engine.selection.algorithm
-        out: Any = None
+        told = np.array([shape[0], *self.due], np.int64).tobytes()
+        out, wrong = self.out, ""
 
         def make(rows: Sequence[int]) -> Flat:
             nonlocal out
-            out = adapter.empty(x, (sum(rows), *shape[1:]))
+            if self.out is None:
+                out = adapter.empty(x, (sum(rows), *shape[1:]))
             flat: Flat = adapter.flat(out)
             return flat
 
-        def rows_of(shown: ShownByAll) -> list[int]:
-            return [int.from_bytes(header, "little") for header, _ in shown]
+        def rows_of(told_by_all: Sequence[bytes]) -> list[int]:
+            """Return how many rows each rank has; note whether root expects others."""
+            nonlocal wrong
+            table = [np.frombuffer(each, np.int64).tolist() for each in told_by_all]
+            rows = [row[0] for row in table]
+            if self.due and root is not None:
+                wrong = _disagreement(rows, table[root][1:], group.ranks, root)
+            return rows
 
         def pulls_from(shown: ShownByAll) -> Pulls:
-            if not is_wanted:
+            rows = rows_of([header for header, _ in shown])
+            step.goes_on = bool(wrong)
+            if wrong or not is_wanted:
                 return ()
-            rows = rows_of(shown)
             flat, parts = make(rows), consecutive([n * width for n in rows])
             return [(r, 0, flat[parts[r]].bytes) for r in from_own(group.index, group.size)]
 
+        async def refuse(_: Channel) -> Any:
+            raise MismatchError(wrong)
+
+        def finish(_: Channel | None = None) -> Any:
+            if self.out is not None:
+                adapter.written(out)
+            return out
+
         async def run(t: Channel) -> Any:
-            rows = rows_of(step.shown_by_all) or await gather_counts(shape[0], t)
+            told_by_all = [header for header, _ in step.shown_by_all]
+            rows = rows_of(told_by_all or await gather_alike(told, t))
             parts = consecutive([n * width for n in rows])
+            if wrong:
+                return await refuse(t)
             if not is_wanted:
                 await perform(node_or(linear, t).gather_, t, None, mine, parts, root)
                 return None
@@ -81,9 +122,19 @@ class Gathering(Operation):
                 await perform(choose("allgather", flat, t).allgather_, t, flat, parts)
             else:
                 await perform(node_or(linear, t).gather_, t, flat, own, parts, root)
-            return out
+            return finish()
 
-        header = shape[0].to_bytes(8, "little")
-        step = NodeExchange(mine.bytes, header, pulls_from)
+        step = NodeExchange(mine.bytes, told, pulls_from)
         nbytes = mine.bytes.nbytes
-        return Plan(self.call, nbytes, run, step, lambda _: out, acts_through_channel=True)
+        return Plan(self.call, nbytes, run, step, finish, rest=refuse, acts_through_channel=True)
+
+
+def _disagreement(sent: Sequence[int], due: Sequence[int], ranks: Sequence[int], root: int) -> str:
+    """Return the text of the first rank of which root expects another number; empty if none."""
+    for rank, n, expected in zip(ranks, sent, due, strict=True):
+        if n != expected:
+            return (
+                f"gather: rank {rank} sends {n} elements, and gather_list[{ranks.index(rank)}] of "
+                f"the root, rank {ranks[root]}, has {expected}. Pass tensors of one size."
+            )
+    return ""

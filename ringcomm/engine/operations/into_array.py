@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from ringcomm.arrays import DTYPES, AnyAdapter, Array, Flat, any_adapter_for, ar
 from ringcomm.arrays.base import is_same, overlap
 from ringcomm.arrays.host_mirror import MIRROR
 from ringcomm.collectives.algorithms import circulant, linear
-from ringcomm.collectives.message_patterns import consecutive
+from ringcomm.collectives.message_patterns import consecutive, from_own
 from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.collectives.recording import perform
 from ringcomm.engine.core.agreement import node_or
@@ -30,7 +30,10 @@ from ringcomm.engine.operations.base import A, Operation, extent_of, memory_of, 
 from ringcomm.engine.operations.reduction_of_one_array import reduction_in_node
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.node.steps import NodeCopy
+from ringcomm.transport.node.steps import MOST_HEADER, NodeCopy, NodeExchange, Pulls, ShownByAll
+
+# By rank: how many elements it sends to each rank, and how many it expects from each.
+Table: TypeAlias = NDArray[np.int64]
 
 
 def plan_allgather_into(
@@ -228,17 +231,49 @@ class AlltoallInto(Operation):
     received: list[int]  # elements from each rank
 
     def on_host(self) -> Plan[Any]:
+        """Return the plan; in a node it is one step."""
         adapter, out, target, source = self.adapter, self.out, self.target, self.source
         outgoing, incoming = consecutive(self.sent), consecutive(self.received)
+        group, itemsize, wrong = self.group, source.dtype.itemsize, ""
 
-        async def run(t: Channel) -> Any:
-            await self.require_alike(t)
-            alltoall_ = node_or(linear, t).alltoall_
-            await perform(alltoall_, t, source, outgoing, target, incoming)
+        def table_of(shown: ShownByAll) -> Table:
+            return np.array([np.frombuffer(each, np.int64) for each, _ in shown]).reshape(
+                -1, 2, group.size
+            )
+
+        def pulls_from(shown: ShownByAll) -> Pulls:
+            nonlocal wrong
+            table, me = table_of(shown), group.index
+            wrong = _disagreement(table, group.ranks)
+            if wrong:
+                step.goes_on = True
+                return ()
+            return [
+                (r, int(table[r, 0, :me].sum()) * itemsize, target[incoming[r]].bytes)
+                for r in from_own(me, group.size)
+            ]
+
+        def finish(_: Channel | None = None) -> Any:
             adapter.written(out)
             return out
 
-        return Plan(self.call, source.bytes.nbytes, run)
+        async def refuse(_: Channel) -> Any:
+            raise MismatchError(wrong)
+
+        async def run(t: Channel) -> Any:
+            if not step.has_chosen:
+                await self.require_alike(t)
+            elif wrong:
+                return await refuse(t)
+            alltoall_ = node_or(linear, t).alltoall_
+            await perform(alltoall_, t, source, outgoing, target, incoming)
+            return finish()
+
+        header, nbytes = np.array([self.sent, self.received], np.int64), source.bytes.nbytes
+        step = NodeExchange(source.bytes, header.tobytes(), pulls_from)
+        if header.nbytes > MOST_HEADER:
+            return Plan(self.call, nbytes, run)
+        return Plan(self.call, nbytes, run, step, finish, rest=refuse, acts_through_channel=True)
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
         (x,) = mirrors
@@ -263,15 +298,22 @@ async def _require_alike(sent: list[int], received: list[int], t: Channel) -> ND
     rows = consecutive([2 * size] * size)
     flat = Flat(table.reshape(-1).view(np.uint8), DTYPES["int64"])
     await node_or(circulant, t).allgather_(flat, rows, t)
-    wrong = np.argwhere(table[:, 0] != table[:, 1].T)
-    if len(wrong):
-        source, dest = map(int, wrong[0])
-        raise MismatchError(
-            f"alltoall: rank {t.members[source]} sends {table[source, 0, dest]} elements to rank "
-            f"{t.members[dest]}, which expects {table[dest, 1, source]}. Pass splits of input "
-            "and output that agree."
-        )
+    if wrong := _disagreement(table, t.members):
+        raise MismatchError(wrong)
     return table[:, 0]
+
+
+def _disagreement(table: Table, ranks: Sequence[int]) -> str:
+    """Return the text of the first two ranks that disagree; empty if none do."""
+    wrong = np.argwhere(table[:, 0] != table[:, 1].T)
+    if not len(wrong):
+        return ""
+    source, dest = map(int, wrong[0])
+    return (
+        f"alltoall: rank {ranks[source]} sends {table[source, 0, dest]} elements to rank "
+        f"{ranks[dest]}, which expects {table[dest, 1, source]}. Pass splits of input and output "
+        "that agree."
+    )
 
 
 def _pair(kind: str, out: Array, x: Array) -> tuple[Any, Any, Any]:

@@ -35,27 +35,31 @@ from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
 _NO_BYTES: Final[Bytes] = np.empty(0, np.uint8)
 
 
-def plan_scatter(
+def plan_scatter(  # noqa: PLR0917 - the group and the name come first, as for all plans
     group: Group,
     name: str | None,
     x: A | None,
     root: int,
     due: tuple[str | None, tuple[int | None, ...] | None] = (None, None),
+    into: A | None = None,
 ) -> Plan[A]:
     """Plan the distribution of root's rows; the other ranks pass no array.
 
-    due: dtype and shape of what each rank gets, if the ranks are to agree on them.
+    Args:
+        due: dtype and shape of what each rank gets, if the ranks are to agree on them.
+        into: contiguous array of that dtype and size in host memory, which gets them; it does not
+            overlap with x. If root's x is on a GPU, the result is a new array nevertheless.
     """
     x, root = arrived(x), rank_of("root", root, group)
     dtype, shape = due
     call = Call("scatter", name, None, dtype, shape, root)
     if group.rank != root:
         note_current_gpu(group.engine)  # root's array may be on a GPU
-        return Scatter(group, call, None, None, root, "").on_host()
+        return Scatter(group, call, None, None, root, "", into).on_host()
     adapter = any_adapter_for(x)
     adapter.dtype(x)  # refuses what cannot be sent, before it is copied
     require_rows(adapter.shape(x), "scatter")
-    made = Scatter(group, call, adapter, x, root, adapter.kind)
+    made = Scatter(group, call, adapter, x, root, adapter.kind, into)
     return made.on_host() if adapter.place is None else device_executor().plan(made)
 
 
@@ -63,6 +67,7 @@ def plan_scatter(
 class Scatter(Operation):
     root: int
     kind: str  # on root: the kind of arrays that all ranks get
+    into: Any = None  # array of the caller that gets the result
 
     def on_host(self) -> Plan[Any]:
         """Return the plan; root tells kind, dtype and shape of its array, in a node with it."""
@@ -74,6 +79,14 @@ class Scatter(Operation):
         told = outline
         out: Any = None
 
+        def make(due: _Due) -> Any:
+            return due.make() if self.into is None else self.into
+
+        def finish(_: Channel | None = None) -> Any:
+            if self.into is not None:
+                adapter_for(out).written(out)
+            return out
+
         def pulls_from(shown: ShownByAll) -> Pulls:
             nonlocal told, out
             told = shown[root][0]
@@ -81,11 +94,12 @@ class Scatter(Operation):
             step.goes_on = is_device_kind(due.kind)
             if step.goes_on:
                 return ()
-            out = due.make()
+            out = make(due)
             into = adapter_for(out).flat(out)
             return [(root, due.parts[group.index].start * into.dtype.itemsize, into.bytes)]
 
         async def fetch(t: Channel) -> Any:
+            nonlocal out
             due = _Due.of(told, group)
 
             async def fill(made: Array) -> None:
@@ -93,9 +107,9 @@ class Scatter(Operation):
                 await perform(node_or(linear, t).scatter_, t, whole, flat, due.parts, root)
 
             if not is_device_kind(due.kind):
-                made = due.make()
-                await fill(made)
-                return made
+                out = make(due)
+                await fill(out)
+                return finish()
             on_gpu, staging = device_executor().make(group, due.kind, due.dtype, due.shape)
             return await staging.bring(t, out=on_gpu, fill=fill, finish=lambda: on_gpu)
 
@@ -112,9 +126,7 @@ class Scatter(Operation):
         else:
             step = NodeExchange(whole.bytes, outline, pulls_from)
         nbytes = 0 if whole is None else whole.bytes.nbytes
-        return Plan(
-            self.call, nbytes, run, step, lambda _: out, rest=fetch, acts_through_channel=True
-        )
+        return Plan(self.call, nbytes, run, step, finish, rest=fetch, acts_through_channel=True)
 
 
 class _Due(NamedTuple):

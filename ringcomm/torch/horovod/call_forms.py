@@ -6,9 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
+import torch
+
+from ringcomm.collectives.operators import Op
 from ringcomm.engine.api.blocking_async_in_place import complete_doc, require_arguments
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.short_calls import short_calls_of
 from ringcomm.torch.horovod.handles import HorovodHandle
 from ringcomm.torch.horovod.process_sets import ProcessSet
 
@@ -62,8 +67,7 @@ def begin(
     a name are matched by order within their family, which is `kind` by default; see
     ProcessSet.group_for().
     """
-    ProcessSet.require(process_set)
-    group = process_set.group if name is not None else process_set.group_for(family or kind)
+    group = _group_for(process_set, family or kind, name)
     options = {}
     if form.in_place:
         kind, options = f"{kind}_", {"in_place": True}
@@ -72,6 +76,35 @@ def begin(
         return HorovodHandle((), lambda: result)
     handle = engine().start(kind, name, lambda g: plan(g, name, *args, **options), group)
     return HorovodHandle((handle,), lambda result: result)
+
+
+def carry_out(  # noqa: PLR0917 - the first five as begin()
+    form: Form,
+    kind: str,
+    name: str | None,
+    process_set: ProcessSet,
+    x: Any = None,
+    op: Op | None = None,
+    root: int = 0,
+    *,
+    family: str = "",
+) -> HorovodHandle[Any] | None:
+    """Carry out the operation by a short call, and return its handle; None if that cannot be.
+
+    It is the operation that begin() would start, of a tensor in host memory.
+    """
+    if not (form.is_awaited and (x is None or isinstance(x, torch.Tensor))):
+        return None
+    calls = short_calls_of(_group_for(process_set, family or kind, name))
+    if calls is None:
+        return None
+    result = calls.run(f"{kind}_" if form.in_place else kind, x, op, root, name)
+    return HorovodHandle((), lambda: result)
+
+
+def _group_for(process_set: ProcessSet, family: str, name: str | None) -> Group:
+    ProcessSet.require(process_set)
+    return process_set.group if name is not None else process_set.group_for(family)
 
 
 def document(function: F) -> F:

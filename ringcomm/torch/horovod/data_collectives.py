@@ -28,6 +28,7 @@ from ringcomm.torch.horovod.call_forms import (
     Form,
     async_form,
     begin,
+    carry_out,
     document,
     in_place_form,
 )
@@ -84,7 +85,8 @@ def _allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> HorovodHandle[Tensor]:
-    return begin(form, "allgather", name, process_set, plan_allgather, tensor)
+    done = carry_out(form, "allgather", name, process_set, tensor)
+    return done or begin(form, "allgather", name, process_set, plan_allgather, tensor)
 
 
 def _grouped_allgather(
@@ -135,7 +137,12 @@ def _broadcast(
         root = process_set.root(root_rank)  # here, so that other ranks get the error, too
         return plan_broadcast(group, name, tensor, root, in_place=in_place)
 
-    return begin(form, "broadcast", name, process_set, plan)
+    try:
+        root = process_set.root(root_rank)
+    except (AttributeError, ValueError):
+        return begin(form, "broadcast", name, process_set, plan)
+    done = carry_out(form, "broadcast", name, process_set, tensor, root=root)
+    return done or begin(form, "broadcast", name, process_set, plan)
 
 
 broadcast_async = async_form(_broadcast, broadcast)
@@ -174,6 +181,12 @@ def alltoall(
     def backward(grads: Tensors, _: Any) -> list[Tensor]:
         return [alltoall(grads[0], counts[0], process_set=process_set)[0]]
 
+    has_gradient = torch.is_grad_enabled() and getattr(tensor, "requires_grad", True)
+    if splits is None and not has_gradient:
+        done = carry_out(AWAITED, "alltoall", name, process_set, tensor)
+        if done is not None:
+            rows: Tensor = done.wait()
+            return rows
     (rows,) = apply(forward, backward, [tensor])
     return rows if splits is None else (rows, counts[0])
 
@@ -205,7 +218,8 @@ alltoall_async = async_form(_alltoall, alltoall)
 @document
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it. It does not wait for asynchronous operations."""
-    begin(AWAITED, "barrier", None, process_set, plan_barrier, family="object")
+    if carry_out(AWAITED, "barrier", None, process_set, family="object") is None:
+        begin(AWAITED, "barrier", None, process_set, plan_barrier, family="object")
 
 
 def join(device: int = -1) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ringcomm.collectives.operators import AVERAGE, SUM, Op, ReductionOptions
-from ringcomm.engine.api import collectives
 from ringcomm.engine.operations.adasum import plan_adasum
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.grouped import plan_grouped_allreduce, plan_grouped_reduce_scatter
@@ -22,10 +21,10 @@ from ringcomm.torch.compression import Compression, compressor_of
 from ringcomm.torch.horovod.autograd_functions import apply, tensor_list
 from ringcomm.torch.horovod.call_forms import (
     AWAITED,
-    IN_PLACE,
     Form,
     async_form,
     begin,
+    carry_out,
     document,
     in_place_form,
 )
@@ -106,11 +105,10 @@ def _allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> HorovodHandle[Tensor]:
     which = op_of(op, average, stacklevel=4)
-    is_plain = name is None and _is_one(prescale_factor) and _is_one(postscale_factor)
-    if form is IN_PLACE and is_plain and isinstance(which, Op):  # the fastest path
-        ProcessSet.require(process_set)
-        result = collectives.allreduce_(tensor, which, group=process_set.group)
-        return HorovodHandle((), lambda: result)
+    if isinstance(which, Op) and _is_one(prescale_factor) and _is_one(postscale_factor):
+        done = carry_out(form, "allreduce", name, process_set, tensor, which)
+        if done is not None:
+            return done
     options = _options(which, prescale_factor, postscale_factor)
     if which is Adasum:
         args = form, "adasum", name, process_set, plan_adasum, [tensor], options
@@ -244,6 +242,10 @@ def _reducescatter(
     postscale_factor: float = 1.0,
 ) -> HorovodHandle[Tensor]:
     options, kind = _scatter_options(op, prescale_factor, postscale_factor), "reduce_scatter"
+    if not options.is_scaled:
+        done = carry_out(form, kind, name, process_set, tensor, options.op)
+        if done is not None:
+            return done
     return begin(form, kind, name, process_set, plan_reduce_scatter, tensor, options)
 
 

@@ -100,12 +100,15 @@ class NodeCopy(NamedTuple):
         )
 
 
+MOST_HEADER: Final = 8192  # bytes
+
+
 @dataclass(slots=True, eq=False)
 class NodeExchange:
     """A copy in which a rank learns from the others what there is to pull.
 
     Attributes:
-        header: at most 8192 bytes that say what this rank shows.
+        header: at most MOST_HEADER bytes that say what this rank shows.
         pulls_from: from what all show, the pulls of this rank; None: they are `pulls`.
         shown_by_all: what all have shown, once this rank has chosen; before that empty.
         goes_on: the operation goes on after the step, on all ranks.

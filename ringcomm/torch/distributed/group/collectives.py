@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from ringcomm.collectives.operators import AVERAGE, SUM, Op, ReductionOptions
 from ringcomm.engine.core.agreement import gather_alike
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Deferred, Followed, Plan
-from ringcomm.engine.operations.allgather_and_gather import plan_gather
+from ringcomm.engine.operations.allgather_and_gather import plan_gather, plan_gather_into
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.base import int_of
 from ringcomm.engine.operations.broadcast import plan_broadcast
@@ -36,6 +36,9 @@ from ringcomm.torch.distributed.group.flat_tensors import (
     bytes_of,
     concatenate,
     flatten,
+    is_shared,
+    line_for,
+    line_over,
     unless_equal,
     write_back,
     write_parts,
@@ -160,11 +163,6 @@ def broadcast(g: Group, x: Tensor, root: int) -> Plan[Any]:
     return followed_by(plan, lambda _: write_back(x, line))
 
 
-def empty_line_for(outs: Tensors) -> Tensor:
-    count = sum(out.numel() for out in outs)
-    return outs[0].new_empty(count) if outs else torch.empty(count)
-
-
 def allgather(g: Group, outs: Tensors, x: Tensor, whole: Tensor) -> Plan[Any]:
     require_one_each("tensor_list", outs, g.size)
     counts = unless_equal([out.numel() * _width(x) for out in outs])
@@ -181,18 +179,33 @@ def allgather_single(g: Group, out: Tensor, x: Tensor) -> Plan[Any]:
 def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
     if g.rank == root:
         require_one_each("gather_list", outs, g.size)
-    plan: Plan[Any] = plan_gather(g, None, bytes_of(flatten(x)), root)
-    expected = [out.numel() for out in outs] or [0] * g.size
+    expected, line = [out.numel() for out in outs] or [0] * g.size, bytes_of(flatten(x))
+    if x.is_cpu:
+        width, whole = _width(x), _memory_of(outs, x)
+        due = [n * width for n in expected]
+        plan: Plan[Any] = plan_gather_into(g, None, whole, line, root, due)
+    else:
+        plan = _gather_on_gpu(g, line, x.numel(), expected, root)
+    return followed_by(
+        plan, lambda whole: None if whole is None else write_parts(outs, whole.view(x.dtype))
+    )
+
+
+def _memory_of(outs: Tensors, x: Tensor) -> Tensor | None:
+    """Return the memory of tensors as a line for elements of x; None if it is none."""
+    line = line_over(outs) if outs else None
+    return None if line is None or line.dtype != x.dtype or not line.is_cpu else bytes_of(line)
+
+
+def _gather_on_gpu(g: Group, line: Tensor, n: int, expected: list[int], root: int) -> Plan[Any]:
+    plan: Plan[Any] = plan_gather(g, None, line, root)
 
     async def run(t: Channel) -> Any:
-        await _require_expected(x.numel(), expected, root, t)
+        await _require_expected(n, expected, root, t)
         return await plan.carry_out(t)
 
     call = dataclasses.replace(plan.call, kind="gather_into")  # it begins in another way
-    return followed_by(
-        dataclasses.replace(plan, call=call, run=run, step=None, finish=None),
-        lambda whole: None if whole is None else write_parts(outs, whole.view(x.dtype)),
-    )
+    return dataclasses.replace(plan, call=call, run=run, step=None, finish=None)
 
 
 async def _require_expected(n: int, expected: list[int], root: int, t: Channel) -> None:
@@ -223,10 +236,18 @@ def scatter(g: Group, out: Tensor, parts: Tensors, root: int) -> Plan[Any]:
                     f"scatter_list[{rank}] has {part.numel()} elements, and the output of rank "
                     f"{root}, the root, has {out.numel()}: pass tensors of one size"
                 )
-        rows = bytes_of(concatenate(parts)).view(g.size, -1)
-    due = str(out.dtype).removeprefix("torch."), (out.numel(),)
-    plan: Plan[Any] = plan_scatter(g, None, rows, root, due)
+        line = bytes_of(concatenate(parts))
+        rows = line.view(g.size, line.numel() // g.size)
+    into = bytes_of(flatten(out)) if out.is_cpu else None
+    if rows is not None and into is not None and is_shared(rows, into):
+        into = None
+    plan: Plan[Any] = plan_scatter(g, None, rows, root, due_of(out), into)
     return followed_by(plan, lambda row: write_parts([out], row.view(-1).view(out.dtype)))
+
+
+def due_of(out: Tensor) -> tuple[str, tuple[int]]:
+    """Return the dtype and shape on which the ranks of a scatter agree."""
+    return str(out.dtype).removeprefix("torch."), (out.numel(),)
 
 
 def alltoall_single(
@@ -243,18 +264,24 @@ def alltoall_single(
 def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
     require_one_each("output_tensor_list", outs, g.size)
     require_one_each("input_tensor_list", xs, g.size)
-    whole = empty_line_for(outs)
-    target, source = bytes_of(whole), bytes_of(concatenate(xs))
+    source = bytes_of(concatenate(xs))
+    whole = line_for(outs, source)
+    target = bytes_of(whole)
     received = [out.numel() * _width(out) for out in outs]
     sent = [x.numel() * _width(x) for x in xs]
     plan: Plan[Any] = plan_alltoall_into(g, None, target, source, received=received, sent=sent)
     return followed_by(plan, lambda _: write_parts(outs, whole))
 
 
+def are_even(splits: Iterable[Sequence[int] | None]) -> bool:
+    """Return True if all of them say that the rows are shared evenly."""
+    return all(each is None or len(each) == 0 for each in splits)
+
+
 def _elements(x: Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
     """Return how many elements of x's line go to each rank, or come from it."""
     rows = x.shape[0] if x.dim() else 1
-    if splits is None or len(splits) == 0:
+    if are_even([splits]):
         if rows % size:
             raise ValueError(
                 f"all_to_all_single: {rows} rows of the {what} cannot be shared evenly by {size} "

@@ -36,8 +36,45 @@ def write_back(x: torch.Tensor, line: torch.Tensor) -> None:
             x.copy_(line.view(x.dtype).view(x.shape))
 
 
+def line_over(xs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return a view of tensors that lie one after another in memory, as of chunk(); else None."""
+    first = xs[0]
+    end, memory = first.data_ptr(), first.untyped_storage().data_ptr()
+    for x in xs:
+        if (
+            x.data_ptr() != end
+            or x.dtype != first.dtype
+            or not x.is_contiguous()
+            or x.is_conj()
+            or x.is_neg()
+            or x.untyped_storage().data_ptr() != memory
+        ):
+            return None
+        end += x.nbytes
+    n = (end - first.data_ptr()) // first.element_size()
+    return first.detach().as_strided((n,), (1,))
+
+
+def line_for(xs: Sequence[torch.Tensor], source: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a line for values of tensors: their memory, or new memory, apart from `source`."""
+    line = line_over(xs) if xs else None
+    if line is None or (source is not None and is_shared(line, source)):
+        n = sum(x.numel() for x in xs)
+        return xs[0].new_empty(n) if xs else torch.empty(n)
+    return line
+
+
+def is_shared(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return True if two lines have memory in common."""
+    at, other = x.data_ptr(), y.data_ptr()
+    return at < other + y.nbytes and other < at + x.nbytes
+
+
 def write_parts(xs: Sequence[torch.Tensor], line: torch.Tensor) -> None:
+    """Copy a line into tensors, unless it is their memory."""
     start = 0
+    if xs and xs[0].data_ptr() == line.data_ptr():
+        return
     keep_while_read(line)
     for x in xs:
         with writing(x):
@@ -55,7 +92,9 @@ def keep_while_read(line: torch.Tensor) -> None:
 
 
 def concatenate(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([flatten(x) for x in xs])
+    """Return the elements of tensors in one line, which may be their memory."""
+    line = line_over(xs) if xs else None
+    return torch.cat([flatten(x) for x in xs]) if line is None else line
 
 
 def unless_equal(counts: Sequence[int]) -> Sequence[int] | None:

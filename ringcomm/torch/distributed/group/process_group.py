@@ -6,14 +6,15 @@ Operations of other groups, and of ringcomm's own functions, do not affect that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 
-from ringcomm.engine.api.point_to_point import start_recv, start_send
-from ringcomm.engine.core.group import BlockingCalls, Group
+from ringcomm.engine.api.point_to_point import irecv, irecv_elements, isend
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.short_calls import short_calls_of
 from ringcomm.engine.operations.barrier import plan_barrier
@@ -29,12 +30,33 @@ from ringcomm.torch.distributed.group.arguments import (
 )
 from ringcomm.torch.distributed.group.base import BaseGroup
 from ringcomm.torch.distributed.group.device_backends import carries, is_foreign
-from ringcomm.torch.distributed.group.flat_tensors import bytes_of, flatten
+from ringcomm.torch.distributed.group.flat_tensors import (
+    bytes_of,
+    concatenate,
+    flatten,
+    is_shared,
+    line_for,
+    write_parts,
+)
 from ringcomm.torch.distributed.group.work import Work
 from ringcomm.transport.base import ANY_SOURCE
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
+
+
+def _are_alike(xs: Tensors, like: Tensor, size: int) -> bool:
+    """Return True if xs are `size` contiguous tensors in host memory, as large as another one."""
+    n, dtype = like.numel(), like.dtype
+    return len(xs) == size and all(
+        x.is_cpu and x.numel() == n and x.dtype == dtype and x.is_contiguous() for x in xs
+    )
+
+
+def _are_even(x: Tensor, out: Tensor, size: int) -> bool:
+    """Return True if each rank sends as many rows of x to each as it gets."""
+    is_alike = x.numel() == out.numel() and x.dtype == out.dtype
+    return is_alike and all((each.shape[0] if each.dim() else 1) % size == 0 for each in (x, out))
 
 
 class ProcessGroup(BaseGroup):
@@ -64,20 +86,25 @@ class ProcessGroup(BaseGroup):
             return self.start(call, "allreduce", tensors, plan, x, call.reduction)
         op = collectives.scaled_(x, call.reduction)
         line = flatten(x)
-        if short := self._short(call, (x, line)):
-            short.run("allreduce_", line, op, timeout_s=call.timeout_s or self._timeout_s)
+        if run := self._short(call, (x, line)):
+            run("allreduce_", line, op)
             return Work(None, tensors)
         work = self.start(call, "allreduce", tensors, collectives.allreduce, x, line, op)
         return work.outlives_its_caller() if call.is_async and x.numel() == 1 else work
 
-    def _short(self, call: CallOptions, *tensors: tuple[Tensor, Tensor]) -> BlockingCalls | None:
-        """Return the short calls if `call` can be one on these tensors, given with their lines."""
+    def _short(
+        self, call: CallOptions, *tensors: tuple[Tensor, Tensor]
+    ) -> Callable[..., Any] | None:
+        """Return what makes short calls if `call` can be one on tensors, given with their lines."""
         if call.is_async or self._needs_engine:
             return None
         for x, line in tensors:
             if not x.is_cpu or (line is not x and line.data_ptr() != x.data_ptr()):
                 return None
-        return short_calls_of(self.group)
+        calls = short_calls_of(self.group)
+        if calls is None:
+            return None
+        return partial(calls.run, timeout_s=call.timeout_s or self._timeout_s)
 
     @traced
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -99,9 +126,8 @@ class ProcessGroup(BaseGroup):
             return self._devices.of(x).reduce(tensors, opts)
         call, plan = call_options(opts, *more, **named), collectives.reduce
         line, (op, factor) = flatten(x), call.reduction
-        if factor is None and (short := self._short(call, (x, line))):
-            timeout_s = call.timeout_s or self._timeout_s
-            short.run("reduce_", line, op, call.root, timeout_s=timeout_s)
+        if factor is None and (run := self._short(call, (x, line))):
+            run("reduce_", line, op, call.root)
             return Work(None, tensors)
         return self.start(call, "reduce", tensors, plan, x, call.reduction, call.root)
 
@@ -123,9 +149,8 @@ class ProcessGroup(BaseGroup):
             return self._devices.of(output)._reduce_scatter_base(output, input, opts)
         call, plan = call_options(opts), collectives.reduce_scatter_single
         line, target, (op, factor) = flatten(input), flatten(output), call.reduction
-        if factor is None and (short := self._short(call, (input, line), (output, target))):
-            timeout_s = call.timeout_s or self._timeout_s
-            short.run("reduce_scatter_into", line, op, into=target, timeout_s=timeout_s)
+        if factor is None and (run := self._short(call, (input, line), (output, target))):
+            run("reduce_scatter_into", line, op, into=target)
             return Work(None, [output])
         return self.start(call, "reduce_scatter", [output], plan, output, input, call.reduction)
 
@@ -156,9 +181,8 @@ class ProcessGroup(BaseGroup):
         if is_foreign(self, x):
             return self._devices.of(x).broadcast(tensors, opts)
         call, line = call_options(opts, *more, **named), flatten(x)
-        if short := self._short(call, (x, line)):
-            timeout_s = call.timeout_s or self._timeout_s
-            short.run("broadcast_", bytes_of(line), None, call.root, timeout_s=timeout_s)
+        if run := self._short(call, (x, line)):
+            run("broadcast_", bytes_of(line), None, call.root)
             return Work(None, tensors)
         return self.start(call, "broadcast", tensors, collectives.broadcast, x, call.root)
 
@@ -170,9 +194,14 @@ class ProcessGroup(BaseGroup):
         outs, (x,) = one_list(outputs), one_tensor(inputs)
         if is_foreign(self, x):
             return self._devices.of(x).allgather([outs], [x], opts)
-        call = call_options(opts, *more, **named)
-        whole = collectives.empty_line_for(outs)
-        work = self.start(call, "allgather", outs, collectives.allgather, outs, x, whole)
+        call, line = call_options(opts, *more, **named), flatten(x)
+        whole = line_for(outs)
+        if _are_alike(outs, x, self.size()) and (run := self._short(call, (x, line))):
+            run("allgather_into", bytes_of(line), into=bytes_of(whole))
+            write_parts(outs, whole)
+            work = Work(None, outs)
+        else:
+            work = self.start(call, "allgather", outs, collectives.allgather, outs, x, whole)
         if whole.numel() == x.numel() * len(outs):
             work.value = [whole.view(len(outs), *x.shape)]
         return work
@@ -187,7 +216,7 @@ class ProcessGroup(BaseGroup):
             collectives.require_one_each("output_tensor_lists", outputs, g.size)
             by_input = [[outs[i] for outs in outputs] for i in range(len(inputs))]
             each = [
-                collectives.allgather(g, outs, x, collectives.empty_line_for(outs))
+                collectives.allgather(g, outs, x, line_for(outs))
                 for outs, x in zip(by_input, inputs, strict=True)
             ]
             return plan_grouped("grouped_allgather", None, each)
@@ -202,9 +231,8 @@ class ProcessGroup(BaseGroup):
             return self._devices.of(output)._allgather_base(output, input, opts)
         call, plan = call_options(opts), collectives.allgather_single
         line, target = flatten(input), flatten(output)
-        if short := self._short(call, (input, line), (output, target)):
-            timeout_s = call.timeout_s or self._timeout_s
-            short.run("allgather_into", bytes_of(line), into=bytes_of(target), timeout_s=timeout_s)
+        if run := self._short(call, (input, line), (output, target)):
+            run("allgather_into", bytes_of(line), into=bytes_of(target))
             return Work(None, [output])
         return self.start(call, "allgather", [output], plan, output, input)
 
@@ -231,8 +259,19 @@ class ProcessGroup(BaseGroup):
         if is_foreign(self, x):
             return self._devices.of(x).gather(outputs, inputs, opts)
         call = call_options(opts, *more, **named)
-        outs = one_list(outputs) if self.rank() == call.root else []
-        return self.start(call, "gather", outs, collectives.gather, outs, x, call.root)
+        is_root, root, line = self.rank() == call.root, call.root, flatten(x)
+        outs = one_list(outputs) if is_root else []
+        is_short = not is_root or _are_alike(outs, x, self.size())
+        if is_short and (run := self._short(call, (x, line))):
+            line, none_due = bytes_of(line), (0,) * self.size()
+            if not is_root:
+                run("gather_into", line, None, root, more=none_due)
+            else:
+                whole, due = line_for(outs), (line.numel(),) * self.size()
+                run("gather_into", line, None, root, into=bytes_of(whole), more=due)
+                write_parts(outs, whole)
+            return Work(None, outs)
+        return self.start(call, "gather", outs, collectives.gather, outs, x, root)
 
     @traced
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
@@ -241,8 +280,16 @@ class ProcessGroup(BaseGroup):
         if is_foreign(self, out):
             return self._devices.of(out).scatter(outputs, inputs, opts)
         call = call_options(opts, *more, **named)
-        parts = one_list(inputs) if self.rank() == call.root else []
-        return self.start(call, "scatter", [out], collectives.scatter, out, parts, call.root)
+        is_root, root, target = self.rank() == call.root, call.root, flatten(out)
+        parts = one_list(inputs) if is_root else []
+        is_short = not is_root or _are_alike(parts, out, self.size())
+        if is_short and (run := self._short(call, (out, target))):
+            into = bytes_of(target)
+            rows = bytes_of(concatenate(parts)).view(self.size(), into.numel()) if is_root else None
+            if rows is None or not is_shared(rows, into):
+                run("scatter_into", rows, None, root, into=into, more=collectives.due_of(out))
+                return Work(None, [out])
+        return self.start(call, "scatter", [out], collectives.scatter, out, parts, root)
 
     @traced
     def all_to_all_single(
@@ -260,6 +307,13 @@ class ProcessGroup(BaseGroup):
             return other.alltoall_base(output, input, output_splits, input_splits, opts)
         call, plan = call_options(opts, **named), collectives.alltoall_single
         splits = output_splits, input_splits
+        line, target = flatten(input), flatten(output)
+        is_even = collectives.are_even(splits) and _are_even(input, output, self.size())
+        if is_even and (run := self._short(call, (input, line), (output, target))):
+            x, into = bytes_of(line), bytes_of(target)
+            each = (x.numel() // self.size(),) * self.size()
+            run("alltoall_into", x, into=into, more=(each, each))
+            return Work(None, [output])
         return self.start(call, "alltoall", [output], plan, output, input, *splits)
 
     @traced
@@ -267,7 +321,15 @@ class ProcessGroup(BaseGroup):
         """Send the r-th input to rank r, and fill the r-th output with the tensor from rank r."""
         if is_foreign(self, *outputs):
             return self._devices.of(*outputs).alltoall(outputs, inputs, opts)
-        call, plan = call_options(opts, **named), collectives.alltoall
+        call, plan, size = call_options(opts, **named), collectives.alltoall, self.size()
+        is_even = outputs and _are_alike(inputs, outputs[0], size)
+        if is_even and _are_alike(outputs, inputs[0], size) and (run := self._short(call)):
+            line = concatenate(inputs)
+            whole, x = line_for(outputs, line), bytes_of(line)
+            each = (x.numel() // size,) * size
+            run("alltoall_into", x, into=bytes_of(whole), more=(each, each))
+            write_parts(outputs, whole)
+            return Work(None, outputs)
         return self.start(call, "alltoall", outputs, plan, outputs, inputs)
 
     @traced
@@ -276,8 +338,8 @@ class ProcessGroup(BaseGroup):
         if getattr(opts, "device_ids", None) and not carries(self, "cuda"):
             return self._devices.by_type(torch.accelerator.current_accelerator()).barrier(opts)
         call = call_options(opts, **named)
-        if short := self._short(call):
-            short.run("barrier", timeout_s=call.timeout_s or self._timeout_s)
+        if run := self._short(call):
+            run("barrier")
             return Work(None, [])
         return self.start(call, "barrier", [], plan_barrier, None)
 
@@ -307,7 +369,7 @@ class ProcessGroup(BaseGroup):
         if is_foreign(self, x):
             return self._devices.of(x).send([x], dest, tag)
         line = bytes_of(flatten(x))
-        return self._collected(Work(start_send(line, dest, **self._message(tag)), [x]))
+        return self._collected(Work(isend(line, dest, **self._message(tag)), [x]))
 
     @traced
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
@@ -315,8 +377,11 @@ class ProcessGroup(BaseGroup):
         (out,) = one_tensor(tensors)
         if is_foreign(self, out):
             return self._devices.of(out).recv([out], source, tag)
-        target = bytes_of(flatten(out)) if out.is_contiguous() else out
-        return self._collected(Work(start_recv(target, source, **self._message(tag)), [out]))
+        if out.is_contiguous():
+            handle = irecv(bytes_of(flatten(out)), source, **self._message(tag))
+        else:
+            handle = irecv_elements(out, source, **self._message(tag))
+        return self._collected(Work(handle, [out]))
 
     @traced
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
