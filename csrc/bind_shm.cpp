@@ -319,7 +319,8 @@ void bind_shm(nb::module_& m) {
       .def_prop_ro("size", &Team::size)
       .def("abandon", &Team::abandon, nb::call_guard<nb::gil_scoped_release>())
       .def("retire", &Team::retire);
-  m.def("make_team", &Team::of, "index"_a, "context"_a, "is_crowded"_a, "memories"_a);
+  m.def("make_team", &Team::of, "index"_a, "context"_a, "is_crowded"_a, "memories"_a,
+        "may_read"_a = true);
 
   nb::class_<WireTeam, MeetingPlace>(m, "WireTeam")
       .def(nb::new_([](const Runner& runner, std::vector<int> ranks, std::size_t index, int first_tag,

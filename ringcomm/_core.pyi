@@ -62,7 +62,11 @@ class Team(MeetingPlace):
     def retire(self) -> None: ...
 
 def make_team(
-    index: int, context: int, is_crowded: bool, memories: Sequence[NodeMemory]
+    index: int,
+    context: int,
+    is_crowded: bool,
+    memories: Sequence[NodeMemory],
+    may_read: bool = True,
 ) -> Team: ...
 
 class KnownCall:

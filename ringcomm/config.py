@@ -47,9 +47,10 @@ class Settings:
             of these that works.
         nccl_16bit_sums: 1 = NCCL adds 16-bit floats in their own dtype, and rounds at every step;
             0 = they are added in float32 and rounded once.
-        read_memory: 1 = this rank reads long messages in the private memory of their senders on its
-            node, where the system allows it, and asks Yama to let these read in its own; 0 = they
-            come through shared memory, and this rank asks for nothing.
+        read_memory: 1 = this rank reads long messages, and what long collectives copy, in the
+            private memory of the other ranks of its node, where the system allows it, and asks Yama
+            to let these read in its own; 0 = they come through shared memory, and this rank asks
+            for nothing.
         nvtx: 1 = NVIDIA's profilers show the operations on GPUs by their names; 0 = they do not.
         ps_servers: number of parameter servers that ps.init() makes by default: 1 or more; 1 if it
             is not set, or as many ranks as declare to be servers.

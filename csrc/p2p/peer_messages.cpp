@@ -1,7 +1,5 @@
 #include "peer_messages.hpp"
 
-#include <sys/uio.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -34,12 +32,6 @@ void remove(List& list, const PeerMessage* message) {
 }
 
 }  // namespace
-
-std::ptrdiff_t read_private(int pid, std::uint64_t place, std::byte* to, std::size_t nbytes) {
-  const iovec here{to, nbytes}, there{reinterpret_cast<void*>(place), nbytes};
-  const ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
-  return got < 0 ? -errno : got;
-}
 
 struct PeerMessages::Head {
   enum class Kind : std::uint32_t {

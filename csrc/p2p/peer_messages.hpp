@@ -44,9 +44,6 @@ struct Mailbox {
 
 constexpr std::uint32_t kAnyRank = ~std::uint32_t{0};
 
-// Reads at most nbytes of another process's private memory. Returns how many it has read, or -errno.
-std::ptrdiff_t read_private(int pid, std::uint64_t place, std::byte* to, std::size_t nbytes);
-
 // A message that did not fit its receive: what the two sides had.
 struct Refusal {
   std::uint32_t sender = kAnyRank, receiver = kAnyRank;

@@ -22,7 +22,7 @@
 
 namespace ringcomm {
 
-constexpr std::uint64_t kBoardMagic = 0x72696e67636f6d35;  // "ringcom5"
+constexpr std::uint64_t kBoardMagic = 0x72696e67636f6d36;  // "ringcom6"
 constexpr std::size_t kUnnamedSlots = 16;
 constexpr std::size_t kNamedSlots = 4096;
 constexpr std::size_t kSlots = kUnnamedSlots + kNamedSlots;
@@ -34,6 +34,7 @@ enum class Source : std::uint32_t {
   inlined,     // in the slot's inline payload
   registered,  // the whole of it in the arena, at `source`
   staged,      // segment by segment in a lane of the arena
+  readable,    // in private memory, which the others read; at the address `source`. Who may not reads it staged
 };
 
 // What a rank brings to a step.
@@ -53,6 +54,7 @@ static_assert(sizeof(Arrival) == 64, "who looks at one member's part of a step m
 struct alignas(64) StepProgress {
   std::atomic<std::uint64_t> ready;    // its segments that others may read
   std::atomic<std::uint64_t> reduced;  // segments of its slice that others may fetch
+                                       // (of a copy: 1, it may not read what is `readable`)
   std::atomic<std::uint64_t> done;     // segments that it will not read any more
   std::uint64_t lane;  // offset in its arena; written before `ready`
   std::uint64_t place;  // of the operation among those that member 0 has given a place;
@@ -76,9 +78,13 @@ struct Slot {
   Presence presence;
 };
 
+// Whether a rank reads the private memory of all other members of a group.
+enum class Reading : std::uint32_t { untried, allowed, refused };
+
 struct Window {
   Slot slots[kSlots];
   std::byte payload[kSlots][2][kInline];
+  alignas(64) std::atomic<Reading> reading;
 };
 
 // Where a rank finds the pipe through which this one sends to it; see messages.hpp.
@@ -92,6 +98,7 @@ constexpr std::size_t kOutboxes = 2048;
 struct BoardHead {
   std::uint64_t magic;
   std::uint64_t nonce;  // tells this board from that of a recycled pid
+  std::uint64_t probe;  // address in its rank's private memory, where the nonce stands, too
   alignas(64) Bell bell;
   // 1: its rank died, and another one answers for what is in its arena. Any rank of the node sets it.
   alignas(64) std::atomic<std::uint32_t> is_withdrawn;

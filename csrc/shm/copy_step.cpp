@@ -13,6 +13,9 @@ namespace {
 // Where inlined bytes begin behind a header.
 constexpr std::size_t behind(std::size_t header_nbytes) { return (header_nbytes + 15) / 16 * 16; }
 
+// True if the others read it until they are done, where it is.
+constexpr bool is_in_place(Source kind) { return kind == Source::registered || kind == Source::readable; }
+
 }  // namespace
 
 CopyStep::CopyStep(Meeting meeting, NodeCopy copy)
@@ -31,6 +34,9 @@ CopyStep::CopyStep(Meeting meeting, NodeCopy copy)
   } else if (memory.holds(what_.shown, what_.nbytes)) {
     kind_ = Source::registered;
     mine.source = static_cast<std::uint64_t>(what_.shown - memory.arena());
+  } else if (what_.nbytes >= kReadable && team().all_read() && can_be_read(what_.shown, what_.nbytes)) {
+    kind_ = Source::readable;
+    mine.source = reinterpret_cast<std::uint64_t>(what_.shown);
   } else {
     kind_ = Source::staged;
   }
@@ -45,9 +51,38 @@ void CopyStep::choose(std::vector<Pull> pulls) {
   team().me().bell->ring();  // whoever advances it may sleep
 }
 
+// In which it is shown to this rank, or by it.
 std::uint64_t CopyStep::segments_of(std::size_t member) const {
-  const Arrival& each = arrival(member);
-  return each.kind == Source::staged ? n_parts(each.nbytes, kSegment) : 0;
+  const bool is_staged = member == index() ? kind_ == Source::staged || is_readable_staged_
+                                           : comes_in_segments(member);
+  return is_staged ? n_parts(arrival(member).nbytes, kSegment) : 0;
+}
+
+bool CopyStep::comes_in_segments(std::size_t member) const {
+  const Source kind = arrival(member).kind;
+  return kind == Source::staged || (kind == Source::readable && !may_read_);
+}
+
+bool CopyStep::has_segment(std::uint64_t number) const {
+  for (std::size_t member = 0; member < size(); ++member)
+    if (number < segments_of(member) &&
+        progress(member).ready.load(std::memory_order_seq_cst) < at(number + 1))
+      return false;
+  return true;
+}
+
+void CopyStep::ask_for_segments() {
+  may_read_ = false;
+  for (std::size_t member = 0; member < size(); ++member)
+    n_segments_ = std::max(n_segments_, segments_of(member));
+  progress(index()).reduced.store(at(1), std::memory_order_seq_cst);
+  team().ring();
+}
+
+bool CopyStep::is_asked_for_segments() const {
+  for (std::size_t member = 0; member < size(); ++member)
+    if (member != index() && progress(member).reduced.load(std::memory_order_seq_cst) >= at(1)) return true;
+  return false;
 }
 
 const std::byte* CopyStep::inlined(std::size_t member) const {
@@ -74,11 +109,13 @@ bool CopyStep::is_as_expected() const {
 void CopyStep::meet() {
   for (std::size_t member = 0; member < size(); ++member) {
     n_segments_ = std::max(n_segments_, segments_of(member));
-    is_read_in_place_ = is_read_in_place_ || arrival(member).kind == Source::registered;
+    is_read_in_place_ = is_read_in_place_ || is_in_place(arrival(member).kind);
+    is_any_readable_ = is_any_readable_ || arrival(member).kind == Source::readable;
   }
+  if (n_segments_ != 0) team().try_reading();
   if (kind_ == Source::staged)
     take_lane_for(what_.shown);
-  else if (n_segments_ != 0)
+  else if (n_segments_ != 0 && kind_ != Source::readable)
     signal(&StepProgress::ready, kAllDone);  // nobody waits for this rank
   if (what_.places && index() == 0) give_place(what_.places->take());
   if (what_.pulls && (!what_.expected || is_as_expected())) return;
@@ -104,7 +141,7 @@ Program::Step CopyStep::work() {
   if (!has_all || n_shown_ < segments_of(index())) return has_moved ? Step::moved : Step::waiting;
   if (!std::exchange(is_done_, true) && (n_segments_ != 0 || is_read_in_place_))
     signal(&StepProgress::done, kAllDone);
-  if (!has_place() || (kind_ == Source::registered && !all_at(&StepProgress::done, kAllDone)))
+  if (!has_place() || (is_in_place(kind_) && !all_at(&StepProgress::done, kAllDone)))
     return has_moved ? Step::moved : Step::waiting;
   finish();
   return Step::moved;
@@ -112,6 +149,12 @@ Program::Step CopyStep::work() {
 
 bool CopyStep::show() {
   constexpr std::uint64_t n_places = kLane / kSegment;
+  if (kind_ == Source::readable && !is_readable_staged_ && is_asked_for_segments()) {
+    take_lane_for(what_.shown);
+    is_readable_staged_ = true;
+    n_segments_ = std::max(n_segments_, segments_of(index()));
+    if (is_done_) n_pulled_ = n_segments_;  // it has told so, and reads none of them
+  }
   const std::uint64_t n_own = segments_of(index());
   if (n_shown_ == n_own) return false;
   if (n_shown_ >= n_places && !all_at(&StepProgress::done, n_shown_ - n_places + 1)) return false;
@@ -120,6 +163,7 @@ bool CopyStep::show() {
               std::min(kSegment, what_.nbytes - begin));
   ++n_shown_;
   signal(&StepProgress::ready, n_shown_ == n_own ? kAllDone : n_shown_);
+  if (is_any_readable_) team().ring();  // these ranks do not tell that they are ready
   return true;
 }
 
@@ -127,25 +171,40 @@ bool CopyStep::show() {
 bool CopyStep::pull() {
   while (next_whole_ < what_.pulls->size()) {
     const Pull& each = (*what_.pulls)[next_whole_];
-    const Arrival& from = arrival(each.member);
     const bool is_own = each.member == index();
-    if ((from.kind == Source::staged && !is_own) || whole_offset_ == each.nbytes) {
+    if ((!is_own && comes_in_segments(each.member)) || whole_offset_ == each.nbytes) {
       ++next_whole_;
       whole_offset_ = 0;
       continue;
     }
-    const std::byte* whole = is_own                           ? what_.shown
-                             : from.kind == Source::inlined ? inlined(each.member)
-                                                            : team().mate(each.member).arena + from.source;
-    const std::size_t n = std::min(kPiece, each.nbytes - whole_offset_);
-    std::memcpy(each.target + whole_offset_, whole + each.offset + whole_offset_, n);
-    whole_offset_ += n;
-    return true;
+    const std::ptrdiff_t n =
+        copy_piece(each, whole_offset_, std::min(kPiece, each.nbytes - whole_offset_));
+    if (n < 0) ask_for_segments();
+    if (n > 0) whole_offset_ += static_cast<std::size_t>(n);
+    return n != 0;
   }
-  if (n_pulled_ == n_segments_ || !all_at(&StepProgress::ready, n_pulled_ + 1)) return false;
+  if (n_pulled_ == n_segments_ || !has_segment(n_pulled_)) return false;
   pull_segment(n_pulled_);
   signal(&StepProgress::done, ++n_pulled_);
   return true;
+}
+
+// Returns how many bytes it has copied: 0 if the rank whose they are has ended, which others notice; less
+// if this rank may not read them any more.
+std::ptrdiff_t CopyStep::copy_piece(const Pull& pull, std::size_t offset, std::size_t nbytes) {
+  const Arrival& from = arrival(pull.member);
+  std::byte* const to = pull.target + offset;
+  const std::size_t at = pull.offset + offset;
+  if (pull.member == index()) {
+    std::memcpy(to, what_.shown + at, nbytes);
+  } else if (from.kind == Source::readable) {
+    return team().read(pull.member, from.source + at, to, nbytes);
+  } else if (from.kind == Source::inlined) {
+    std::memcpy(to, inlined(pull.member) + at, nbytes);
+  } else {
+    std::memcpy(to, team().mate(pull.member).arena + from.source + at, nbytes);
+  }
+  return static_cast<std::ptrdiff_t>(nbytes);
 }
 
 bool CopyStep::has_place() {
@@ -158,7 +217,7 @@ void CopyStep::pull_segment(std::uint64_t number) {
   const std::size_t place = number % (kLane / kSegment);
   const std::size_t begin = number * kSegment, end = begin + kSegment;
   for (const Pull& each : *what_.pulls) {
-    if (arrival(each.member).kind != Source::staged || each.member == index()) continue;
+    if (each.member == index() || !comes_in_segments(each.member)) continue;
     const std::size_t from = std::max(begin, each.offset);
     const std::size_t to = std::min(end, each.offset + each.nbytes);
     if (to <= from) continue;

@@ -59,6 +59,11 @@ class CopyStep final : public NodeStep {
   void pull_segment(std::uint64_t number);
   std::uint64_t segments_of(std::size_t member) const;
   const std::byte* inlined(std::size_t member) const;
+  std::ptrdiff_t copy_piece(const Pull& pull, std::size_t offset, std::size_t nbytes);
+  bool comes_in_segments(std::size_t member) const;
+  bool has_segment(std::uint64_t number) const;
+  void ask_for_segments();
+  bool is_asked_for_segments() const;
 
   NodeCopy what_;
   Source kind_;
@@ -66,7 +71,7 @@ class CopyStep final : public NodeStep {
   std::atomic<bool> is_to_choose_{false};
   bool has_told_ = false;  // that it is
   bool has_begun_ = false;
-  std::uint64_t n_segments_ = 0;  // of the longest that any rank shows in segments
+  std::uint64_t n_segments_ = 0;  // of the longest that any rank shows to this one in segments
   std::uint64_t n_shown_ = 0, n_pulled_ = 0;
   std::size_t next_whole_ = 0;    // pull of what needs no segments
   std::size_t whole_offset_ = 0;
@@ -74,6 +79,9 @@ class CopyStep final : public NodeStep {
   bool is_placed_ = false;
   bool is_done_ = false;
   bool is_read_in_place_ = false;  // what any member shows
+  bool is_any_readable_ = false;   // what any member shows
+  bool may_read_ = true;           // what is readable
+  bool is_readable_staged_ = false;  // what this rank shows; it is read where it is, too
 };
 
 }  // namespace ringcomm

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -182,6 +183,19 @@ NodeMemory::~NodeMemory() {
   if (arena_fd_ >= 0) close(arena_fd_);
 }
 
+std::ptrdiff_t read_private(int pid, std::uint64_t place, std::byte* to, std::size_t nbytes) {
+  const iovec here{to, nbytes}, there{reinterpret_cast<void*>(place), nbytes};
+  const ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
+  return got < 0 ? -errno : got;
+}
+
+bool can_be_read(const std::byte* data, std::size_t nbytes) {
+  std::byte ends[2];
+  auto* const first = const_cast<std::byte*>(data);  // an iovec has no const
+  const iovec here{ends, 2}, there[2] = {{first, 1}, {first + nbytes - 1, 1}};
+  return process_vm_readv(getpid(), &here, 1, there, 2, 0) == 2;
+}
+
 std::size_t page_nbytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
 std::shared_ptr<NodeMemory> NodeMemory::create(std::uint64_t nonce, std::size_t arena_nbytes,
@@ -197,6 +211,8 @@ std::shared_ptr<NodeMemory> NodeMemory::create(std::uint64_t nonce, std::size_t 
   board.release();
   arena.release();
   PrivateInForks::instance().add(&made->arena_, made->arena_fd_);
+  made->probe_ = nonce;
+  made->head_->probe = reinterpret_cast<std::uint64_t>(&made->probe_);
   made->head_->nonce = nonce;
   made->head_->magic = kBoardMagic;
   return made;

@@ -20,6 +20,14 @@ namespace ringcomm {
 // Returns the size of this system's pages.
 std::size_t page_nbytes();
 
+// Copies from the private memory of a process, which may be this one. Returns how many bytes were
+// copied, or -errno.
+std::ptrdiff_t read_private(int pid, std::uint64_t place, std::byte* to, std::size_t nbytes);
+
+// True if others that may read this process's memory can read these bytes: a driver may have mapped
+// them in a way that does not let them.
+bool can_be_read(const std::byte* data, std::size_t nbytes);
+
 // A part of a memfd in this process's address space; no part of its core dumps.
 class Mapping {
  public:
@@ -125,6 +133,7 @@ class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
              std::size_t page_nbytes);
 
   const int pid_;
+  std::uint64_t probe_ = 0;  // of this process's own memory: the nonce
   int board_fd_, arena_fd_;
   Mapping head_page_;
   BoardHead* head_;

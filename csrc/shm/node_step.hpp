@@ -37,7 +37,7 @@ class NodeStep : public CollectiveStep {
   bool has_arrived(std::size_t member) const final;
   std::optional<std::size_t> quitter() const final { return quitter_; }
   std::size_t size() const final { return meeting_.team->size(); }
-  const Team& team() const { return *meeting_.team; }
+  Team& team() const { return *meeting_.team; }
 
  protected:
   explicit NodeStep(Meeting meeting);

@@ -3,8 +3,10 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -34,16 +36,18 @@ bool is_alive(int pid) {
 }  // namespace
 
 Team::Team(std::size_t index, std::vector<Mate> mates, std::shared_ptr<NodeMemory> mine, bool is_crowded,
-           std::shared_ptr<void> keep_alive)
+           std::shared_ptr<void> keep_alive, bool may_read)
     : index_(index),
       mates_(std::move(mates)),
       mine_(std::move(mine)),
       is_crowded_(is_crowded),
+      may_read_(may_read),
       keep_alive_(std::move(keep_alive)),
       steps_(kSlots) {}
 
 std::shared_ptr<Team> Team::of(std::size_t index, std::size_t context, bool is_crowded,
-                               const std::vector<std::shared_ptr<NodeMemory>>& memories) {
+                               const std::vector<std::shared_ptr<NodeMemory>>& memories,
+                               bool may_read) {
   if (index >= memories.size()) throw std::invalid_argument("this rank is no member");
   struct Kept {
     std::vector<std::shared_ptr<const Mapping>> windows;
@@ -54,10 +58,11 @@ std::shared_ptr<Team> Team::of(std::size_t index, std::size_t context, bool is_c
   for (const auto& memory : memories) {
     kept->windows.push_back(memory->window(context));
     mates.push_back({reinterpret_cast<Window*>(kept->windows.back()->data()), &memory->bell(),
-                     memory->arena(), memory->pid()});
+                     memory->arena(), memory->pid(), &memory->head()});
   }
   kept->memories = memories;
-  return std::make_shared<Team>(index, std::move(mates), memories[index], is_crowded, kept);
+  return std::make_shared<Team>(index, std::move(mates), memories[index], is_crowded, kept,
+                                may_read);
 }
 
 Team::~Team() {
@@ -69,6 +74,43 @@ void Team::retire() {
   const std::lock_guard lock(mutex_);
   for (Lane& lane : lanes_) lane.until = 0;
   is_retired_.store(true);
+}
+
+bool Team::all_read() const {
+  return std::all_of(mates_.begin(), mates_.end(), [](const Mate& mate) {
+    return mate.window->reading.load(std::memory_order_acquire) == Reading::allowed;
+  });
+}
+
+void Team::try_reading() {
+  std::atomic<Reading>& mine = me().window->reading;
+  if (mine.load(std::memory_order_relaxed) != Reading::untried) return;
+  const auto can_read = [this](const Mate& mate) {
+    if (mate.pid == me().pid) return true;
+    if (mate.pid == 0 || mate.head == nullptr) return false;
+    std::uint64_t found = 0;
+    const auto got = read_private(mate.pid, mate.head->probe, reinterpret_cast<std::byte*>(&found), sizeof found);
+    return got == sizeof found && found == mate.head->nonce;
+  };
+  const bool can = may_read_ && std::all_of(mates_.begin(), mates_.end(), can_read);
+  mine.store(can ? Reading::allowed : Reading::refused, std::memory_order_release);
+}
+
+void Team::let_read(bool may) {
+  may_read_ = may;
+  if (may) me().window->reading.store(Reading::untried, std::memory_order_release);
+}
+
+std::ptrdiff_t Team::read(std::size_t member, std::uint64_t place, std::byte* to, std::size_t nbytes) {
+  if (mates_[member].pid == me().pid && may_read_) {
+    std::memcpy(to, reinterpret_cast<const std::byte*>(place), nbytes);
+    return static_cast<std::ptrdiff_t>(nbytes);
+  }
+  const std::ptrdiff_t got = may_read_ ? read_private(mates_[member].pid, place, to, nbytes) : -EPERM;
+  if (got > 0) return got;
+  if (got == -ESRCH) return 0;
+  me().window->reading.store(Reading::refused, std::memory_order_release);
+  return -1;
 }
 
 Patience Team::patience() const { return is_crowded_ ? kCrowded : kRoomy; }

@@ -19,6 +19,7 @@ struct Mate {
   Bell* bell;
   std::byte* arena;
   int pid;  // 0: not known
+  const BoardHead* head = nullptr;
 };
 
 // How long a member may take for a piece of a step before it counts as stopped.
@@ -44,12 +45,14 @@ struct Lane {
 class Team final : public MeetingPlace, public std::enable_shared_from_this<Team> {
  public:
   // mates: by index, this rank's own at `index`. mine: where its lanes come from. is_crowded: the
-  // node has more ranks than cores. keep_alive: what the pointers of the mates point into.
+  // node has more ranks than cores. keep_alive: what the pointers of the mates point into. may_read:
+  // this rank reads private memory of the others, and they read that of its.
   Team(std::size_t index, std::vector<Mate> mates, std::shared_ptr<NodeMemory> mine, bool is_crowded,
-       std::shared_ptr<void> keep_alive);
+       std::shared_ptr<void> keep_alive, bool may_read = true);
   // The ranks with these memories, of which `index` is this process's; `context` is the group's window.
   static std::shared_ptr<Team> of(std::size_t index, std::size_t context, bool is_crowded,
-                                  const std::vector<std::shared_ptr<NodeMemory>>& memories);
+                                  const std::vector<std::shared_ptr<NodeMemory>>& memories,
+                                  bool may_read);
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
   ~Team() override;
@@ -71,6 +74,16 @@ class Team final : public MeetingPlace, public std::enable_shared_from_this<Team
   NodeMemory& memory() const { return *mine_; }
   bool is_crowded() const { return is_crowded_; }
   Patience patience() const;
+
+  // True if all members read the private memory of all others, as far as they have found out.
+  bool all_read() const;
+  // Finds out whether this member does, unless it has.
+  void try_reading();
+  // True: it is to find out anew. False: from now on, the system counts as having refused it.
+  void let_read(bool may);
+  // Reads private memory of a member; returns how many bytes, 0 if that rank has ended, less if this
+  // member may not any more: then all_read() is false from now on.
+  std::ptrdiff_t read(std::size_t member, std::uint64_t place, std::byte* to, std::size_t nbytes);
 
   // Takes part in the next step of a slot; returns its number, alike on all members.
   std::uint64_t next_step(std::size_t slot) {
@@ -116,6 +129,7 @@ class Team final : public MeetingPlace, public std::enable_shared_from_this<Team
   std::vector<Mate> mates_;
   std::shared_ptr<NodeMemory> mine_;
   bool is_crowded_;
+  std::atomic<bool> may_read_;
   std::shared_ptr<void> keep_alive_;
   std::vector<Step> steps_;  // by slot
   std::atomic<bool> is_retired_{false};

@@ -89,7 +89,8 @@ struct Counts {
 void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned seed,
               Rendezvous& rendezvous, Counts& counts) {
   NodeMemory& memory = *node.memories[rank];
-  const auto team = std::make_shared<Team>(rank, node.mates, node.memories[rank], true, nullptr);
+  const auto team = std::make_shared<Team>(rank, node.mates, node.memories[rank], true, nullptr,
+                                           node.mates.size() % 2 == 0);
   Loop loop(&memory.bell(), team->patience(), node.memories[rank]);
   loop.start_thread();
   std::mt19937 shared(seed), own(seed + 1 + static_cast<unsigned>(rank));

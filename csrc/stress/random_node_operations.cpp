@@ -33,7 +33,8 @@ std::unique_ptr<CheckedOperation> random_operation(unsigned round, const std::sh
 void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned seed, PlacesTold& told) {
   NodeMemory& memory = *node.memories[rank];
   const auto team = std::make_shared<Team>(rank, node.mates, node.memories[rank],
-                                           node.mates.size() > 2, nullptr);
+                                           node.mates.size() > 2, nullptr,
+                                           node.mates.size() % 2 == 0);
   Loop loop(&memory.bell(), team->patience(), node.memories[rank]);
   loop.start_thread();
   std::mt19937 shared(seed), own(seed + 1 + static_cast<unsigned>(rank));
@@ -53,6 +54,7 @@ void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned se
       flight.erase(flight.begin());
     }
     if (round >= n_rounds) continue;
+    if (own() % 4 == 0) team->let_read(own() % 2 == 0);
     flight.push_back(random_operation(round, team, memory, places, shared, own));
     const auto& step = flight.back()->step;
     if (own() % 2 == 0 || !drive(*step, memory.bell(), team->patience(), 50'000)) loop.add(step);

@@ -54,7 +54,7 @@ struct Node {
       memories.push_back(NodeMemory::create(rank + 1, kArena));
       windows.push_back(memories.back()->window(0));
       mates.push_back({reinterpret_cast<Window*>(windows.back()->data()), &memories.back()->bell(),
-                       memories.back()->arena(), memories.back()->pid()});
+                       memories.back()->arena(), memories.back()->pid(), &memories.back()->head()});
     }
   }
 };

@@ -17,13 +17,11 @@ _PIPES, _FIRST_LONG = 1, 2  # streams; those that make a group have stream 0
 def make_peer_messages(transport: Transport, runner: Runner, *, may_read: bool) -> PeerMessages:
     """Return the messages of this rank. Those of ranks that share no memory go through `runner`.
 
-    may_read: this rank reads long ones in the private memory of their senders, and lets others read
-        in its own, where the system allows it.
+    may_read: this rank reads long ones in the private memory of their senders, where the system
+        allows it.
     """
     node, tags = transport.node, transport.tags
     memories = {} if node is None else node.memories
-    if node is not None and may_read:
-        node.let_read()
     others = [rank for rank in range(transport.size) if rank not in memories]
     if node is None:
         others.remove(transport.rank)

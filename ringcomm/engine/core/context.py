@@ -41,6 +41,8 @@ class EngineContext:
         self.topology = topology or Topology(self.job_rank, self.job_size, 0, 1)
         self.settings = settings
         self.transport = transport  # a service may use it only in poll()
+        if transport.node is not None and settings.read_memory:
+            transport.node.let_read()
         self.watch = Watch(transport)  # news of the other ranks
         self.selection = Selection(settings)
         self.page = page

@@ -22,7 +22,11 @@ class SharedNode:
         is_crowded: the node has more ranks than there are cores for this process.
         moment_s: seconds for which a thread that waits for a step does nothing else. Python code
             that runs meanwhile delays the step, mostly where ranks share cores.
+        may_read: steps of later teams read private memory of the other ranks, if the system allows
+            it.
     """
+
+    may_read = False
 
     def __init__(self, memory: NodeMemory, rank: int, n_ranks: int) -> None:
         n_cores = len(os.sched_getaffinity(0))
@@ -33,7 +37,8 @@ class SharedNode:
         self._teams: dict[tuple[int, tuple[int, ...]], NodeTeam | None] = {}
 
     def let_read(self) -> None:
-        """Let the ranks of this node read this rank's memory, where the system allows it."""
+        """Read private memory of the ranks of this node, and let them read that of this rank."""
+        self.may_read = True
         let_siblings_read(memory.pid for memory in self._memories.values())
 
     @property
@@ -69,7 +74,8 @@ class SharedNode:
         if len(members) == 1 or not all(rank in self._memories for rank in members):
             return None
         memories = [self._memories[rank] for rank in members]
-        team = make_team(members.index(self._rank), context, self.is_crowded, memories)
+        me = members.index(self._rank)
+        team = make_team(me, context, self.is_crowded, memories, self.may_read)
         return NodeTeam(team, self.moment_s, hash(tuple(members)) % (1 << 64))
 
     def clear(self, context: int) -> None:
