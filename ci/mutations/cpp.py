@@ -25,6 +25,25 @@ CPP = [
         "a gradient whose .data is another tensor's is not noticed",
         ("with_torch/test_tensor_snapshot.py",),
     ),
+    # --- copies of private arrays -----------------------------------------------------------------
+    CppMutation(
+        "who-is-done-tells-it-again",
+        "node",
+        "shm",
+        "    if (is_done_) n_pulled_ = n_segments_;  // it has told so, and reads none of them\n",
+        "",
+        "a broadcast hangs if a rank may not read the root's memory any more",
+        ("unit/test_private_memory.py",),
+    ),
+    CppMutation(
+        "nobody-tries-to-read",
+        "node",
+        "shm",
+        "if (n_segments_ != 0) team().try_reading();",
+        "",
+        "long private arrays are copied twice for good",
+        ("unit/test_private_memory.py",),
+    ),
     # --- how ranks ended --------------------------------------------------------------------------
     CppMutation(
         "whom-the-launcher-ends-first-is-blamed",

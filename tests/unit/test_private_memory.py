@@ -137,7 +137,7 @@ input()
 """
 
 
-@pytest.mark.parametrize("how", ["read", "refused", "off", "later"])
+@pytest.mark.parametrize("how", ["later", "read", "refused", "off"])
 def test_what_all_ranks_show_is_read_where_it_is_if_all_may_read_it(how):
     if how in ("read", "later") and (private_memory.ptrace_scope() or 0) > 1:
         pytest.skip("Yama forbids it")
