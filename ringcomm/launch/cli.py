@@ -19,6 +19,10 @@ _COMMANDS: Final = {
         "ringcomm.launch.job.command:main",
         "start a job: ringcomm run -np 4 train.py",
     ),
+    "runs": (
+        "ringcomm.launch.watch.runs_command:main",
+        "list runs and live jobs: state, ranks, how they ended, last and best loss",
+    ),
     "top": (
         "ringcomm.launch.watch.top:main",
         "show what the ranks of live jobs do, also of jobs that hang",

@@ -18,7 +18,7 @@ from ringcomm.atomic_files import paths_in
 from ringcomm.engine.control.commands import Command
 from ringcomm.launch.dashboard.metrics import MetricReader
 from ringcomm.launch.job.records import RunEnd
-from ringcomm.launch.job.run_folder import CONFIG, RunFolder
+from ringcomm.launch.job.run_folder import RunFolder, runs_in
 from ringcomm.launch.job.verdict import SIGNAL_NAMES
 from ringcomm.launch.watch.diagnosis import Verdicts
 from ringcomm.launch.watch.find_ranks import Ranks
@@ -139,14 +139,10 @@ class Source:
 
 
 def newest_run(runs: Path) -> RunFolder | None:
-    """Return the newest run in a folder of runs, or None."""
-    began_at: dict[Path, float] = {}
-    for path in paths_in(runs):
-        with contextlib.suppress(OSError):  # it is none, or removed, or closed to this user
-            if not path.is_symlink() and os.access(path, os.R_OK):
-                began_at[path] = (path / CONFIG).stat().st_mtime
-    newest = max(began_at, key=began_at.__getitem__, default=None)
-    return None if newest is None else RunFolder(newest.absolute())
+    """Return the newest run in a folder of runs, of this user if there is one; or None."""
+    found = runs_in(runs)
+    newest = max(found, key=lambda each: (each.is_own, each.began_s), default=None)
+    return None if newest is None else RunFolder(newest.path)
 
 
 def _rows_of_end(end: RunEnd | None) -> list[dict[str, Any]]:

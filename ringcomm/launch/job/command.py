@@ -31,7 +31,7 @@ from ringcomm.launch.job.limits import Limits
 from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import RunPlan, RunRequest, Surroundings
 from ringcomm.launch.job.restart import Ended, agent_of, decide
-from ringcomm.launch.job.run_folder import RunFolder, time_text
+from ringcomm.launch.job.run_folder import RunFolder, near, time_text
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, JobEnding, Verdict
@@ -227,7 +227,7 @@ def _silent(request: RunRequest, job: RunPlan, here: Surroundings) -> frozenset[
 def _run(
     args: Arguments, request: RunRequest, here: Surroundings, job: RunPlan, folder: RunFolder
 ) -> tuple[Verdict, JobEnding | None]:
-    say(f"{_described(job, here)}; {_near(folder.path)}", *args.notes, *job.notes)
+    say(f"{_described(job, here)}; {near(folder.path)}", *args.notes, *job.notes)
     if args.is_verbose:
         show(f"{_shown(job)}\n".encode(errors="backslashreplace"), sys.stderr)
     supervisor = Supervisor(
@@ -265,7 +265,7 @@ def _say_end(verdict: Verdict, folder: RunFolder, *, has_shown_report: bool) -> 
     report = report or f"x {verdict.what} - exit {verdict.code}\n"
     log = folder.path if verdict.rank is None else folder.log_of(verdict.rank)
     shown = log if log.exists() else folder.path
-    text = printable(f"\n{report}  logs: {_near(shown)}\n", keeps_lines=True)
+    text = printable(f"\n{report}  logs: {near(shown)}\n", keeps_lines=True)
     show(text.encode(), sys.stderr)
 
 
@@ -320,10 +320,6 @@ def _has_secrets(request: RunRequest) -> bool:
 
 def _settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith("RINGCOMM_")}
-
-
-def _near(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def silent_hosts(

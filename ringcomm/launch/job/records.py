@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
-from ringcomm.foreign_text import is_int64, parsed_json
+from ringcomm.foreign_text import is_int64, is_number, parsed_json
 from ringcomm.status.page_enums import RESERVE, SPARE
 
 
@@ -137,6 +137,8 @@ class RunEnd:
         rank: the one that failed first, None if that is not known.
         report: the guardian's report about it, "" if there is none.
         exit_codes: of the ranks, by rank; None: that of one is not known.
+        ended: when, as time_text() writes it; "": that is not known.
+        seconds: how long it took; None: that is not known.
     """
 
     code: int
@@ -144,6 +146,8 @@ class RunEnd:
     rank: int | None
     report: str
     exit_codes: dict[int, int | None]
+    ended: str = ""
+    seconds: float | None = None
 
 
 def parse_run_end(data: bytes) -> RunEnd:
@@ -165,4 +169,53 @@ def parse_run_end(data: bytes) -> RunEnd:
         is_right = False
     if not is_right:
         raise ValueError("is no record of a run's end")
-    return RunEnd(code, what, rank, report, {int(each): n for each, n in codes.items()})
+    found = {int(each): n for each, n in codes.items()}
+    ended, seconds = content.get("ended"), content.get("seconds")
+    return RunEnd(
+        code, what, rank, report, found,
+        ended if isinstance(ended, str) else "",
+        seconds if is_number(seconds) and seconds >= 0 else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What run.json says of a run; what it does not say is empty.
+
+    Attributes:
+        program: the command of a rank.
+        ranks: how many; None: that is not known.
+        started: when, as time_text() writes it.
+        working_folder: path of that in which the run was started.
+        host: on which.
+        pid: of `ringcomm run` there; 0: that is not known.
+    """
+
+    program: tuple[str, ...] = ()
+    ranks: int | None = None
+    started: str = ""
+    working_folder: str = ""
+    host: str = ""
+    pid: int = 0
+
+
+def parse_run_config(data: bytes) -> RunConfig:
+    """Return what run.json says; what has another type than it should is left out.
+
+    Raises ValueError if it is no JSON object.
+    """
+    content: Any = parsed_json(data)
+    if not isinstance(content, dict):
+        raise ValueError("is no configuration of a run")
+    texts = {name: text for name, text in content.items() if isinstance(text, str)}
+    counts = {name: n for name, n in content.items() if is_int64(n) and n > 0}
+    program: Any = content.get("program")
+    are_words = isinstance(program, list) and all(isinstance(each, str) for each in program)
+    return RunConfig(
+        tuple(program) if are_words else (),
+        counts.get("ranks"),
+        texts.get("started", ""),
+        texts.get("working_folder", ""),
+        texts.get("host", ""),
+        counts.get("pid", 0),
+    )

@@ -14,17 +14,19 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar
+from typing import IO, Any, Final, NamedTuple, TypeVar
 
-from ringcomm.atomic_files import replacing
+from ringcomm.atomic_files import paths_in, replacing
 from ringcomm.errors import ConfigError
 from ringcomm.foreign_text import is_int64, parsed_json
 from ringcomm.launch.job.records import (
     GuardianFile,
     RankEnd,
+    RunConfig,
     RunEnd,
     parse_guardian_file,
     parse_rank_end,
+    parse_run_config,
     parse_run_end,
 )
 from ringcomm.launched.child_marks import LOST_BEFORE_INIT
@@ -35,6 +37,7 @@ from ringcomm.trusted_files import is_own, user_name
 
 CONFIG: Final = "run.json"
 END: Final = "end.json"
+METRICS: Final = "metrics.jsonl"
 LAUNCHER_LOG: Final = "launcher.log"
 _ABORT: Final = re.compile(rb"^Abort\(-?\d+\) on node \d+ \(rank \d+ in comm \d+\): ", re.MULTILINE)
 _END_NBYTES: Final = 4096
@@ -191,6 +194,20 @@ class RunFolder:
             return self._parsed(END, parse_run_end)
         return None
 
+    def config(self) -> RunConfig:
+        """Return what is known of the run; nothing if its record does not count."""
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
+            return self._parsed(CONFIG, parse_run_config) or RunConfig()
+        return RunConfig()
+
+    def began_s(self) -> float:
+        """Return when its configuration was written, in seconds since 1970. Raises OSError."""
+        return os.stat(CONFIG, dir_fd=self.fileno(), follow_symlinks=False).st_mtime
+
+    def open_metrics(self) -> IO[bytes] | None:
+        """Open what rank 0 has passed to rc.log(); None if there is nothing."""
+        return self._open_record(METRICS)
+
     def reports_of_hosts(self) -> Iterator[tuple[str, bytes]]:
         """Yield name and content of what hosts have written for watchers of other hosts."""
         try:
@@ -340,6 +357,33 @@ def time_text(now: float) -> str:
 def is_run_folder(path: Path) -> bool:
     """Return True if a folder is that of a run, and this user may look into it."""
     return os.path.isfile(path / CONFIG) and os.access(path, os.R_OK)
+
+
+def near(path: Path) -> Path:
+    """Return a path as a user writes it who stands in the working folder."""
+    with contextlib.suppress(FileNotFoundError):  # that was removed
+        here = Path.cwd()
+        return path.relative_to(here) if path.is_relative_to(here) else path
+    return path
+
+
+class FoundRun(NamedTuple):
+    """A run in a folder of runs. began_s: since 1970; is_own: of this user, or root."""
+
+    path: Path
+    began_s: float
+    is_own: bool
+
+
+def runs_in(parent: Path) -> list[FoundRun]:
+    """Return the runs in a folder that this user may look into; links are none."""
+    found = []
+    for path in paths_in(parent):
+        with contextlib.suppress(OSError):  # it is none, or removed, or closed to this user
+            if not path.is_symlink() and os.access(path, os.R_OK):
+                began_s = (path / CONFIG).stat().st_mtime
+                found.append(FoundRun(path.absolute(), began_s, is_own(os.stat(path).st_uid)))
+    return found
 
 
 def _process_of(record: bytes) -> RankProcess:

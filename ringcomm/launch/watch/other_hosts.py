@@ -167,7 +167,7 @@ class RunFolders:
     def with_other_hosts(self, local: Sequence[RankSample]) -> list[RankSample]:
         """Return the ranks of this host, and of the other hosts of their runs, by job and rank."""
         for pid in {each.page["pid"] for each in local} - self._of_pids.keys():
-            self._of_pids[pid] = _folder_of(pid)
+            self._of_pids[pid] = run_folder_of(pid)
         paths = {self._given, *(self._of_pids[each.page["pid"]] for each in local)}
         folders = [RunFolder(path) for path in paths if path is not None]
         self._reports = [each for folder in folders for each in reports(folder)]
@@ -253,7 +253,7 @@ def main(folder: Path) -> None:
         time.sleep(0 if is_over else _INTERVAL_S)
 
 
-def _folder_of(pid: int) -> Path | None:
+def run_folder_of(pid: int) -> Path | None:
     """Return the folder of the run that a rank of this host belongs to, or None."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
