@@ -23,13 +23,21 @@ _COMMANDS: Final = {
         "ringcomm.launch.watch.runs_command:main",
         "list runs and live jobs: state, ranks, how they ended, last and best loss",
     ),
+    "logs": (
+        "ringcomm.launch.watch.logs_command:main",
+        "print what the ranks of a run have written",
+    ),
     "top": (
         "ringcomm.launch.watch.top:main",
         "show what the ranks of live jobs do, also of jobs that hang",
     ),
     "ctl": (
         "ringcomm.launch.watch.ctl:main",
-        "pause, stop or change a live job, or print what its ranks execute",
+        "pause, stop or change a live job",
+    ),
+    "stacks": (
+        "ringcomm.launch.watch.ctl:stacks",
+        "print what the ranks of a live job execute, also of one that hangs",
     ),
     "dashboard": (
         "ringcomm.launch.dashboard.command:main",

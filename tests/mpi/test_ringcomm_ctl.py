@@ -30,14 +30,22 @@ from ringcomm.status.stacks import main_stack, stacks_of, users_frame
 def ctl(folder, *words, run=None):
     """Give a command to the job in a folder; return the exit code and what is printed.
 
+    Without the line that names the job, which comes first if the command may be carried out.
+
     run: the folder of its run, to name it by; None: by its name.
     """
     wait_until(lambda: ranks_in(folder), "there is no job")
-    job = run or next(iter(ranks_in(folder).values())).job
+    name = next(iter(ranks_in(folder).values())).job
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main(["ctl", str(job), *words])  # in this process: a start of Python takes 0.2 s
-    return code, said.getvalue()
+        # In this process: a start of Python takes 0.2 s.
+        code = main(["ctl", str(run or name), *words])
+    first, _, rest = said.getvalue().partition("\n")
+    is_named = re.fullmatch(
+        rf"ringcomm (ctl|stacks): job {name}, .*{re.escape(str(folder))}.*", first
+    )
+    assert is_named or code == 2, first
+    return code, rest if is_named else said.getvalue()
 
 
 def taken_by(folder):
@@ -47,6 +55,14 @@ def taken_by(folder):
         texts = [text for _, text in each.events if text.startswith("ctl ")]
         found.append([text.replace(f"timeline.{rank}.json", "timeline") for text in texts])
     return found
+
+
+def row_of(folder, capsys):
+    """Return what `ringcomm runs` says of the run in a folder."""
+    capsys.readouterr()
+    assert main(["runs", "--runs", str(folder), "--json"]) == 0
+    (row,) = [each for each in json.loads(capsys.readouterr().out) if each["name"] == "run"]
+    return row
 
 
 STEPS = """
@@ -77,7 +93,7 @@ print("end", n, seen, flush=True)
 
 
 @above_mpi
-def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp_path):
+def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp_path, capsys):
     env = {"RINGCOMM_STALL_WARNING_S": "0.5", "RINGCOMM_TIMEOUT_S": "20"}
     run = start_run(3, STEPS, cwd=tmp_path, env=env)
     await_steps(tmp_path, 3)
@@ -111,6 +127,7 @@ def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp
         [BIN / "ringcomm", "top", "--json", tmp_path / "run"], env=job_environment()
     )
     assert [each["rank"] for each in json.loads(shown.stdout)] == [0, 1, 2]
+    assert row_of(tmp_path, capsys)["state"] == "running"
     by_folder = ctl(tmp_path, "resume", run=tmp_path / "run")
     assert by_folder == (0, f"resume: goes on after step {step}\n")
     traces = [tmp_path / "run" / f"timeline.{rank}.json" for rank in range(3)]
@@ -135,6 +152,13 @@ def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp
     logs = [(tmp_path / "run" / f"rank-{rank}.log").read_text() for rank in range(3)]
     seen = f"[(1, 0.1), ({first[1]}, 0.5), ({step}, 0.25)]"
     assert logs == [f"saved {step}\nsaved {end}\nend {end} {seen}\n"] * 3
+    row = row_of(tmp_path, capsys)
+    assert (row["state"], row["exit_code"], row["ranks"]) == ("stopped", 75, 3)
+    assert main(["logs", str(tmp_path / "run"), "--grep", "saved"]) == 0
+    found = capsys.readouterr().out.splitlines()
+    assert found == [f"[{rank}] saved {n}" for rank in range(3) for n in (step, end)]
+    assert main(["stacks", str(tmp_path / "run")]) == 1
+    assert "is over at 2" in capsys.readouterr().err
 
 
 TWO_LINES = """

@@ -142,7 +142,9 @@ class Dashboard:
                 said = self.process.communicate(timeout=60)
             finally:
                 self.process.kill()
-        assert (self.process.returncode, *said) == (0, "", "")
+        out, err = said
+        assert (self.process.returncode, out) == (0, "")
+        assert re.fullmatch(r"ringcomm dashboard: .*show.*\n", err), err  # what, and no more
 
 
 @pytest.fixture

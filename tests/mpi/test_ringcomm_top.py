@@ -233,8 +233,7 @@ def test_prometheus_gets_the_same_numbers(hanging):
 def test_without_a_job_there_is_a_word_of_it():
     done = top("--once", "no such job")
     assert (done.returncode, done.stdout) == (1, "")
-    text = "ringcomm top: no live job 'no such job' of this user on this host\n"
-    assert done.stderr.endswith(text)  # after what it says of jobs of other versions
+    assert done.stderr.startswith("ringcomm top: no run and no live job is called 'no such job'; ")
 
 
 def test_metrics_are_in_the_folder_of_the_run(tmp_path):

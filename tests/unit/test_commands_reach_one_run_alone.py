@@ -10,12 +10,13 @@ import sys
 import pytest
 from harness import wait_until
 
+from ringcomm.launch import cli
 from ringcomm.launch.dashboard import command as dashboard
 from ringcomm.launch.dashboard.source import Source
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch import ctl, top
+from ringcomm.launch.watch.find_runs import find_job
 from ringcomm.launch.watch.prometheus import Pages
-from ringcomm.launch.watch.send_command import look
 from ringcomm.launched import rank_program
 
 RANK = """
@@ -65,7 +66,7 @@ def test_top_shows_the_ranks_of_the_run(runs, name, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_ctl_reaches_the_ranks_of_the_run(runs, name, tmp_path):
-    _, members = look(str(tmp_path / name))
+    _, members, _ = find_job(str(tmp_path / name))
     assert [each.page["pid"] for each in members] == runs[name]
 
 
@@ -128,3 +129,85 @@ def test_a_port_that_is_taken_is_refused(capsys):
         number = str(listener.getsockname()[1])
         assert top.main(["--prometheus-port", number]) == 1
     assert capsys.readouterr().err == f"ringcomm top: port {number}: Address already in use\n"
+
+
+# --- by name --------------------------------------------------------------------------------------
+@pytest.fixture
+def plain(tmp_path):
+    """The name of a live job without a folder, which works in the folder `plain`."""
+    (tmp_path / "plain").mkdir()
+    job = f"plain-{os.getpid()}"
+    environ = {name: value for name, value in os.environ.items() if name != "PWD"}
+    rank = subprocess.Popen(
+        [sys.executable, "-P", "-c", RANK, job],
+        cwd=tmp_path / "plain",
+        env=environ | {"RANK": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with rank:
+        assert rank.stdout.readline()
+        yield job
+
+
+def stacks_of(words, capsys):
+    """Return the code, and what is said of a job: a command that asks its ranks for nothing."""
+    code = cli.main(["stacks", *words])
+    return code, capsys.readouterr().err
+
+
+def test_a_job_is_meant_by_a_name_or_in_its_folder_and_never_in_another(
+    runs, plain, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path / "plain")
+    where = f"job {plain}, in {tmp_path / 'plain'}"
+    for words in ([""], [], ["latest"], [plain[:-1]]):
+        assert stacks_of(words, capsys) == (0, f"ringcomm stacks: {where}\n"), words
+    there = f"job a-{os.getpid()}, {tmp_path / 'a'}"
+    for words in (["../a"], [str(tmp_path / "a")], [f"a-{os.getpid()}"], ["a", "--runs", ".."]):
+        assert stacks_of(words, capsys)[0] == 0, words
+    assert stacks_of([str(tmp_path / "a")], capsys)[1] == f"ringcomm stacks: {there}\n"
+    monkeypatch.chdir("/")
+    code, said = stacks_of([""], capsys)
+    assert (code, "there is no live job in this folder; elsewhere there is " in said) == (1, True)
+    assert f"{plain} ({tmp_path / 'plain'})" in said
+    assert cli.main(["ctl", "", "pause"]) == 1
+    assert "name it to mean it" in capsys.readouterr().err
+    assert Source(None).command(None).text.startswith("there is no live job in this folder")
+
+
+def test_the_only_beginning_of_a_name_is_enough(runs, plain, tmp_path, capsys, monkeypatch):
+    assert runs
+    monkeypatch.chdir(tmp_path)
+    RunFolder(tmp_path / "a-later").create({}, {})
+    for words, text in [
+        (["a-", "--runs", "."], "several begin with 'a-'"),
+        (["b", "--runs", "."], ""),
+    ]:
+        code, said = stacks_of(words, capsys)
+        assert (code, text in said) == (int(bool(text)), True), said
+
+
+def test_a_finished_run_is_said_to_be_over_how_and_when(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(tmp_path / "runs" / "old")
+    folder.create({}, {})
+    end = {"code": 3, "what": "rank 1 failed", "rank": 1, "report": "", "exit_codes": {}}
+    folder.record_end(end | {"ended": "2026-11-20T22:10:15+0000", "seconds": 12.0})
+    text = "the run runs/old is over at 2026-11-20 22:10:15: rank 1 failed, exit 3 after 12 s\n"
+    for words in (["ctl", "old", "stop"], ["stacks", "old"], ["top", "old", "--once"]):
+        assert cli.main(words) == 1
+        assert capsys.readouterr().err == f"ringcomm {words[0]}: {text}"
+    source, shown = dashboard.source_of("old", tmp_path / "runs")
+    assert (source.folder.path, f"{shown}\n") == (folder.path, f"shows {text}")
+
+
+def test_runs_lists_live_jobs_with_and_without_a_folder(runs, plain, tmp_path, capsys):
+    assert runs
+    assert cli.main(["runs", "--runs", str(tmp_path), "--json"]) == 0
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert [found[name]["state"] for name in ("a", "b", plain)] == ["running"] * 3
+    assert found["a"]["jobs"] == [f"a-{os.getpid()}"]
+    assert (found[plain]["folder"], found[plain]["ranks"]) == (None, SIZE)
+    assert cli.main(["logs", plain]) == 1
+    assert "is one of mpirun's, which keeps no logs" in capsys.readouterr().err

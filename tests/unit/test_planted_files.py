@@ -25,12 +25,15 @@ from ringcomm.elastic import commit_file
 from ringcomm.engine.api import tuning_files
 from ringcomm.engine.control.commands import parse
 from ringcomm.foreign_text import parsed_json
+from ringcomm.launch import command_line
+from ringcomm.launch.cli import main
 from ringcomm.launch.dashboard.source import Source, newest_run
 from ringcomm.launch.job import local_job, show
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch import ctl, other_hosts, timeline_command, top
 from ringcomm.launch.watch.find_ranks import _sample
 from ringcomm.launch.watch.rank_rows import RankSample, title_of
+from ringcomm.launch.watch.which_run import KnownRun
 from ringcomm.launched import rank_program
 from ringcomm.regular_files import BrokenFileError, read_regular
 
@@ -71,7 +74,7 @@ def shown(folder):
 def test_what_another_host_reports_is_shown(tmp_path):
     folder = a_run(tmp_path / "run")
     text, problems = shown(folder)
-    assert "job job-9: 1 of 2 ranks live on h1" in text
+    assert f"job job-9, {folder.path}: 1 of 2 ranks live on h1" in text
     assert "loss=nan" in text
     assert problems == ""
     state = Source(folder).state()
@@ -336,24 +339,36 @@ def test_no_name_of_a_host_or_an_operation_changes_the_terminal(tmp_path, capsys
     top.main([str(folder.path)])
     assert "title" in problems
     show.say(f"none is on {ESCAPES}")
-    ctl._refuse(f"several live jobs fit: {ESCAPES}", 1)
+    command_line.refuse("ctl", f"several live jobs fit: {ESCAPES}")
+    main(["runs", "--runs", str(tmp_path)])
     a_timeline(tmp_path / "timeline.0.json", ESCAPES)
     (tmp_path / "timeline.\x1b[2J.json").touch()
     timeline_command.main(["summary", str(tmp_path)])
     said = capsys.readouterr()
     assert said.out.count("title") == 1
-    assert said.err.count("title") == 3
+    assert said.err.count("title") == 4
     require_plain(said.out + said.err)
 
 
 def test_stacks_and_answers_of_a_job_do_not_change_the_terminal(monkeypatch, capsys):
     rank = what_a_rank_shows()
-    monkeypatch.setattr(ctl, "look", lambda job: (None, [rank]))
+    run = KnownRun("", f"/{ESCAPES}", True, (ESCAPES,))
+    monkeypatch.setattr(ctl, "find_job", lambda job, runs: (None, [rank], run))
     monkeypatch.setattr(ctl, "stacks_of", lambda page: f"Thread 1\n  File {ESCAPES}\n")
-    assert ctl.main(["", "stacks"]) == 0
+    assert ctl.main(["", "stacks"]) == ctl.stacks([]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("Thread 1\n  File") == 2
+    require_plain(said.out + said.err)
+
+
+def test_a_log_gives_a_terminal_no_command(tmp_path, capsys):
+    folder = a_run(tmp_path / "run")
+    text = f"a {ESCAPES}\tb\n\x1b[1;31mred\x1b[m\x9b\n"
+    folder.log_of(1).write_bytes(text.encode(errors="ignore"))
+    assert main(["logs", str(folder.path)]) == 0
     out = capsys.readouterr().out
-    assert "Thread 1\n  File" in out
-    require_plain(out)
+    require_plain(out.replace("\t", " "))
+    assert out == "[1] h 1\tb\n[1] red \n"
 
 
 def test_a_host_may_be_called_like_markup_of_rich(tmp_path):

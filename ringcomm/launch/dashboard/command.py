@@ -9,15 +9,20 @@ import itertools
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from ringcomm._core import monotonic_ns
+from ringcomm.launch.command_line import RUN_HELP, CommandParser, add_runs, refuse, say
 from ringcomm.launch.dashboard.access import Gate
-from ringcomm.launch.dashboard.source import Source
-from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
+from ringcomm.launch.dashboard.source import Source, newest_run
+from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.option_types import port
+from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.find_runs import facts_of, find
+from ringcomm.launch.watch.run_rows import over_text
+from ringcomm.launch.watch.which_run import LATEST, NoSuchRunError
 
 _ATTEMPTS: Final = 100  # for a port
 _TURNS: Final = 4  # of asyncio until a new connection is read; in each, `backlog` more may come
@@ -45,10 +50,13 @@ def main(argv: Sequence[str]) -> int:
     def is_ending() -> bool:
         return server.should_exit
 
-    source = _source(args.what, args.runs)
-    if args.what and source.folder is None and not source.state()["ranks"]:
-        what = f"{args.what!r} is no folder of a run, and no live job of this user on this host"
-        print(f"ringcomm dashboard: {what} yet: it is shown once it is", file=sys.stderr)
+    try:
+        source, what = source_of(args.what, args.runs)
+    except LookupError as error:
+        for each in listeners:
+            each.close()
+        return _refuse(str(error))
+    say("dashboard", what)
     most = most_connections()
     door = Door(most)
     config = uvicorn.Config(
@@ -90,7 +98,7 @@ def listen(port: int) -> list[socket.socket]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="ringcomm dashboard",
         description="Show a run, or the live jobs of this user on this host, in a browser: losses, "
         "waiting times, who is slow or dead, logs. Prints the address, which has a secret token. "
@@ -100,21 +108,44 @@ def _parser() -> argparse.ArgumentParser:
         "what",
         nargs="?",
         default="",
-        metavar="JOB|RUN",
-        help="the folder of a run, or the beginning of a live job's name; default: the newest run "
-        "in `runs`, or else all live jobs",
+        metavar="RUN",
+        help=f"{RUN_HELP}; default: the newest run, or else all live jobs",
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER")
+    add_runs(parser)
     parser.add_argument("--port", type=port, default=0, help="default: a free one")
     return parser
 
 
-def _source(what: str, runs: Path) -> Source:
-    if what and is_run_folder(Path(what)):
-        return Source(RunFolder(Path(what).resolve()))
-    return Source(None, what, None if what else runs)
+def source_of(word: str, runs: Path) -> tuple[Source, str]:
+    """Return what a word means, and in words what is shown.
+
+    Raises LookupError if it means several.
+    """
+    newest = newest_run(runs)
+    word = word or (str(newest.path) if newest is not None else "")
+    ranks = Ranks()
+    ranks.search()
+    try:
+        run = find(word, runs, ranks.sample(monotonic_ns())) if word else None
+    except NoSuchRunError:
+        run = None
+    if run is None and word not in ("", LATEST):
+        return Source(None, word), (
+            f"{word!r} is no folder of a run, and no live job of this user on this host yet: it is "
+            "shown once it is"
+        )
+    if run is None:
+        return Source(None, "", runs), (
+            f"there is no run in {runs}: shows all live jobs of this user on this host, until "
+            "there is one"
+        )
+    if not run.folder:
+        return Source(None, run.jobs[0]), f"shows {run.title}"
+    facts = facts_of(run)
+    is_over = facts.end is not None or facts.is_live is False
+    shown = over_text(facts) if is_over else run.title
+    return Source(RunFolder(Path(run.folder))), f"shows {shown}"
 
 
 def _refuse(text: str) -> int:
-    print(f"ringcomm dashboard: {text}", file=sys.stderr)
-    return 1
+    return refuse("dashboard", text)

@@ -22,6 +22,7 @@ from ringcomm.launch.job.run_folder import RunFolder, runs_in
 from ringcomm.launch.job.verdict import SIGNAL_NAMES
 from ringcomm.launch.watch.diagnosis import Verdicts
 from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.find_runs import RUNS, find
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
 from ringcomm.launch.watch.send_command import CommandOutcome, ask, choose_job
@@ -96,10 +97,20 @@ class Source:
         try:
             if self.folder is not None and (text := self.folder.distrust):
                 return CommandOutcome(False, f"the folder of the run {text}")
-            members = choose_job(samples, self._job)
+            members = self._members(samples)
         except (LookupError, OSError) as error:  # OSError: somebody has removed the folder
             return CommandOutcome(False, str(error))
         return ask(self._ranks, members, command, _COMMAND_S)
+
+    def _members(self, samples: list[RankSample]) -> list[RankSample]:
+        """Return the live ranks of the job that a command is for.
+
+        Where all jobs are shown it is the only one of this folder. Raises LookupError.
+        """
+        if self.folder is not None or self._job:
+            return choose_job(samples, self._job)
+        run = find("", self._runs or RUNS, self._ranks.sample(monotonic_ns()))
+        return [each for each in samples if each.job in run.jobs and not each.is_over]
 
     def _samples(self) -> list[RankSample]:
         if time.monotonic() > self._searched + _SEARCH_S:

@@ -41,6 +41,7 @@ METRICS: Final = "metrics.jsonl"
 LAUNCHER_LOG: Final = "launcher.log"
 _ABORT: Final = re.compile(rb"^Abort\(-?\d+\) on node \d+ \(rank \d+ in comm \d+\): ", re.MULTILINE)
 _END_NBYTES: Final = 4096
+_LOG: Final = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.log")
 _OF_HOST: Final = re.compile(r"host-.*\.json")
 # Whatever the umask lets others do: what is recorded there is believed.
 _MODE: Final = 0o755
@@ -142,6 +143,11 @@ class RunFolder:
 
     def open_log_of(self, rank: int) -> IO[bytes] | None:
         return self._open_record(self.log_of(rank).name)
+
+    def ranks_with_log(self) -> list[int]:
+        """Return the ranks that have one. Raises OSError."""
+        names = map(_LOG.fullmatch, os.listdir(self.fileno()))
+        return sorted(int(found[1]) for found in names if found)
 
     def open_launcher_log(self) -> IO[bytes]:
         return open(self._create(LAUNCHER_LOG, os.O_TRUNC), "wb", 0)

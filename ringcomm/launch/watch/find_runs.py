@@ -14,7 +14,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Final
@@ -103,7 +103,8 @@ def known_runs(runs: Path, samples: Sequence[RankSample]) -> list[KnownRun]:
             found.append(KnownRun("", place, is_here, (job.name,), began_s=job.began_s))
         elif (real := os.path.realpath(job.folder)) not in is_seen:
             is_seen.add(real)
-            is_here = os.path.realpath(RunFolder(job.folder).config().working_folder) == here
+            working = RunFolder(job.folder).config().working_folder
+            is_here = bool(working) and os.path.realpath(working) == here
             path, jobs_of_it = job.folder, tuple(names[real])
             found.append(
                 KnownRun(str(path), str(near(path)), is_here, jobs_of_it, True, job.began_s)
@@ -133,7 +134,7 @@ def find_job(word: str, runs: Path = RUNS) -> tuple[Ranks, list[RankSample], Kno
     jobs = sorted({each.job for each in live})
     if len(jobs) > 1:
         raise LookupError(f"the run {run.place} has several live jobs: {', '.join(jobs)}. Name one")
-    return ranks, live, run
+    return ranks, live, replace(run, jobs=tuple(jobs))
 
 
 def why_not_live(run: KnownRun) -> str:

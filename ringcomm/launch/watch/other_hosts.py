@@ -176,6 +176,11 @@ class RunFolders:
         here = {(each.job, each.rank): each for each in local}
         return [each for _, each in sorted((remote | here).items())]
 
+    def folder_of(self, members: Sequence[RankSample]) -> Path | None:
+        """Return the folder of the run of these ranks, as of with_other_hosts(); None: of none."""
+        found = (self._of_pids.get(each.page["pid"]) for each in members)
+        return next(filter(None, found), None)
+
     def traffic(self, job: str) -> dict[tuple[str, str], Traffic]:
         """Return (from host, to host) -> what was sent in a job, as of with_other_hosts()."""
         mine = [each for each in self._reports if any(rank.job == job for rank in each.ranks)]

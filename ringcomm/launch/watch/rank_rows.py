@@ -102,11 +102,13 @@ def row_of(now: RankSample, before: RankSample | None) -> RankRow:
     return RankRow(texts, is_bad)
 
 
-def title_of(samples: Sequence[RankSample]) -> str:
+def title_of(samples: Sequence[RankSample], place: str = "") -> str:
+    """Return a line about a job, with the folder of its run if it has one."""
     first = samples[0].page
     hosts = list(dict.fromkeys(str(each.page["host"]) for each in samples))
     live = sum(not each.is_over for each in samples)
-    title = f"job {first['job']}: {live} of {first['size']} ranks live on {', '.join(hosts)}"
+    job = ", ".join(filter(None, (f"job {first['job']}", place)))
+    title = f"{job}: {live} of {first['size']} ranks live on {', '.join(hosts)}"
     n_unseen = first["size"] - len(samples)
     if n_unseen > 0:
         title += f"; {n_unseen} on other hosts are not seen from here"

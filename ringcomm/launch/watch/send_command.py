@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ringcomm._core import StatusPage, monotonic_ns
+from ringcomm._core import StatusPage
 from ringcomm.engine.control.commands import Command
-from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch.find_ranks import Ranks
-from ringcomm.launch.watch.other_hosts import of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import RankSample
 from ringcomm.status.page_enums import Mail
 
@@ -98,7 +96,7 @@ def _await(page: StatusPage, asked: RankSample, deadline: float, limit_s: float)
                 False,
                 f"rank {asked.rank} has not come to a step boundary within {limit_s:g} s, so the "
                 "command is withdrawn. `ringcomm top` names the rank for which the others wait, if "
-                "there is one; `ringcomm ctl JOB stacks` shows where each is",
+                "there is one; `ringcomm stacks` shows where each is",
             )
         if time.monotonic() >= deadline and page.mail == Mail.TAKEN:
             return CommandOutcome(
@@ -109,18 +107,3 @@ def _await(page: StatusPage, asked: RankSample, deadline: float, limit_s: float)
         time.sleep(_TICK_S)  # the job tells nobody of its answer
     verdict, _, text = page.answer.partition(" ")
     return CommandOutcome(verdict == "ok", text)
-
-
-def look(what: str) -> tuple[Ranks, list[RankSample]]:
-    """Return the ranks of this host, and those of the job or the run's folder; see choose_job()."""
-    ranks = Ranks()
-    ranks.search()
-    samples = ranks.sample(monotonic_ns())
-    if (folder := run_folder_named(what)) is None:
-        return ranks, choose_job(samples, what)
-    if text := RunFolder(folder).distrust:
-        raise LookupError(f"the folder of the run {what} {text}")
-    samples = of_run(samples, folder)
-    if all(each.is_over for each in samples):
-        raise LookupError(f"no rank of the run {what} lives on this host")
-    return ranks, choose_job(samples, "")

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ringcomm timeline",
         description="Work on the files that `ringcomm run --timeline`, RINGCOMM_TIMELINE or "
-        "`ringcomm ctl JOB timeline start` have made.",
+        "`ringcomm ctl RUN timeline start` have made.",
     )
     actions = parser.add_subparsers(dest="action", required=True)
     for name, text in (

@@ -8,15 +8,19 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._core import monotonic_ns
 from ringcomm.config import read_settings
 from ringcomm.errors import ConfigError
 from ringcomm.foreign_text import printable
+from ringcomm.launch.command_line import RUN_HELP, CommandParser, add_runs, refuse, say
+from ringcomm.launch.job.run_folder import near
 from ringcomm.launch.option_types import port, seconds
 from ringcomm.launch.watch.diagnosis import Verdicts
 from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.find_runs import find, why_not_live
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import (
     COLUMNS,
@@ -27,6 +31,7 @@ from ringcomm.launch.watch.rank_rows import (
     row_of,
     title_of,
 )
+from ringcomm.launch.watch.which_run import KnownRun
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -44,16 +49,20 @@ _Samples = dict[tuple[str, int], RankSample]
 def main(argv: Sequence[str]) -> int:
     """Show the jobs until Ctrl-C, or once; return 1 if there is none, or no such one."""
     args = _parser().parse_args(argv)
+    try:
+        run = _chosen(args.job, args.runs) if args.job else None
+    except LookupError as error:
+        return refuse("top", str(error))
+    what = "" if run is None else run.folder or run.jobs[0]
     if args.prometheus_port is not None:
-        return _serve(args.prometheus_port, args.job)
-    jobs = Jobs(args.job)
+        return _serve(args.prometheus_port, what)
+    jobs = Jobs(what)
     samples = jobs.look()
     for problem in sorted(jobs.problems):
-        print(f"ringcomm top: {printable(problem)}", file=sys.stderr)
+        say("top", problem)
     if not samples:
-        what = f"no live job {args.job!r}" if args.job else "no live job"
-        print(f"ringcomm top: {what} of this user on this host", file=sys.stderr)
-        return 1
+        nothing = "there is no live job of this user on this host"
+        return refuse("top", nothing if run is None or not run.folder else why_not_live(run))
     if args.json:
         print(json.dumps([as_json(each) for each in samples], indent=2))
         return 0
@@ -67,8 +76,14 @@ def main(argv: Sequence[str]) -> int:
     return _watch(jobs, args.interval or _INTERVAL_S)
 
 
+def _chosen(word: str, runs: Path) -> KnownRun:
+    ranks = Ranks()
+    ranks.search()
+    return find(word, runs, ranks.sample(monotonic_ns()))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="ringcomm top",
         description="Show what each rank of the live jobs of this user on this host does. The jobs "
         "need not help, so it works while they hang.",
@@ -77,10 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         "job",
         nargs="?",
         default="",
-        metavar="JOB|RUN",
-        help="beginning of a job's name, or the folder of a run; default: all jobs that have a "
-        "rank on this host",
+        metavar="RUN",
+        help=f"{RUN_HELP}; default: all jobs that have a rank on this host",
     )
+    add_runs(parser)
     parser.add_argument("--once", action="store_true", help="print one table as plain text")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead")
     parser.add_argument(
@@ -101,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Jobs:
-    """The live jobs whose names begin so, or that of a run's folder.
+    """The live jobs whose names begin so, or those of a run's folder.
 
     Attributes:
         problems: pages and files that cannot be read.
@@ -133,6 +148,11 @@ class Jobs:
         self._slow = self._verdicts.look(chosen, self._folders.traffic)
         return chosen
 
+    def place_of(self, members: Sequence[RankSample]) -> str:
+        """Return the folder of the run of a job; "" if it has none."""
+        path = self._folder or self._folders.folder_of(members)
+        return "" if path is None else str(near(path))
+
     def verdicts(self, members: Sequence[RankSample]) -> list[str]:
         return self._slow.get(members[0].job, [])
 
@@ -148,11 +168,7 @@ def _watch(jobs: Jobs, interval_s: float) -> int:
     except KeyboardInterrupt:
         return 0
     except ModuleNotFoundError:
-        print(
-            "ringcomm top: a live table needs rich: pip install 'ringcomm[cli]'; or --once",
-            file=sys.stderr,
-        )
-        return 1
+        return refuse("top", "a live table needs rich: pip install 'ringcomm[cli]'; or --once")
     print("ringcomm top: all jobs are over")
     return 0
 
@@ -161,20 +177,14 @@ def _serve(at: int, job: str) -> int:
     try:
         from ringcomm.launch.watch.prometheus import serve
     except ModuleNotFoundError as error:
-        print(
-            f"ringcomm top: --prometheus-port needs {error.name}: "
-            "pip install 'ringcomm[prometheus]'",
-            file=sys.stderr,
-        )
-        return 1
+        how = "pip install 'ringcomm[prometheus]'"
+        return refuse("top", f"--prometheus-port needs {error.name}: {how}")
     try:
         serve(at, job, read_settings().prometheus_token_file)
     except ConfigError as error:
-        print(f"ringcomm top: {error}", file=sys.stderr)
-        return 1
+        return refuse("top", str(error))
     except OSError as error:
-        print(f"ringcomm top: port {at}: {error.strerror}", file=sys.stderr)
-        return 1
+        return refuse("top", f"port {at}: {error.strerror}")
     return 0
 
 
@@ -215,7 +225,7 @@ def _tables(
         members = list(group)
         rows = [row_of(each, before.get((each.job, each.rank))) for each in members]
         lines = [*latest_events(members, _EVENTS), *map(printable, jobs.verdicts(members))]
-        found.append((title_of(members), rows, lines))
+        found.append((title_of(members, jobs.place_of(members)), rows, lines))
     return found
 
 
