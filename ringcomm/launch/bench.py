@@ -29,6 +29,7 @@ from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.engine.api.explain import bytes_text
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
+from ringcomm.launch.command_line import CommandParser
 from ringcomm.launch.option_types import new_file, seconds, sizes
 from ringcomm.launch.usable_cores import usable_cores
 from ringcomm.progress_bar import ProgressBar, progress_bar
@@ -138,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the options that `ringcomm bench` and `ci/bench calls` share."""
-    options = argparse.ArgumentParser(
+    options = CommandParser(
         prog="ringcomm bench",
         usage="ringcomm run -np N ringcomm bench [CALL ...] [options]",
         description="Measure every call on this job's ranks: one table of microseconds. Results "

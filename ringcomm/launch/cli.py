@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import pkgutil
@@ -11,7 +12,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import ringcomm
+from ringcomm.launch.command_line import CommandParser
 
+_WRONG: Final = 2
 _READER_GONE: Final = 141  # as shells show SIGPIPE
 # name -> ("module:function", help). The function takes the arguments and returns the exit code.
 _COMMANDS: Final = {
@@ -65,12 +68,23 @@ _COMMANDS: Final = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code; `argv` is the command line by default.
 
+    Without one, list the commands, and return 2.
+
     Raises:
         SystemExit: after --help and --version (code 0), or a wrong command line (code 2).
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # names that the terminal's charset lacks
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words:
+        print(_command_list())
+        return _WRONG
+    parser = _parser()
+    args = parser.parse_args(words)
+    if args.command not in _COMMANDS:
+        like = difflib.get_close_matches(args.command, _COMMANDS, 1)
+        hint = f": did you mean {like[0]}?" if like else ""
+        parser.error(f"{args.command!r} is no command{hint}")
     target, _ = _COMMANDS[args.command]
     try:
         code: int = pkgutil.resolve_name(target)(args.arguments)
@@ -83,17 +97,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="ringcomm",
         description=(ringcomm.__doc__ or "").partition("\n")[0],
         epilog=_command_list(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ringcomm {ringcomm.__version__}")
-    parser.add_argument("command", choices=list(_COMMANDS), metavar="command", help="see below")
+    parser.add_argument("command", metavar="command", help="see below")
     # Not add_subparsers(), which would need the options of all commands.
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
-    rest.required = False  # else the error for a bare `ringcomm` also asks for arguments
+    rest.required = False  # else the error for options alone also asks for arguments
     return parser
 
 

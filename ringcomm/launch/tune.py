@@ -27,6 +27,7 @@ from ringcomm.engine.core.algorithm_choice import MODULES
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.plan import Plan
 from ringcomm.errors import ConfigError
+from ringcomm.launch.command_line import CommandParser
 from ringcomm.launch.option_types import seconds, sizes
 from ringcomm.progress_bar import ProgressBar, progress_bar
 from ringcomm.transport.channel import Channel
@@ -76,7 +77,7 @@ def _problem_of_place(layout: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="ringcomm tune",
         description="Measure every algorithm on the ranks and hosts of this job and write a table, "
         "by which later jobs of the same layout choose algorithms; ranks of one host always use "

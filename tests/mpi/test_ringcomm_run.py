@@ -177,6 +177,8 @@ def test_a_job_leaves_its_configuration_its_logs_and_the_record_of_its_end(compl
     assert job.end["code"] == 0
     assert job.end["exit_codes"] == {"0": 0, "1": 0}
     assert "x rank" not in job.err
+    assert re.search(r"\nringcomm run: completed in \d+(\.\d)? s, run\n\Z", job.err), job.err
+    assert "\r" not in job.err  # there is no terminal
     told = {shape(name) for name in re.findall(r"`([\w.-]+)`", RUN_PAGE.read_text())}
     assert {shape(path.name) for path in job.folder.iterdir()} - told == set()
 

@@ -589,17 +589,26 @@ def test_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "the following arguments are required: command\n"),
-        (["chekc"], "invalid choice: 'chekc'"),
-        (["--nope"], "required: command"),
-        (["check", "--nope"], "ringcomm check: error: unrecognized arguments: --nope"),
+        (["chekc"], "ringcomm: 'chekc' is no command: did you mean check?\n"),
+        (["x\x1b[2J"], "ringcomm: 'x\\x1b[2J' is no command\n"),
+        (["--nope"], "ringcomm: the following arguments are required: command\n"),
+        (["check", "--nope"], "ringcomm check: unrecognized arguments: --nope\n"),
+        (["timeline", "merge"], "ringcomm timeline merge: the following arguments are required: "),
     ],
 )
 def test_a_wrong_command_line_ends_with_2(argv, words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
     assert ended.value.code == 2
-    assert words in capsys.readouterr().err
+    first, second = capsys.readouterr().err.splitlines(keepends=True)
+    assert first.startswith(words)
+    assert second == f"{first.partition(':')[0]} --help lists what there is\n"
+
+
+def test_without_a_command_those_that_there_are_are_listed(capsys):
+    assert cli.main([]) == 2
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == list(cli._COMMANDS)
 
 
 @pytest.mark.parametrize("command", list(cli._COMMANDS))

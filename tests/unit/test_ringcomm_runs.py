@@ -9,13 +9,13 @@ import pytest
 from ringcomm.launch.cli import main
 from ringcomm.launch.job.records import RunConfig, RunEnd, parse_run_config, parse_run_end
 from ringcomm.launch.job.run_folder import RunFolder, time_text
+from ringcomm.launch.job.run_words import seconds_text
 from ringcomm.launch.watch.find_runs import metric_of
 from ringcomm.launch.watch.run_rows import (
     MetricValues,
     RunFacts,
     over_text,
     program_text,
-    seconds_text,
     table,
 )
 from ringcomm.launch.watch.which_run import KnownRun, NoSuchRunError, choose

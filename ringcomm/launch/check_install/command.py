@@ -22,6 +22,7 @@ from ringcomm.launch.check_install.judge_facts import (
     problem_of,
 )
 from ringcomm.launch.child import last_lines
+from ringcomm.launch.command_line import CommandParser
 from ringcomm.launch.job.local_job import LocalEnding, run_on_this_host
 from ringcomm.launch.job.plan_types import RunRequest
 from ringcomm.progress_bar import working
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="ringcomm check",
         description="Show what is installed, what does not fit, and the command that fixes it. "
         "The exit code is 1 if there is a problem, else 0.",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringcomm.errors import ConfigError
+from ringcomm.launch.command_line import CommandParser
 from ringcomm.launch.job.hosts import Host, parse_host_file, parse_hosts
 from ringcomm.launch.job.plan_types import LAUNCHERS, RunRequest
 from ringcomm.launch.option_types import seconds
@@ -80,7 +81,7 @@ def parse_arguments(argv: Sequence[str], python: str) -> Arguments:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="ringcomm run",
         description="Start a job: `ringcomm run -np 4 train.py --lr 0.1`. The program is a Python "
         "script, a module (-m), or any other command. Its output, its configuration and the "
@@ -153,6 +154,8 @@ def _add_horovodruns(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, action=_Note, note=f"{flag}: {reason}", nargs=0, help=hidden)
     for flag, (n, advice) in REFUSED.items():
         parser.add_argument(flag, action=_Refuse, advice=advice, nargs=n, help=hidden)
+    for flag, whose in NUMBERS.items():
+        parser.add_argument(flag, action=_RefuseNumber, whose=whose, nargs=1, help=hidden)
     add = parser.add_argument
     add("--min-np", "--min-num-proc", dest="min_np", type=_positive, help=hidden)
     add("--max-np", "--max-num-proc", dest="max_np", type=_positive, help=hidden)
@@ -187,6 +190,17 @@ class _Refuse(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         parser.error(f"{option} is horovodrun's; here: {self._advice}")
+
+
+class _RefuseNumber(argparse.Action):
+    """Ends the command: another launcher calls the number of ranks so."""
+
+    def __init__(self, *args: Any, whose: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._whose = whose
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        parser.error(f"{option} is {self._whose}; here: -np {values[0]}")
 
 
 def _program(args: argparse.Namespace, python: str) -> tuple[str, ...]:
@@ -296,6 +310,12 @@ WITHOUT_EFFECT: Final = {
     "--disable-cache": "nothing is cached",
     "--log-without-timestamp": "the log has no times unless the script adds them",
     "--log-hide-timestamp": "the log has no times unless the script adds them",
+}
+# Names of the number of ranks, and whose they are.
+NUMBERS: Final = {
+    "--np": "mpirun's",
+    "--nproc_per_node": "torchrun's",
+    "--nproc-per-node": "torchrun's",
 }
 # Flags that are refused: whether they have a value, and what to do.
 REFUSED: Final = {

@@ -32,6 +32,7 @@ from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import RunPlan, RunRequest, Surroundings
 from ringcomm.launch.job.restart import Ended, agent_of, decide
 from ringcomm.launch.job.run_folder import RunFolder, near, time_text
+from ringcomm.launch.job.run_words import seconds_text
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, JobEnding, Verdict
@@ -240,8 +241,12 @@ def _run(
         silent_hosts=partial(_silent, request, job, here) if job.hosts else None,
         forks_ranks=forks_ranks(request),
         hosts=[host.name for host in job.hosts],
+        tells_beginning=True,
     )
+    began = time.monotonic()
     verdict, ending = supervisor.run_and_record()
+    if verdict.code == 0:
+        say(f"completed in {seconds_text(time.monotonic() - began)}, {near(folder.path)}")
     _say_end(verdict, folder, has_shown_report=request.elastic is not None)
     return verdict, ending
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ringcomm.errors import ConfigError
-from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Launcher
+from ringcomm.launch.check_install.facts import Launcher
 from ringcomm.launch.job.hosts import Host
 from ringcomm.launch.job.plan_types import RunRequest, Surroundings
 from ringcomm.launch.mpi_kind import MpiKind
@@ -57,7 +57,6 @@ class Start:
     argv: list[str]
     variables: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
 
 def start_by_mpirun(request: RunRequest, here: Surroundings, order: Order) -> Start:
@@ -81,7 +80,7 @@ def _open_mpi(
     is_old = kind.version.partition(".")[0] in ("1", "2", "3", "4")
     if request.elastic and is_old:
         raise ConfigError(f"--elastic needs Open MPI 5; here is {kind}")
-    argv, notes = [path], []
+    argv = [path]
     if request.elastic:
         argv += _ULFM
     if order.hosts:
@@ -102,9 +101,7 @@ def _open_mpi(
         for name in sorted(ours | {*order.variables}):
             argv += ["-x", name]
     variables = here.facts.mpirun_variables
-    if ROOT_VARIABLES[0] in variables:
-        notes.append("this is root, which Open MPI's mpirun refuses without these variables")
-    return Start([*argv, *request.options, "-np", str(order.size)], variables, notes=notes)
+    return Start([*argv, *request.options, "-np", str(order.size)], variables)
 
 
 def _binds(request: RunRequest, here: Surroundings) -> bool:

@@ -45,7 +45,7 @@ def plan(request: RunRequest, here: Surroundings) -> RunPlan:
         variables=start.variables | variables,
         roles=where.roles,
         hosts=where.hosts,
-        notes=(*(thread_notes or where.notes), *start.notes),
+        notes=tuple(thread_notes or where.notes),
         files=start.files,
     )
 

@@ -11,6 +11,7 @@ import re
 import stat
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
@@ -29,6 +30,7 @@ from ringcomm.launch.job.records import (
     parse_run_config,
     parse_run_end,
 )
+from ringcomm.launch.job.run_words import Stages
 from ringcomm.launched.child_marks import LOST_BEFORE_INIT
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.regular_files import BrokenFileError, open_regular, rest_of
@@ -168,6 +170,13 @@ class RunFolder:
     def ranks(self) -> dict[int, RankProcess]:
         """Return the process of each rank that has started on a host that sees the folder."""
         return dict(self._records("rank-", ".at", _process_of))
+
+    def stages(self, size: int) -> Stages:
+        """Return how far the ranks have come, by the names of their records. Raises OSError."""
+        found = Counter(name.rpartition(".")[2] for name in os.listdir(self.fileno())
+                        if name.startswith("rank-"))  # fmt: skip
+        through = min(found["end"], size)
+        return Stages(size, min(found["at"], size), min(found["starts"] + through, size), through)
 
     def in_init(self) -> set[int]:
         """Return the ranks that wait in init(), and those that have ended there."""

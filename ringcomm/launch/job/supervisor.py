@@ -39,7 +39,8 @@ from ringcomm.launch.job.processes.local_ranks import (
 )
 from ringcomm.launch.job.processes.stalls import Hung, Orphan, StartWait, Unseen
 from ringcomm.launch.job.run_folder import CONFIG, END, LAUNCHER_LOG, RunFolder, time_text
-from ringcomm.launch.job.show import say, show
+from ringcomm.launch.job.run_words import Stages, start_text
+from ringcomm.launch.job.show import can_show_line, say, show, show_line
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.system_text import text_of
@@ -47,6 +48,7 @@ from ringcomm.system_text import text_of
 _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job to stop
 _PASSED: Final = (signal.SIGUSR1, signal.SIGUSR2)  # mean what the program makes of them
 _TICK_S: Final = 0.05
+_REDRAW_S: Final = 0.2
 _TERM_TO_KILL_S: Final = 3.0
 _GUARDIANS_S: Final = 15.0  # they end soon after their ranks, at most 8 s
 _DRAIN_S: Final = 2.0
@@ -77,6 +79,7 @@ class Supervisor:
         forks_ranks: the launcher starts the ranks of its host below itself. If all ranks are of
             this host, and have ended, a launcher that hangs is ended.
         hosts: the names of the hosts; (): this one alone.
+        tells_beginning: until the first line of a rank, a line on a terminal says what they do.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Supervisor:
         silent_hosts: Callable[[], Collection[str]] | None = None,
         forks_ranks: bool = False,
         hosts: Sequence[str] = (),
+        tells_beginning: bool = False,
     ) -> None:
         self._folder = folder
         self._size = size
@@ -109,6 +113,8 @@ class Supervisor:
         self._kill_at = float("inf")  # the launcher, which was asked to end
         self._logs: dict[int, _Log] = {}
         self._tracebacks = Tracebacks()
+        tells_beginning = tells_beginning and can_show_line()
+        self._beginning = _Beginning(folder, size) if tells_beginning else None
         self._launcher_text = LauncherText()
         self._launcher_tail = b""
         self._blind_hosts: set[str] = set()
@@ -146,6 +152,7 @@ class Supervisor:
                     self._watch(process, s, signals, log)
                 finally:
                     _end_all(lambda: session_members(process.pid))
+            self._end_beginning()
             self._await_guardians()
             self._mpi_files.remove()
             self._show_rest(signals)
@@ -244,6 +251,8 @@ class Supervisor:
         tick_s = 0 if self._show_logs() else _TICK_S
         self._mpi_files.look()
         self._stop.go_on(process, self._local_ranks)
+        if self._beginning is not None:
+            show_line(self._beginning.look())
         self._end_what_waits_in_vain(process)
         return tick_s
 
@@ -311,9 +320,16 @@ class Supervisor:
             say(f"the rest of the output is in the logs of the ranks, {self._folder.path}")
 
     def _show_lines(self, rank: int, lines: bytes) -> None:
+        if lines:
+            self._end_beginning()
         if self._size > 1:
             lines = self._tracebacks.add(rank, lines, time.monotonic())
         show(lines, sys.stdout)
+
+    def _end_beginning(self) -> None:
+        if self._beginning is not None:
+            self._beginning = None
+            show_line("")
 
     def _show_reports(self) -> None:
         texts = [f.text for g in self._folder.guardians() for f in g.failures]
@@ -426,6 +442,34 @@ class _Log:
                 left -= len(data)
                 yield self.lines.add(data)
         yield self.lines.flush()
+
+
+class _Beginning:
+    """Tells what the ranks do until the first line of one; a look takes some microseconds."""
+
+    def __init__(self, folder: RunFolder, size: int) -> None:
+        self._folder, self._stages = folder, Stages(size)
+        self._began = time.monotonic()
+        self._init_began = self._init_ended = 0.0
+        self._look_at = 0.0
+        self._text = ""
+
+    def look(self) -> str:
+        now = time.monotonic()
+        if now < self._look_at:
+            return self._text
+        self._look_at = now + _REDRAW_S
+        with contextlib.suppress(OSError):  # somebody has removed the folder
+            found, before = self._folder.stages(self._stages.size), self._stages
+            arrived = max(found.arrived, before.arrived)  # between two records a rank has none
+            self._stages = replace(found, arrived=arrived)
+        if self._stages.arrived and not self._init_began:
+            self._init_began = now
+        if self._stages.through == self._stages.size and not self._init_ended:
+            self._init_ended = now
+        init_s = (self._init_ended or now) - (self._init_began or now)
+        self._text = start_text(self._stages, now - self._began, init_s)
+        return self._text
 
 
 class _Stop:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ringcomm.foreign_text import printable
 from ringcomm.launch.job.records import RunConfig, RunEnd
+from ringcomm.launch.job.run_words import seconds_text
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, STOPPED_IN_ORDER
 
 _PROGRAM: Final = 32
@@ -83,16 +84,6 @@ def over_text(facts: RunFacts) -> str:
     at = f" at {shown_time(facts.end.ended)}" if facts.end.ended else ""
     how = facts.how if facts.state != "completed" else f"completed {facts.how}".rstrip()
     return f"the run {facts.place} is over{at}: {how}"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a duration in the unit that a reader would take."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 1000:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def shown_time(text: str) -> str:

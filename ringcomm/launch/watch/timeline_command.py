@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from ringcomm.foreign_text import printable
+from ringcomm.launch.command_line import CommandParser
 from ringcomm.launch.watch.timelines import Event, merge, read_events, summary
 from ringcomm.regular_files import BrokenFileError, open_regular
 
@@ -46,7 +47,7 @@ def _say(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="ringcomm timeline",
         description="Work on the files that `ringcomm run --timeline`, RINGCOMM_TIMELINE or "
         "`ringcomm ctl RUN timeline start` have made.",
