@@ -31,6 +31,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
 from ringcomm.launch.command_line import CommandParser
 from ringcomm.launch.option_types import new_file, seconds, sizes
+from ringcomm.launch.own_ranks import add_np, run_own_ranks
 from ringcomm.launch.usable_cores import usable_cores
 from ringcomm.progress_bar import ProgressBar, progress_bar
 from ringcomm.system_text import read_text
@@ -124,7 +125,10 @@ def main(argv: Sequence[str]) -> int:
     """
     options = parser()
     options.add_argument("--mpi4py", action="store_true", help="also mpi4py's calls, in turns")
+    add_np(options)
     args = options.parse_args(argv)
+    if args.np:
+        return run_own_ranks("bench", args.np, argv)
     ways: dict[str, Way] = {"ringcomm": ringcomm_way, "rc.zeros": _sum_of_shared_arrays}
     if args.mpi4py:
         ways["mpi4py"] = mpi4py_way
@@ -141,9 +145,10 @@ def parser() -> argparse.ArgumentParser:
     """Return the options that `ringcomm bench` and `ci/bench calls` share."""
     options = CommandParser(
         prog="ringcomm bench",
-        usage="ringcomm run -np N ringcomm bench [CALL ...] [options]",
-        description="Measure every call on this job's ranks: one table of microseconds. Results "
-        "are checked; the exit code is 1 if any was wrong. docs/benchmarks.md explains the table.",
+        usage="ringcomm bench -np N [CALL ...] [options]",
+        description="Measure every call on N ranks of its own, or on those of a job (`mpirun "
+        "ringcomm bench`): one table of microseconds. Results are checked; the exit code is 1 if "
+        "any was wrong. docs/benchmarks.md explains the table.",
     )
     add = options.add_argument
     add("calls", nargs="*", type=_call, metavar="CALL", help=f"{', '.join(CALLS)}; default all")
@@ -179,7 +184,7 @@ def measure_all(args: Namespace, ways: Mapping[str, Way]) -> dict[str, Any]:
     load = os.getloadavg()[0]
     rc.init()
     if rc.size() == 1:
-        raise ConfigError("1 rank, and a call needs two: ringcomm run -np 2 ringcomm bench")
+        raise ConfigError("1 rank, and a call needs two: ringcomm bench -np 2")
     report: dict[str, Any] = {"ringcomm_bench": 3, "load": load, **_facts(args), "rows": []}
     say(*preamble(report))
     calls = tuple(dict.fromkeys(args.calls)) or CALLS

@@ -56,11 +56,11 @@ _COMMANDS: Final = {
     ),
     "bench": (
         "ringcomm.launch.bench:main",
-        "measure every call on this job's ranks (under mpirun)",
+        "measure every call: ringcomm bench -np 2",
     ),
     "tune": (
         "ringcomm.launch.tune:main",
-        "measure the algorithms on this job's ranks (under mpirun) and save the table",
+        "measure the algorithms on the ranks and hosts of a job, and save the table",
     ),
 }
 

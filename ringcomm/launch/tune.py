@@ -29,20 +29,27 @@ from ringcomm.engine.core.plan import Plan
 from ringcomm.errors import ConfigError
 from ringcomm.launch.command_line import CommandParser
 from ringcomm.launch.option_types import seconds, sizes
+from ringcomm.launch.own_ranks import add_np, run_own_ranks
 from ringcomm.progress_bar import ProgressBar, progress_bar
 from ringcomm.transport.channel import Channel
 
 _FLOAT32 = DTYPES["float32"]
 _SIZES = [1 << n for n in range(10, 27, 2)]  # 1 KiB to 64 MiB
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 50  # rounds of each algorithm and size
+_UNUSED = (
+    "no job will choose by this table: ranks of one host always use its shared memory (node). A "
+    "table of ranks on several hosts is used"
+)
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure on this job's ranks, print and write the table; return 0, or 2 for a single rank."""
     args = _parser().parse_args(argv)
+    if args.np:
+        return run_own_ranks("tune", args.np, argv)
     rc.init()
     if rc.size() == 1:
-        refusal = "1 rank, and a collective needs two: ringcomm run -np 2 ringcomm tune"
+        refusal = "1 rank, and a collective needs two: ringcomm tune -np 2"
         print(f"ringcomm tune: {refusal}", file=sys.stderr)
         rc.shutdown()
         return 2
@@ -53,14 +60,14 @@ def main(argv: Sequence[str]) -> int:
             print(f"ringcomm tune: {problem}", file=sys.stderr)
         rc.shutdown()
         return 2
+    if rc.rank() == 0 and current.groups.default.shares_memory:
+        print(f"{_UNUSED}\n", flush=True)
     n_all = len(COLLECTIVES) * len(args.sizes)
     with progress_bar("tune", n_all, shows=rc.rank() == 0) as bar:
         seconds = {collective: dict(_measured(collective, args, bar)) for collective in COLLECTIVES}
     if rc.rank() == 0:
         table = TimeTable(layout, current.transport.implementation, __version__, seconds)
         print(_printed(table))
-        if current.groups.default.shares_memory:
-            print("\nranks of one host always use its shared memory (node), not this table")
         print(f"written to {tuning_files.save(current.settings, table)}", flush=True)
     rc.shutdown()
     return 0
@@ -92,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=seconds, default=60.0, help="about how long to measure (default: 60)"
     )
+    add_np(parser)
     return parser
 
 

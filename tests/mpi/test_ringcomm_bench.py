@@ -78,4 +78,4 @@ def test_one_rank_is_told_to_bring_another(command, tmp_path):
     job = run_job(1, "-P", "-m", "ringcomm", command, cwd=tmp_path)
     assert job.code == 2, job.output
     assert "1 rank, and a " in job.output
-    assert f"needs two: ringcomm run -np 2 ringcomm {command}" in job.output
+    assert f"needs two: ringcomm {command} -np 2" in job.output

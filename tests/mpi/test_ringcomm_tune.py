@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from harness import run_job, run_script
+from harness import BIN, job_environment, run_command, run_script
 
 from ringcomm.config import ALGORITHMS, COLLECTIVES
 from ringcomm.launch.cli import main
@@ -22,13 +22,15 @@ rc.shutdown()
 
 def test_what_is_measured_is_printed_kept_and_chosen_by(tmp_path):
     env = {"RINGCOMM_TUNING": str(tmp_path / "tables")}
-    arguments = ["tune", "--sizes", "4K,64K", "--seconds", "1"]
-    tuned = run_job(2, "-P", "-m", "ringcomm", *arguments, cwd=tmp_path, env=env)
-    assert tuned.code == 0, tuned.output
-    assert "1 host x 2 ranks" in tuned.output
-    assert tuned.output.count("measuring ") == 2 * len(COLLECTIVES)  # by one rank, as it goes on
+    arguments = ["tune", "--sizes", "4K,64K", "-np", "2", "--seconds", "1"]
+    tuned = run_command([BIN / "ringcomm", *arguments], env=job_environment(env), cwd=tmp_path)
+    assert tuned.returncode == 0, tuned
+    first = "[0] no job will choose by this table: ranks of one host"
+    assert 0 <= tuned.stdout.find(first) < tuned.stdout.index("measuring "), tuned
+    assert "1 host x 2 ranks" in tuned.stdout
+    assert tuned.stdout.count("measuring ") == 2 * len(COLLECTIVES)  # by one rank, as it goes on
     [path] = (tmp_path / "tables").iterdir()
-    assert f"written to {path}" in tuned.output
+    assert f"written to {path}" in tuned.stdout
     seconds = json.loads(path.read_text())["seconds"]
     assert set(seconds) == set(COLLECTIVES)
     assert all(set(rows) == {"4096", "65536"} for rows in seconds.values())

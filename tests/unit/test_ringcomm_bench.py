@@ -1,5 +1,6 @@
 """`ringcomm bench`: what is measured, right answers, and what it does with wrong ones."""
 
+import sys
 from argparse import ArgumentTypeError
 from functools import partial
 
@@ -8,7 +9,7 @@ import pytest
 from harness import run_ranks
 
 import ringcomm as rc
-from ringcomm.launch import bench
+from ringcomm.launch import bench, tune
 from ringcomm.launch.bench import CALLS, Arrays, Row
 from ringcomm.launch.option_types import sizes
 
@@ -56,6 +57,20 @@ def test_a_wrong_command_line_is_refused_before_mpi_starts(argv, said, capsys):
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
     assert not rc.is_initialized()
+
+
+@pytest.mark.parametrize(("command", "main"), [("bench", bench.main), ("tune", tune.main)])
+def test_np_starts_ranks_of_its_own_as_run_does(command, main, monkeypatch):
+    started = []
+    monkeypatch.setattr("ringcomm.launch.job.command.main", lambda argv: started.append(argv) or 7)
+    assert main(["--sizes", "8", "-np", "2", "--seconds=0"]) == 7
+    [[option, n, python, *rest]] = started
+    assert (option, n, python) == ("-np", "2", sys.executable)
+    assert rest == ["-P", "-m", "ringcomm", command, "--sizes", "8", "--seconds=0"]
+    for wrong in (["-np", "1"], ["-np", "two"], ["-np", "2", "--sizes", "4Q"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+    assert len(started) == 1
 
 
 def test_every_blocking_call_on_arrays_has_a_row():

@@ -140,6 +140,7 @@ def test_a_duration_has_the_unit_that_a_reader_would_take(seconds, text):
     [
         (["/usr/bin/python3.11", "train.py", "--lr", "0.1"], "train.py --lr 0.1"),
         (["python", "-m", "package.train"], "-m package.train"),
+        (["python3", "-P", "-u", "train.py"], "train.py"),
         (["./serve", "a b"], "./serve 'a b'"),
         (["python"], "python"),
         ([], ""),

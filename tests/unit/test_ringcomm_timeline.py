@@ -59,6 +59,32 @@ def test_the_summary_names_who_comes_last():
     assert summary([]) == "no operation has ended"
 
 
+def test_unnamed_operations_have_a_row_for_each_collective_shape_and_place():
+    facts = {"nbytes": 8, "shape": "float32[2]", "at": "train.py:12"}
+    there = facts | {"at": "train.py:30"}
+    operations = [
+        ("allreduce #1", facts), ("allreduce #2", facts), ("allreduce #3", there),
+        ("allreduce #4 of Group([0, 1])", facts), ("barrier #5", {}), ("barrier #6", {}),
+        ("allreduce[w #7]", facts), ("allgather #8", {"nbytes": 16}),
+    ]  # fmt: skip
+    events = [
+        {"pid": rank, "tid": 0, "ph": ph, "ts": 10.0 * i + 5 * (ph == "E") + rank, "name": label,
+         "args": args if ph == "B" else {}}
+        for rank in range(2)
+        for i, (label, args) in enumerate(operations)
+        for ph in "BE"
+    ]  # fmt: skip
+    rows = summary(events).partition("\n\nrank")[0].splitlines()[3:]
+    assert {tuple(row.split(maxsplit=7)[::7]): row.split()[4:6] for row in rows} == {
+        ("4", "allreduce float32[2] at train.py:12"): ["1", "(100%)"],
+        ("2", "allreduce float32[2] at train.py:30"): ["1", "(100%)"],
+        ("2", "allreduce of Group([0, 1]) float32[2] at train.py:12"): ["1", "(100%)"],
+        ("4", "barrier"): ["1", "(100%)"],
+        ("2", "allreduce[w #7]"): ["1", "(100%)"],
+        ("2", "allgather 16 B"): ["1", "(100%)"],
+    }
+
+
 def test_time_in_operations_that_overlap_counts_once():
     events = [
         {"pid": 0, "tid": tid, "ph": ph, "ts": ts, "name": name}

@@ -43,6 +43,11 @@ def test_each_rank_writes_its_operations_with_their_phases(tmp_path):
         assert [event["name"] for event in begun] == ["allreduce[w]", "allreduce_ #1", "barrier #2"]
         assert [event["cat"] for event in begun] == ["allreduce", "allreduce_", "barrier"]
         assert [event["args"]["nbytes"] for event in begun] == [96, 96, 0]
+        shapes = [event["args"].get("shape") for event in begun]
+        assert shapes == ["float64[6, 2]", "float64[6, 2]", None]
+        places = [event["args"].get("at", "").rpartition("/")[2] for event in begun]
+        first = body.__code__.co_firstlineno
+        assert places == ["", f"test_timeline.py:{first + 2}", f"test_timeline.py:{first + 3}"]
         phases = [event["name"] for event in events if event["ph"] == "X"]
         assert set(phases) == set(PHASES)
         assert phases.count("negotiation") == 3

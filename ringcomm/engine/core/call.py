@@ -63,6 +63,16 @@ class Call:
             fields["reduction"] = ReductionOptions(Op[op], *others)
         return cls(**fields)
 
+    @property
+    def arrays(self) -> str:
+        """What it is about, as "float32[6, 2]"; "" if that is no array."""
+        if self.members is not None:
+            return f"{len(self.members)} arrays"
+        if self.shape is None:
+            return self.dtype or ""
+        counts = ", ".join("?" if n is None else str(n) for n in self.shape)
+        return f"{self.dtype or ''}[{counts}]"
+
     def label(self, sequence: int) -> str:
         return f"{self.kind} #{sequence}" if self.name is None else f"{self.kind}[{self.name}]"
 

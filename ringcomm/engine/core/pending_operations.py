@@ -11,6 +11,7 @@ from ringcomm.engine.core.ledger import Ledger, Ticket
 from ringcomm.engine.progress.task import Task
 from ringcomm.engine.progress.timeline import Lane, Timeline
 from ringcomm.errors import RingcommError
+from ringcomm.status.error_text import place_of_thread
 from ringcomm.status.page_enums import OpState
 from ringcomm.transport.node.shared_memory import NodeTeam
 from ringcomm.transport.wire_team import WireTeam
@@ -34,6 +35,14 @@ class PendingOperation:
     order: int = 0  # among all operations that this rank has entered
     lane: Lane | None = None  # its row of the timeline, if there is a timeline
     thread: int = field(default_factory=threading.get_ident)  # that started it
+
+
+def _facts_of(work: PendingOperation) -> dict[str, str]:
+    """Return what tells an operation from others in a timeline; where it is, if it has no name."""
+    facts = {"shape": work.call.arrays if work.call is not None else ""}
+    if work.ticket.name is None:
+        facts["at"] = place_of_thread(work.thread) or ""
+    return {name: text for name, text in facts.items() if text}
 
 
 class Pending:
@@ -81,7 +90,7 @@ class Pending:
         work.order = self._n_entered
         self._operations[work.ticket.key] = work
         if self.timeline is not None:
-            work.lane = self.timeline.begin(work.task.label, work.nbytes)
+            work.lane = self.timeline.begin(work.task.label, work.nbytes, **_facts_of(work))
         if self._shown is None:
             self._show(work)
 

@@ -78,8 +78,15 @@ class Timeline:
         host = host_name()
         self.write("M", 0, name="process_name", args={"name": f"rank {rank}", "host": host})
 
-    def begin(self, label: str, nbytes: int) -> Lane:
-        """Record that an operation begins; Perfetto shows one without an end as unfinished."""
+    def begin(self, label: str, nbytes: int, **facts: str) -> Lane:
+        """Record that an operation begins; Perfetto shows one without an end as unfinished.
+
+        Args:
+            label: of the operation.
+            nbytes: of its payload.
+            facts: "shape", as "float32[6, 2]", and "at", as "train.py:12", as far as they are
+                known.
+        """
         with self._lock:
             if self._free:
                 number = heapq.heappop(self._free)
@@ -87,7 +94,7 @@ class Timeline:
                 number = self._n_lanes
                 self._n_lanes += 1
         kind = label.partition("[")[0].partition(" ")[0]
-        self.write("B", number, name=label, cat=kind, args={"nbytes": nbytes})
+        self.write("B", number, name=label, cat=kind, args={"nbytes": nbytes, **facts})
         return Lane(self, number)
 
     def free(self, number: int) -> None:

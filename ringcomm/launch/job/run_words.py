@@ -33,7 +33,8 @@ def start_text(stages: Stages, seconds: float, init_s: float) -> str:
     size = stages.size
     ranks = f"{size} rank{'s' if size > 1 else ''}"
     if stages.through == size:
-        return f"{ranks} through init() after {seconds_text(init_s)}; no output yet"
+        after = f" after {seconds_text(init_s)}" if init_s >= 0.1 else ""
+        return f"{ranks} through init(){after}; no output yet"
     if stages.arrived == size:
         return f"{stages.through} of {ranks} through init(), for {init_s:.0f} s"
     if stages.arrived:

@@ -15,6 +15,7 @@ from ringcomm.launch.job.verdict import SIGNAL_NAMES, STOPPED_IN_ORDER
 
 _PROGRAM: Final = 32
 _PYTHON: Final = re.compile(r"(?:.*/)?python[0-9.]*")
+_FLAGS: Final = re.compile(r"-[BEIOPSsu]+")  # of Python, without a value
 _TIME: Final = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)[+-]\d{4}", re.ASCII)
 
 
@@ -94,7 +95,11 @@ def shown_time(text: str) -> str:
 
 def program_text(program: Sequence[str]) -> str:
     """Return the command of a rank without its interpreter, shortened."""
-    words = program[1:] if len(program) > 1 and _PYTHON.fullmatch(program[0]) else program
+    words = list(program)
+    if len(words) > 1 and _PYTHON.fullmatch(words[0]):
+        words = words[1:]
+        while len(words) > 1 and _FLAGS.fullmatch(words[0]):
+            words = words[1:]
     text = printable(shlex.join(words))
     return text if len(text) <= _PROGRAM else f"{text[: _PROGRAM - 3]}..."
 

@@ -6,6 +6,7 @@ that both have done: a collective ends everywhere at about the same time.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ Event = dict[str, Any]
 _LEAST_COMMON: Final = 5  # operations by which two clocks can be compared
 _TOGETHER: Final = ("allreduce", "allgather", "reduce_scatter", "alltoall", "barrier", "grouped")
 _MOST_ROWS: Final = 20
+_UNNAMED: Final = re.compile(r"(\w+) #\d+(| of .*)")
 _PHASES: Final = ("B", "E", "X", "M")
 
 
@@ -59,7 +61,7 @@ def _event_of(text: bytes) -> Event | None:
         and (event["ph"] != "X" or is_number(event.get("dur")))
         and isinstance(args := event.get("args", {}), dict)
         and is_int64(args.get("nbytes", 0))
-        and isinstance(args.get("host", ""), str)
+        and all(isinstance(args.get(name, ""), str) for name in ("host", "shape", "at"))
         and (event["ph"] != "M" or "args" in event)
     )
     return event if is_event else None
@@ -67,7 +69,12 @@ def _event_of(text: bytes) -> Event | None:
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """An operation of a rank, in microseconds; its number counts those of this label."""
+    """An operation of a rank, in microseconds.
+
+    Attributes:
+        number: counts those of this label.
+        kind: of which the summary has one row: the label, or what unnamed operations share.
+    """
 
     rank: int
     label: str
@@ -75,6 +82,7 @@ class TraceSpan:
     begin: float
     end: float
     nbytes: int
+    kind: str
 
 
 def spans_of(events: Iterable[Event]) -> list[TraceSpan]:
@@ -91,10 +99,21 @@ def spans_of(events: Iterable[Event]) -> list[TraceSpan]:
             counts[event["pid"], event["name"]] += 1
         elif event["ph"] == "E" and row in under_way:
             began = under_way.pop(row)
-            nbytes = began.get("args", {}).get("nbytes", 0)
-            span = TraceSpan(row[0], began["name"], numbers[row], began["ts"], event["ts"], nbytes)
-            found.append(span)
+            label, args = began["name"], began.get("args", {})
+            nbytes, kind = args.get("nbytes", 0), _kind_of(label, args)
+            times = began["ts"], event["ts"]
+            found.append(TraceSpan(row[0], label, numbers[row], *times, nbytes, kind))
     return found
+
+
+def _kind_of(label: str, args: Mapping[str, Any]) -> str:
+    """Return the label; of an unnamed operation its collective, its shape and where it stands."""
+    if not (found := _UNNAMED.fullmatch(label)):
+        return label
+    collective, group = found.groups()
+    size = args.get("shape") or (f"{args['nbytes']} B" if args.get("nbytes") else "")
+    at = f"at {args['at']}" if args.get("at") else ""
+    return " ".join(filter(None, (f"{collective}{group}", size, at)))
 
 
 def clock_offsets(hosts: Mapping[int, str], spans: Sequence[TraceSpan]) -> dict[str, float]:
@@ -155,7 +174,7 @@ def _missing_ends(events: Sequence[Event]) -> list[Event]:
 
 @dataclass
 class _Operation:
-    """All operations of one label."""
+    """All operations of one kind."""
 
     n: int = 0
     total_us: float = 0.0
@@ -165,7 +184,10 @@ class _Operation:
 
 
 def summary(events: Sequence[Event]) -> str:
-    """Return a table of the operations that took the most time, and of the ranks."""
+    """Return a table of the operations that took the most time, and of the ranks.
+
+    Unnamed ones of the same collective, shape and place in the program have one row.
+    """
     spans = spans_of(merge(events))
     if not spans:
         return "no operation has ended"
@@ -174,18 +196,18 @@ def summary(events: Sequence[Event]) -> str:
     of_rank: defaultdict[int, list[TraceSpan]] = defaultdict(list)
     for span in spans:
         meetings[span.label, span.number].append(span)
-        each = operations[span.label]
+        each = operations[span.kind]
         each.n += 1
         each.total_us += span.end - span.begin
         each.nbytes += span.nbytes
         of_rank[span.rank].append(span)
     last_of: Counter[int] = Counter()
-    for (label, _), meeting in meetings.items():
+    for meeting in meetings.values():
         if len(meeting) > 1:
             late = max(meeting, key=lambda span: span.begin)
-            operations[label].last[late.rank] += 1
+            operations[late.kind].last[late.rank] += 1
             last_of[late.rank] += 1
-            operations[label].late_us.append(late.begin - min(s.begin for s in meeting))
+            operations[late.kind].late_us.append(late.begin - min(s.begin for s in meeting))
     seconds = (max(s.end for s in spans) - min(s.begin for s in spans)) / 1e6
     n_ranks, n_meetings = len(of_rank), sum(last_of.values())
     lines = [f"{n_ranks} ranks, {len(spans)} operations in {seconds:.1f} s", "", _HEAD]
