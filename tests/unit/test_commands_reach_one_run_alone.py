@@ -13,7 +13,7 @@ from harness import wait_until
 from ringcomm.launch import cli
 from ringcomm.launch.dashboard import command as dashboard
 from ringcomm.launch.dashboard.source import Source
-from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.run_folder import RunFolder, near
 from ringcomm.launch.watch import ctl, top
 from ringcomm.launch.watch.find_runs import find_job
 from ringcomm.launch.watch.prometheus import Pages
@@ -27,6 +27,7 @@ job, rank = sys.argv[1], int(os.environ["RANK"])
 page = StatusPage.create(
     job=job, host=os.uname().nodename, rank=rank, size=2, local_rank=rank, nonce=7
 )
+page.log_scalar("loss", 3, 0.5)
 print("there", flush=True)
 sys.stdin.read()
 """
@@ -81,7 +82,7 @@ def test_a_run_that_is_over_is_said_to_be_over_although_another_lives(runs, tmp_
     RunFolder(tmp_path / "old").create({}, {})
     assert ctl.main([str(tmp_path / "old"), "stop"]) == 1
     said = capsys.readouterr().err
-    assert said == f"ringcomm ctl: no rank of the run {tmp_path / 'old'} lives on this host\n"
+    assert said == f"ringcomm ctl: no rank of the run {near(tmp_path / 'old')} lives on this host\n"
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -194,7 +195,7 @@ def test_a_finished_run_is_said_to_be_over_how_and_when(tmp_path, capsys, monkey
     folder.create({}, {})
     end = {"code": 3, "what": "rank 1 failed", "rank": 1, "report": "", "exit_codes": {}}
     folder.record_end(end | {"ended": "2026-11-20T22:10:15+0000", "seconds": 12.0})
-    text = "the run runs/old is over at 2026-11-20 22:10:15: rank 1 failed, exit 3 after 12 s\n"
+    text = "the run runs/old is over at 2026-11-20 22:10:15: rank 1 failed, exit 3, after 12 s\n"
     for words in (["ctl", "old", "stop"], ["stacks", "old"], ["top", "old", "--once"]):
         assert cli.main(words) == 1
         assert capsys.readouterr().err == f"ringcomm {words[0]}: {text}"
@@ -209,5 +210,6 @@ def test_runs_lists_live_jobs_with_and_without_a_folder(runs, plain, tmp_path, c
     assert [found[name]["state"] for name in ("a", "b", plain)] == ["running"] * 3
     assert found["a"]["jobs"] == [f"a-{os.getpid()}"]
     assert (found[plain]["folder"], found[plain]["ranks"]) == (None, SIZE)
+    assert (found[plain]["last"], found[plain]["best"]) == (0.5, None)
     assert cli.main(["logs", plain]) == 1
     assert "is one of mpirun's, which keeps no logs" in capsys.readouterr().err

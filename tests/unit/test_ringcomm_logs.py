@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ringcomm.launch.cli import main
-from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.run_folder import RunFolder, near
 from ringcomm.launch.watch.log_order import in_order, shown_line
 
 END = {"code": 3, "what": "rank 1 failed", "rank": 1, "report": "", "exit_codes": {}}
@@ -88,7 +88,7 @@ def test_the_lines_of_ranks_are_printed(options, lines, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out.splitlines() == lines
     assert said.err == (
-        f"ringcomm logs: the run {tmp_path / 'run'} is over: rank 1 failed, exit 3\n"
+        f"ringcomm logs: the run {near(tmp_path / 'run')} is over: rank 1 failed, exit 3\n"
     )
 
 
@@ -122,11 +122,11 @@ def test_a_run_is_found_by_name_and_latest_is_the_default(tmp_path, capsys, monk
 def test_a_run_without_a_log_says_where_mpirun_s_output_is(tmp_path, capsys):
     folder = a_run(tmp_path / "run", {})
     assert main(["logs", str(folder.path)]) == 1
-    assert capsys.readouterr().err.endswith(f"no rank of {folder.path} has a log\n")
+    assert capsys.readouterr().err.endswith(f"no rank of {near(folder.path)} has a log\n")
     (folder.path / "launcher.log").write_text("mpirun: no room")
     assert main(["logs", str(folder.path), "--rank", "1"]) == 1
     said = capsys.readouterr().err
-    text = f"rank 1 of {folder.path} has no log; what mpirun has said is in "
+    text = f"rank 1 of {near(folder.path)} has no log; what mpirun has said is in "
     assert said.endswith(f"{text}{folder.path}/launcher.log\n")
 
 
@@ -155,4 +155,4 @@ def test_follow_prints_what_comes_until_the_run_is_over(tmp_path, capsys, monkey
     said = capsys.readouterr()
     assert found == [0]
     assert sorted(said.out.splitlines()) == ["[0] a", "[0] bb", "[0] c", "[2] half", "[2] later"]
-    assert said.err.endswith(f"the run {folder.path} is over: rank 1 failed, exit 3\n")
+    assert said.err.endswith(f"the run {near(folder.path)} is over: rank 1 failed, exit 3\n")

@@ -104,10 +104,10 @@ def facts(end=None, **fields):
     ("run", "state", "how"),
     [
         (facts(ended(0, "completed", seconds=231.4)), "completed", "after 231 s"),
-        (facts(ended(3, "rank 1 failed", 1)), "failed", "rank 1 failed, exit 3 after 12 s"),
-        (facts(ended(75, "stopped in order")), "stopped", "stopped in order, exit 75 after 12 s"),
-        (facts(ended(130, "ended by SIGINT")), "stopped", "ended by SIGINT, exit 130 after 12 s"),
-        (facts(ended(130, "rank 0 failed", 0)), "failed", "rank 0 failed, exit 130 after 12 s"),
+        (facts(ended(3, "rank 1 failed", 1)), "failed", "rank 1 failed, exit 3, after 12 s"),
+        (facts(ended(75, "stopped in order")), "stopped", "stopped in order, exit 75, after 12 s"),
+        (facts(ended(130, "ended by SIGINT")), "stopped", "ended by SIGINT, exit 130, after 12 s"),
+        (facts(ended(130, "rank 0 failed", 0)), "failed", "rank 0 failed, exit 130, after 12 s"),
         (facts(ended(1, "x", seconds=None)), "failed", "x, exit 1"),
         (facts(is_live=True), "running", ""),
         (facts(is_live=None), "not seen", "only h9 knows"),
@@ -122,7 +122,7 @@ def test_of_a_run_that_is_over_one_sentence_says_how_and_when():
     text = "the run runs/a is over at 2026-11-20 22:10:15: "
     assert over_text(facts(ended(0, "completed"))) == f"{text}completed after 12 s"
     assert (
-        over_text(facts(ended(3, "rank 1 failed", 1))) == f"{text}rank 1 failed, exit 3 after 12 s"
+        over_text(facts(ended(3, "rank 1 failed", 1))) == f"{text}rank 1 failed, exit 3, after 12 s"
     )
     assert over_text(facts()).startswith("the run runs/a left no record of its end")
 
@@ -158,9 +158,9 @@ def test_a_table_has_the_columns_that_a_run_fills():
         facts(is_live=True),
     ]
     assert table(runs, "loss").splitlines() == [
-        "run  program   state    ranks  started              how it ended                      "
+        "run  program   state    ranks  started              how it ended                       "
         "loss: last  best",
-        "a    train.py  failed   2      2026-11-20 22:10:03  rank 1 failed, exit 3 after 12 s  "
+        "a    train.py  failed   2      2026-11-20 22:10:03  rank 1 failed, exit 3, after 12 s  "
         "0.25        0.125",
         "a    train.py  running  2      2026-11-20 22:10:03",
     ]
@@ -225,7 +225,7 @@ def test_the_list_has_the_runs_of_a_folder_the_newest_first(tmp_path, capsys, mo
     assert list(listed(runs, "-n", "2", capsys=capsys)) == ["c", "b"]
     assert main(["runs"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.split(maxsplit=3) == ["a", "failed", "2", "rank 1 failed, exit 3 after 12 s"]
+    assert last.split(maxsplit=3) == ["a", "failed", "2", "rank 1 failed, exit 3, after 12 s"]
 
 
 @pytest.mark.usefixtures("no_job")

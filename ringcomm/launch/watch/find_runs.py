@@ -168,12 +168,15 @@ def facts_of(run: KnownRun, metric: str = "", *, best: str = "min") -> RunFacts:
     return RunFacts(name, run.place, True, config, end, is_live, run.jobs, values, tuple(problems))
 
 
-def facts_of_job(run: KnownRun, samples: Sequence[RankSample]) -> RunFacts:
-    """Return what is known of a live job that has no folder."""
+def facts_of_job(run: KnownRun, samples: Sequence[RankSample], metric: str = "") -> RunFacts:
+    """Return what is known of a live job that has no folder: of a metric the last value alone."""
     job = next(each for each in live_jobs(samples) if each.name in run.jobs)
     size = int(job.members[0].page["size"])
     config = RunConfig(job.program, size, time_text(job.began_s))
-    return RunFacts(job.name, run.place, False, config, None, True, run.jobs)
+    first = next((each for each in job.members if each.rank == 0), None)
+    last = [value for name, _, value in first.scalars if name == metric] if first else []
+    values = MetricValues(last[0], None) if last and math.isfinite(last[0]) else None
+    return RunFacts(job.name, run.place, False, config, None, True, run.jobs, values)
 
 
 def metric_of(folder: RunFolder, name: str, *, best: str) -> MetricValues | None:
@@ -191,12 +194,13 @@ def metric_of(folder: RunFolder, name: str, *, best: str) -> MetricValues | None
         pattern = re.compile(rb"[{ ]" + re.escape(json.dumps(name).encode()) + rb": ([-+.0-9eE]+)")
         choice = min if best == "min" else max
         found: MetricValues | None = None
+        best_yet: float | None = None
         rest = b""
         while piece := file.read(_BLOCK):
             whole, _, rest = (rest + piece).rpartition(b"\n")
             if values := list(_numbers(pattern.findall(whole))):
-                top = choice(values)
-                found = MetricValues(values[-1], top if found is None else choice(found.best, top))
+                best_yet = choice(values if best_yet is None else [best_yet, *values])
+                found = MetricValues(values[-1], best_yet)
             rest = rest[-_BLOCK:]  # a longer line is none of rc.log()
         return found
 

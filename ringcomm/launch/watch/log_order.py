@@ -37,7 +37,7 @@ def _timed(rank: int, lines: Iterable[str]) -> Iterator[tuple[str, int, str]]:
     for line in lines:
         if found := _TIME.match(line):
             day, second, fraction = found.groups()
-            latest = max(latest, f"{day} {second}.{fraction or 0:0<9}")
+            latest = f"{day} {second}.{fraction or 0:0<9}"
         yield latest, rank, line
 
 

@@ -21,10 +21,10 @@ _TIME: Final = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)[+-]\d{4}", re.ASC
 
 @dataclass(frozen=True)
 class MetricValues:
-    """What a run has logged under one name: the last value, and the best one."""
+    """What a run has logged under one name: the last value, and the best one if it is known."""
 
     last: float
-    best: float
+    best: float | None
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class RunFacts:
                 False: "left no record of its end, as after a kill of `ringcomm run`",
                 None: f"only {self.config.host or 'its host'} knows",
             }[self.is_live]
-        after = "" if self.end.seconds is None else f" after {seconds_text(self.end.seconds)}"
+        after = "" if self.end.seconds is None else f"after {seconds_text(self.end.seconds)}"
         if self.end.code == 0:
-            return after.strip()
-        return f"{self.end.what}, exit {self.end.code}{after}"
+            return after
+        return ", ".join(filter(None, (self.end.what, f"exit {self.end.code}", after)))
 
 
 def over_text(facts: RunFacts) -> str:
@@ -139,12 +139,12 @@ def _where(run: RunFacts) -> str:
     return "" if run.name == run.place.rpartition("/")[2] else run.place
 
 
-def _values(metric: MetricValues) -> tuple[float, float]:
+def _values(metric: MetricValues) -> tuple[float, float | None]:
     return metric.last, metric.best
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}"
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def as_json(run: RunFacts, metric: str) -> dict[str, Any]:

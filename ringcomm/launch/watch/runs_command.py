@@ -23,7 +23,9 @@ def main(argv: Sequence[str]) -> int:
     known = known[: args.last or None]
     best = "max" if args.max else "min"
     facts = [
-        facts_of(each, args.metric, best=best) if each.folder else facts_of_job(each, samples)
+        facts_of(each, args.metric, best=best)
+        if each.folder
+        else facts_of_job(each, samples, args.metric)
         for each in known
     ]
     for problem in [problem for each in facts for problem in each.problems]:
