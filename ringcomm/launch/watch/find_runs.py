@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -191,26 +191,33 @@ def metric_of(folder: RunFolder, name: str, *, best: str) -> MetricValues | None
             folder.problems["metrics.jsonl"] = f"has more than {_MOST_NBYTES} bytes: it is not read"
             return None
         # Others may have written it: what the pattern takes for a number may be none.
-        pattern = re.compile(rb"[{ ]" + re.escape(json.dumps(name).encode()) + rb": ([-+.0-9eE]+)")
+        # Not within a longer name, where its quote has a backslash. A search for what begins with a
+        # literal takes half the time.
+        key = re.escape(f"{json.dumps(name)}: ".encode())
+        pattern = re.compile(key + rb"(?<!\\" + key + rb")([-+.0-9eE]+)")
         choice = min if best == "min" else max
         found: MetricValues | None = None
         best_yet: float | None = None
         rest = b""
         while piece := file.read(_BLOCK):
             whole, _, rest = (rest + piece).rpartition(b"\n")
-            if values := list(_numbers(pattern.findall(whole))):
+            if values := _numbers(pattern.findall(whole)):
                 best_yet = choice(values if best_yet is None else [best_yet, *values])
                 found = MetricValues(values[-1], best_yet)
             rest = rest[-_BLOCK:]  # a longer line is none of rc.log()
         return found
 
 
-def _numbers(texts: Sequence[bytes]) -> Iterator[float]:
+def _numbers(texts: Sequence[bytes]) -> list[float]:
+    found = []
     for text in texts:
-        with contextlib.suppress(ValueError):
+        try:
             number = float(text)
-            if math.isfinite(number):
-                yield number
+        except ValueError:
+            continue
+        if math.isfinite(number):
+            found.append(number)
+    return found
 
 
 def _job(name: str, members: tuple[RankSample, ...]) -> LiveJob:
