@@ -166,6 +166,33 @@ def test_top_and_the_dashboard_show_a_run_whatever_is_put_in_its_folder(name, wh
 
 
 @pytest.mark.parametrize("what", PLANTS)
+@pytest.mark.parametrize("name", ["run.json", "end.json", "metrics.jsonl"])
+def test_runs_lists_a_run_whatever_is_put_in_its_folder(name, what, tmp_path, capsys):
+    folder = a_run(tmp_path / "a")
+    plant(folder.path / name, what)
+    a_run(tmp_path / "b")
+    with in_time():
+        assert main(["runs", "--runs", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    names = {line.split()[0] for line in said.out.splitlines()}
+    assert {"a", "b"} <= names
+    require_plain(said.out + said.err)
+    if name != "metrics.jsonl" or what in WITHOUT_END:
+        assert said.err.count(f"{folder.path / name} ") == 1, said.err
+
+
+@pytest.mark.parametrize("what", [each for each in PLANTS if each != "a terabyte"])  # is text
+def test_logs_waits_for_no_file_that_is_none(what, tmp_path, capsys):
+    folder = a_run(tmp_path / "run")
+    plant(folder.log_of(0), what)
+    with in_time():
+        assert main(["logs", str(folder.path), "--grep", "hello"]) == 0
+    said = capsys.readouterr()
+    assert "[1] hello\n" in said.out
+    require_plain(said.out)
+
+
+@pytest.mark.parametrize("what", PLANTS)
 def test_a_log_that_is_none_is_empty(what, tmp_path):
     folder = a_run(tmp_path / "run")
     plant(folder.log_of(1), what)

@@ -168,6 +168,18 @@ def test_a_timeline_that_is_named_twice_counts_once(tmp_path, capsys):
     assert capsys.readouterr().out == once
 
 
+def test_a_run_is_meant_by_its_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("2026-11-20", "2026-11-21"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text("{}")
+    write_timelines(tmp_path / "runs" / "2026-11-21")
+    assert main(["summary", "2026-11-21"]) == main(["summary", "latest"]) == 0
+    assert capsys.readouterr().out.count("2 ranks, 40 operations") == 2
+    assert main(["summary", "2026"]) == 1
+    assert "several begin with '2026'" in capsys.readouterr().err
+
+
 def test_no_merged_file_takes_the_place_of_a_timeline(tmp_path, capsys):
     write_timelines(tmp_path)
     taken = tmp_path / "timeline.0.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import sys
@@ -12,7 +13,9 @@ from typing import IO, Final
 
 from ringcomm.foreign_text import printable
 from ringcomm.launch.command_line import CommandParser
+from ringcomm.launch.watch.find_runs import RUNS, find
 from ringcomm.launch.watch.timelines import Event, merge, read_events, summary
+from ringcomm.launch.watch.which_run import NoSuchRunError
 from ringcomm.regular_files import BrokenFileError, open_regular
 
 _LINE_NBYTES: Final = 1 << 20  # more than a line of a timeline has
@@ -23,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     output = args.output if args.action == "merge" else None
     try:
-        files = _files(args.what)
+        files = _files([_place_of(each) for each in args.what])
         if output is not None and output.resolve() in files and _events_of(output)[0]:
             return _refuse(f"{output} is one of the timelines that are merged: -o another file")
         events = _events(files, args.what)
@@ -59,11 +62,29 @@ def _parser() -> argparse.ArgumentParser:
     ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument(
-            "what", nargs="+", type=Path, metavar="FILE|FOLDER", help="timelines, or their folder"
+            "what",
+            nargs="+",
+            type=Path,
+            metavar="FILE|FOLDER|RUN",
+            help="timelines, their folder, or the name of a run in `runs`, or `latest`",
         )
         if name == "merge":
             action.add_argument("-o", "--output", type=Path, default=Path("merged.json"))
     return parser
+
+
+def _place_of(path: Path) -> Path:
+    """Return a path that is there, or the folder of the run that it means; else the path.
+
+    Raises LookupError if it means several runs.
+    """
+    if path.exists():
+        return path
+    with contextlib.suppress(NoSuchRunError):
+        run = find(str(path), RUNS, [])  # of a live job nobody knows where its files are
+        if run.folder:
+            return Path(run.folder)
+    return path
 
 
 def _files(paths: Sequence[Path]) -> dict[Path, Path]:
