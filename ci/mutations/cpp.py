@@ -354,10 +354,21 @@ CPP = [
         "copy-returns-before-all-have-read",
         "node",
         "shm",
-        "(kind_ == Source::registered && !all_at(&StepProgress::done, kAllDone))",
+        "(is_in_place(kind_) && !all_at(&StepProgress::done, kAllDone))",
         "(kind_ == Source::staged && !all_at(&StepProgress::done, kAllDone))",
         "who broadcasts a registered array and changes it sends what it has become",
         ("unit/test_shared_memory_is_kept_while_others_read.py",),
+    ),
+    CppMutation(
+        "private-array-is-given-back-before-all-have-read",
+        "node",
+        "shm",
+        "is_in_place(kind_) && !all_at(",
+        "kind_ == Source::registered && !all_at(",
+        "who broadcasts a long private array and changes it sends what it has become",
+        (
+            "unit/test_shared_memory_is_kept_while_others_read.py::test_what_was_passed_may_be_overwritten_at_once[all-broadcast]",
+        ),
     ),
     CppMutation(
         "reduction-returns-before-all-have-read",

@@ -202,9 +202,9 @@ FAULT = [
     Mutation(
         "who-reads-nobody-lets-others-in",
         "node",
-        "transport/peer_messages.py",
-        "if node is not None and may_read:",
-        "if node is not None:",
+        "engine/core/context.py",
+        "if transport.node is not None and settings.read_memory:",
+        "if transport.node is not None:",
         "RINGCOMM_READ_MEMORY=0 opens ranks all the same",
         ("unit/test_private_memory.py",),
     ),
