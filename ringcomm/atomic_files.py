@@ -35,10 +35,12 @@ def replacing(
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
+            # mkstemp() lets only the owner read. Not by the name: who else can write the folder may
+            # have put a link there, whose target would be opened to them.
+            os.fchmod(descriptor, mode & ~_umask())
             os.fsync(file.fileno())
         if check is not None:
             check(path.with_name(os.path.basename(name)))
-        os.chmod(name, mode & ~_umask())  # mkstemp() lets only the owner read
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
