@@ -30,3 +30,11 @@ def write_as_another(path, data, monkeypatch, *, mode=0o644):
     )
     if not IS_ROOT:
         monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+
+
+def give_to_another(path, monkeypatch):
+    """Let a path belong to another user, or without root's rights let this one be another."""
+    if IS_ROOT:
+        os.chown(path, OTHER, OTHER)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: OTHER)

@@ -13,7 +13,7 @@ std::set<std::string> mpi_segments_of(int pid) {
     const std::size_t start = line.find(" /dev/shm/");
     if (start == std::string::npos || line.find(" (deleted)") != std::string::npos) continue;
     const std::string path = line.substr(start + 1);
-    const std::string name = path.substr(sizeof "/dev/shm/" - 1);
+    const std::string name = path.substr(path.rfind('/') + 1);  // it may be in a folder of the run
     for (const char* prefix : {"mpich_shm_", "sm_segment.", "vader_segment.", "Intel_MPI_"})
       if (name.rfind(prefix, 0) == 0) paths.insert(path);
   }

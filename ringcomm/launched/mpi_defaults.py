@@ -28,6 +28,9 @@ _BTL: Final = "OMPI_MCA_btl"
 _BY_MEMORY, _BY_MEMORY_OR_TCP = "self,sm", "self,sm,tcp"
 # Without a launcher, no process removes the segment of btl/sm in /dev/shm (Open MPI 5.0.11).
 _ALONE = "self"
+# Where btl/sm has its segments, and what `ringcomm run` sets for that begins with.
+MEMORY: Final = "OMPI_MCA_btl_sm_backing_directory"
+MEMORY_OF_RUN: Final = "/dev/shm/ringcomm-mpi-"
 _SEGMENT_NBYTES = 16 << 20  # that btl/sm asks for, for each rank (Open MPI 5.0.11)
 
 
@@ -75,12 +78,31 @@ def set_mpi_defaults(
     if n_local is not None and n_local == environ.get("OMPI_COMM_WORLD_SIZE"):
         wanted |= _ON_ONE_HOST
         if _BTL not in environ:
-            wanted[_BTL] = _BY_MEMORY if share_memory(int(n_local)) else _BY_MEMORY_OR_TCP
+            shares = share_memory(int(n_local))
+            wanted[_BTL] = _BY_MEMORY if shares else _BY_MEMORY_OR_TCP
+            if not shares and environ.get(MEMORY, "").startswith(MEMORY_OF_RUN):
+                del environ[MEMORY]  # it is not there
     elif not any(name in environ for name in ("PMIX_RANK", "PMI_RANK")):
         wanted |= _ON_ONE_HOST | {_BTL: _ALONE}
     added = {name: value for name, value in wanted.items() if name not in environ}
     environ.update(added)
     return [f"{name}={value}" for name, value in added.items()]
+
+
+def rank_with_segment(added: Iterable[str], environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return this rank among those of its host if they have only btl/sm to reach each other.
+
+    Each has made its file then; elsewhere, MPI may do without.
+
+    Args:
+        added: what set_mpi_defaults() has added before MPI started.
+        environ: the environment with which MPI started.
+    """
+    by_memory = f"{_BTL}={_BY_MEMORY}" in added
+    ob1 = environ.get("OMPI_MCA_pml") == _ON_ONE_HOST["OMPI_MCA_pml"]
+    if not (by_memory and ob1) or environ["OMPI_COMM_WORLD_LOCAL_SIZE"] == "1":
+        return None
+    return int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])
 
 
 def lacks_home(environ: Mapping[str, str] = os.environ) -> bool:
@@ -96,3 +118,7 @@ def hide_from_children(
     """
     if any(each.startswith(f"{_BTL}=") for each in added):
         environ.pop(_BTL, None)
+    if environ.get(MEMORY, "").startswith(
+        MEMORY_OF_RUN
+    ):  # which is on this host, until this job ends
+        del environ[MEMORY]

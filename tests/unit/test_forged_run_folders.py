@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness import DEADLINE_S, wait_until
-from other_users import IS_ROOT, OTHER
+from other_users import IS_ROOT, OTHER, give_to_another
 
 from ringcomm.errors import ConfigError
 from ringcomm.launch.dashboard.source import Source, newest_run
@@ -51,14 +51,6 @@ def a_run(path, size=2):
     assert folder.claim()
     folder.create({"ranks": size}, {})
     return folder
-
-
-def give_to_another(path, monkeypatch):
-    """Let a path belong to another user, or without root's rights let this one be another."""
-    if IS_ROOT:
-        os.chown(path, OTHER, OTHER)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: OTHER)
 
 
 # --- signals --------------------------------------------------------------------------------------
@@ -256,17 +248,31 @@ def test_a_record_has_one_name(name, tmp_path):
 
 # --- the launcher's own files ---------------------------------------------------------------------
 SAYS = """
-path=$PRTE_MCA_prte_local_tmpdir_base
 if test -d "$path"; then stat -c "%a %u" "$path"; touch "$path/left"; fi; echo "$path"
 """
+PLACES = {
+    # variable: what the user may have set
+    "PRTE_MCA_prte_local_tmpdir_base": {"PRTE_MCA_prte_tmpdir_base": "/scratch"},
+    "OMPI_MCA_btl_sm_backing_directory": {"OMPI_MCA_btl_sm_backing_directory": ""},
+}
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_prteruns_sessions_are_in_a_folder_that_nobody_can_have_made_before(is_given, tmp_path):
+@pytest.mark.parametrize("variable", PLACES)
+def test_files_of_mpi_are_in_a_folder_that_nobody_can_have_made_before(
+    variable, is_given, tmp_path
+):
     folder = a_run(tmp_path / "run")
-    given = {"PRTE_MCA_prte_tmpdir_base": "/scratch"} if is_given else {}
+    given = PLACES[variable] if is_given else {}
     environ = {"PATH": os.environ["PATH"], **given}
-    job = Supervisor(["sh", "-c", SAYS], environ, folder, size=1, grace_s=1, forks_ranks=True)
+    job = Supervisor(
+        ["sh", "-c", f"path=${variable}{SAYS}"],
+        environ,
+        folder,
+        size=1,
+        grace_s=1,
+        forks_ranks=True,
+    )
     said = job.run().launcher_text.splitlines()
     if is_given:
         assert said == [""]

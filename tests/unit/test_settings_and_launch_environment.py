@@ -105,6 +105,10 @@ TWO_HOSTS = {
 }
 
 
+MEMORY = "OMPI_MCA_btl_sm_backing_directory"
+MEMORY_OF_RUN = {MEMORY: "/dev/shm/ringcomm-mpi-abc"}
+
+
 def test_quick_start_settings_are_for_one_host_only():
     here, there, direct = dict(ONE_HOST), dict(TWO_HOSTS), {"PMIX_RANK": "1"}
     for environ in (here, there, direct):
@@ -124,9 +128,10 @@ def test_a_process_without_a_launcher_uses_no_shared_memory_of_mpi_and_listens_n
 @pytest.mark.parametrize(("do_share", "btl"), [(True, "self,sm"), (False, "self,sm,tcp")])
 def test_ranks_of_one_host_have_tcp_only_if_they_cannot_share_memory(do_share, btl):
     asked = []
-    environ = dict(ONE_HOST)
+    environ = ONE_HOST | MEMORY_OF_RUN
     mpi_defaults.set_mpi_defaults(environ, lambda n: asked.append(n) or do_share)
     assert (environ["OMPI_MCA_btl"], asked) == (btl, [2])
+    assert MEMORY_OF_RUN.items() <= environ.items() if do_share else MEMORY not in environ
 
 
 def test_ranks_over_hosts_keep_the_networks_that_mpi_finds():
@@ -145,14 +150,15 @@ def test_shared_memory_must_be_the_launcher_s_and_have_room(n_ranks, monkeypatch
     assert mpi_defaults.share_memory(n_ranks) == (n_ranks == 1)
 
 
-def test_a_job_that_a_rank_starts_inherits_no_choice_of_btl():
-    environ = dict(ONE_HOST)
-    added = mpi_defaults.set_mpi_defaults(environ)
+def test_a_job_that_a_rank_starts_inherits_no_choice_of_btl_and_no_folder_of_its_memory():
+    environ = ONE_HOST | MEMORY_OF_RUN
+    added = mpi_defaults.set_mpi_defaults(environ, lambda _: True)
     mpi_defaults.hide_from_children(added, environ)
-    assert "OMPI_MCA_btl" not in environ
-    of_user = ONE_HOST | {"OMPI_MCA_btl": "self,tcp"}
+    assert not {"OMPI_MCA_btl", MEMORY} & environ.keys()
+    chosen = {"OMPI_MCA_btl": "self,tcp", MEMORY: "/dev/shm/mine"}
+    of_user = ONE_HOST | chosen
     mpi_defaults.hide_from_children(mpi_defaults.set_mpi_defaults(of_user), of_user)
-    assert of_user["OMPI_MCA_btl"] == "self,tcp"
+    assert chosen.items() <= of_user.items()
 
 
 def test_the_user_s_own_mpi_setting_wins():

@@ -315,9 +315,19 @@ def test_a_record_says_when_a_rank_failed_and_by_what_this_is_known(
     assert before - 5e6 < failure.time_ns < after + 5e7  # the guardian sees a death a moment later
 
 
-@pytest.mark.parametrize("name", ["mpich_shm_", "sm_segment.", "vader_segment.", "Intel_MPI_"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mpich_shm_",
+        "sm_segment.",
+        "vader_segment.",
+        "Intel_MPI_",
+        "ringcomm-mpi-a_test/sm_segment.",
+    ],
+)
 def test_no_file_of_mpi_outlives_ranks_that_are_killed(name, start_rank, capfd):
     path = Path(f"/dev/shm/{name}{os.getpid()}")
+    path.parent.mkdir(exist_ok=True)
     body = f"""
     import mmap
     with open({str(path)!r}, "w+b") as file:
@@ -338,6 +348,8 @@ def test_no_file_of_mpi_outlives_ranks_that_are_killed(name, start_rank, capfd):
         assert not path.exists()
     finally:
         path.unlink(missing_ok=True)
+        if "/" in name:
+            path.parent.rmdir()
 
 
 ENDS_OF_ALL = {

@@ -42,6 +42,7 @@ from ringcomm.launch.job.run_folder import CONFIG, END, LAUNCHER_LOG, RunFolder,
 from ringcomm.launch.job.run_words import Stages, start_text
 from ringcomm.launch.job.show import can_show_line, say, show, show_line
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending
+from ringcomm.launched.mpi_defaults import MEMORY, MEMORY_OF_RUN
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.system_text import text_of
 
@@ -58,6 +59,7 @@ _TAIL: Final = 1 << 18  # bytes of what the launcher says that are kept, to find
 _BLIND: Final = re.compile(rb"ringcomm run: host (\S+) does not see ")
 _PR_SET_PDEATHSIG: Final = 1
 _SESSIONS: Final = "PRTE_MCA_prte_local_tmpdir_base"  # of Open MPI 5; on this host alone
+_PREFIX: Final = Path(MEMORY_OF_RUN).name
 _CANNOT_START: Final = 127
 _OTHER_FILES: Final = 64  # that are opened beside the logs of the ranks
 
@@ -128,7 +130,8 @@ class Supervisor:
         Raises OSError if the launcher cannot be started.
         """
         with (
-            _private_folder() as private,
+            _private_folder() as sessions,
+            _private_folder("/dev/shm") as memory,
             _room_for_files(self._size + _OTHER_FILES) as limits,
             _Signals() as signals,
             self._folder.open_launcher_log() as log,
@@ -138,14 +141,14 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,  # Open MPI 5.0.11 loses some of it, or hangs (measured)
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**self._environ, **self._sessions(private)},
+                env={**self._environ, **self._private_places(sessions, memory)},
                 start_new_session=True,  # Ctrl-C reaches this process alone
                 preexec_fn=_in_child(os.getpid(), limits),  # noqa: PLW1509 - one thread is here
             )
             self._launcher = process.pid
             with (
                 process,
-                _watchdog(self._end_job_of(process.pid, private), self._folder.fileno()),
+                _watchdog(self._end_job_of(process.pid, [sessions, memory]), self._folder.fileno()),
                 selectors.DefaultSelector() as s,
             ):
                 try:
@@ -161,10 +164,15 @@ class Supervisor:
             say(f"{name} in the folder of the run {what}: it does not count")
         return ending
 
-    def _sessions(self, private: str) -> dict[str, str]:
-        """Return by which variable the launcher takes a private folder for its sessions."""
+    def _private_places(self, sessions: str, memory: str) -> dict[str, str]:
+        """Return by which variables launcher and ranks take private folders for what they share."""
+        if not self._forks_ranks:
+            return {}
         is_given = any(name.endswith("_tmpdir_base") for name in self._environ)
-        return {_SESSIONS: private} if self._forks_ranks and not is_given else {}
+        places = {} if is_given else {_SESSIONS: sessions}
+        if memory and self._environ.get(MEMORY, MEMORY_OF_RUN).startswith(MEMORY_OF_RUN):
+            places[MEMORY] = memory
+        return places
 
     def _ending(self, launcher_code: int) -> JobEnding:
         return JobEnding(
@@ -367,7 +375,7 @@ class Supervisor:
         return any(end.code for end in self._folder.ends().values())
 
     # --- the end ----------------------------------------------------------------------------------
-    def _end_job_of(self, launcher: int, private: str) -> Callable[[], None]:
+    def _end_job_of(self, launcher: int, private: Sequence[str]) -> Callable[[], None]:
         """Return what the watchdog does: it ends a job whose `ringcomm run` has been killed."""
 
         def left() -> set[int]:
@@ -379,7 +387,8 @@ class Supervisor:
             files.note()
             _end_all(left)
             files.remove()
-            shutil.rmtree(private, ignore_errors=True)
+            for each in private:
+                shutil.rmtree(each, ignore_errors=True)
 
         return end_job
 
@@ -556,12 +565,22 @@ class _Signals:
 
 
 @contextlib.contextmanager
-def _private_folder() -> Iterator[str]:
-    """Yield a new folder of this user alone, and remove it.
+def _private_folder(parent: str | None = None) -> Iterator[str]:
+    """Yield a new folder of this user alone, and remove it; "" if the parent cannot be written.
 
     Unless prterun is given one, it uses ompi.PID in TMPDIR, also if it is there and another user's.
+    And ranks use files in /dev/shm whose names others can know, and claim, before.
+
+    Args:
+        parent: the folder to make it in; None: TMPDIR, which must be writable.
     """
-    path = tempfile.mkdtemp(prefix="ringcomm-mpi-")
+    try:
+        path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+    except OSError:
+        if parent is None:
+            raise
+        yield ""
+        return
     try:
         yield path
     finally:

@@ -19,7 +19,9 @@ from ringcomm.system_text import bytes_of, host_name, read_text
 
 _LOOK_S: Final = 1.0  # between two looks at the ranks in init()
 _LONGEST_S: Final = 64.0  # between two at the others
-_MPI_FILE: Final = r" (/dev/shm/(?:mpich_shm_|sm_segment\.|vader_segment\.|Intel_MPI_)\S+)$"
+_MPI_FILE: Final = (
+    r" (/dev/shm/(?:[^/\s]+/)?(?:mpich_shm_|sm_segment\.|vader_segment\.|Intel_MPI_)\S+)$"
+)
 
 
 def send_signal(
