@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringcomm.errors import ConfigError
-from ringcomm.launched.child_marks import RANK_PROCESS, RUN_FOLDER
+from ringcomm.launched.child_marks import RANK_PROCESS, RUN_FOLDER, RUN_FOLDER_ID
 from ringcomm.launched.launcher import is_on, launched_rank
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     others: list[str] = []
     for variable in environ:
         is_ours = variable.startswith(_PREFIX) and not variable.startswith(_PARAMETER)
-        if not is_ours or variable in (RANK_PROCESS, RUN_FOLDER, PARAMETERS_FILE):
+        if not is_ours or variable in (RANK_PROCESS, RUN_FOLDER, RUN_FOLDER_ID, PARAMETERS_FILE):
             continue
         if variable not in known:
             meant = next((name for name in known if _differ_in_two_letters(variable, name)), "")

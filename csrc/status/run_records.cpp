@@ -1,9 +1,12 @@
 #include "run_records.hpp"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <utility>
@@ -18,10 +21,18 @@ constexpr std::size_t kPathMax = 4096;
 char rank_path[kPathMax];
 pid_t rank_pid = 0;
 
+// The folder of the run, as rank_program.py has found it; 0 0 if nobody says which it is.
+unsigned long long folder_device = 0, folder_inode = 0;
+
+bool is_of_run(int folder) {
+  struct stat facts {};
+  return folder_inode == 0 || (fstat(folder, &facts) == 0 && facts.st_dev == folder_device &&
+                               facts.st_ino == folder_inode);
+}
+
 // Opened anew each time: a program may close all descriptors that it does not know.
 bool append(const char* path, const char* text, std::size_t size) {
-  const int flags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW;
-  const int fd = uninterrupted([&] { return ::open(path, flags, 0644); });
+  const int fd = open_in_run_folder(path, O_WRONLY | O_CREAT | O_APPEND);
   if (fd < 0) return false;
   const auto written = uninterrupted([&] { return ::write(fd, text, size); });
   ::close(fd);
@@ -44,6 +55,36 @@ void append_to_rank(const char* text, std::size_t size) {
 
 }  // namespace
 
+void learn_run_folder() {
+  const char* text = std::getenv("RINGCOMM_RUN_FOLDER_ID");  // of launched/child_marks.py
+  unsigned long long device = 0, inode = 0;
+  if (text == nullptr || std::sscanf(text, "%llu:%llu", &device, &inode) != 2) return;
+  folder_device = device;
+  folder_inode = inode;
+}
+
+int open_in_run_folder(const char* path, int flags) {
+  char folder[kPathMax];
+  const char* slash = std::strrchr(path, '/');
+  const std::size_t size = slash == nullptr ? 0 : static_cast<std::size_t>(slash - path);
+  if (size == 0 || size >= kPathMax) return -1;
+  std::memcpy(folder, path, size);
+  folder[size] = '\0';
+  const int folder_only = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
+  const int at = uninterrupted([&] { return ::open(folder, folder_only); });
+  if (at < 0) return -1;
+  const int all = flags | O_CLOEXEC | O_NOFOLLOW;
+  int fd = -1;
+  if (is_of_run(at))
+    fd = uninterrupted([&] { return ::openat(at, slash + 1, all, 0644); });
+  else
+    errno = ESTALE;
+  const int error = errno;
+  ::close(at);
+  errno = error;
+  return fd;
+}
+
 void record_this_rank_in(const std::string& path) {
   if (path.size() >= kPathMax) {
     errno = ENAMETOOLONG;
@@ -51,6 +92,7 @@ void record_this_rank_in(const std::string& path) {
   }
   std::memcpy(rank_path, path.c_str(), path.size() + 1);
   rank_pid = getpid();
+  learn_run_folder();
   if (!append(rank_path, "began\n", 6)) throw_errno(path);
 }
 
@@ -72,6 +114,7 @@ void record_exit(int code) {
 }
 
 GuardianRecord::GuardianRecord(std::string path) : path_(std::move(path)) {
+  learn_run_folder();
   const std::string text = "watches " + std::to_string(getpid()) + "\n";
   if (!path_.empty() && !append(path_.c_str(), text.data(), text.size())) throw_errno(path_);
 }

@@ -13,6 +13,13 @@ namespace ringcomm {
 // "left", "exit CODE". Throws std::system_error.
 void record_this_rank_in(const std::string& path);
 
+// Learns which folder is that of the run, by the environment of this process.
+void learn_run_folder();
+
+// Opens a file in the folder of the run: not where a link leads, nor in another folder that somebody has
+// put in its place since. Returns -1, and sets errno, if that is so. Async-signal-safe.
+int open_in_run_folder(const char* path, int flags);
+
 // Async-signal-safe. Nothing without record_this_rank_in(), and in forked children.
 void record_left();
 void record_role(const std::string& role);  // not async-signal-safe

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from ringcomm.launched.ancestors import ancestors
-from ringcomm.launched.child_marks import RUN_FOLDER, create_run_file, run_file
+from ringcomm.launched.child_marks import RUN_FOLDER, create_run_file, open_run_folder, run_file
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.launched.process_stat import ProcessStat
 from ringcomm.system_text import bytes_of, host_name
@@ -62,7 +62,11 @@ def note_rank_process(environ: Mapping[str, str] = os.environ) -> None:
         return
     start = ProcessStat.of(os.getpid()).start
     with contextlib.suppress(OSError):  # the disk is full
-        new = f"{path}.new"
-        with open(create_run_file(new), "wb") as file:
+        folder, name = os.path.split(path)
+        with open(create_run_file(f"{path}.new"), "wb") as file:
             file.write(bytes_of(f"{os.getpid()} {host_name()} {start}\n"))
-        os.replace(new, path)
+        opened = open_run_folder(folder)
+        try:
+            os.replace(f"{name}.new", name, src_dir_fd=opened, dst_dir_fd=opened)
+        finally:
+            os.close(opened)

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
-RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"  # as in ringcomm.launched.child_marks
+# As in ringcomm.launched.child_marks.
+RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"
+RUN_FOLDER_ID: Final = "RINGCOMM_RUN_FOLDER_ID"
 # The variables in which launchers tell a rank its place. RANK and so on are torch's names.
 _SOURCES: Final = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"),
@@ -91,6 +93,7 @@ def main(folder: str, program: list[str], environ: MutableMapping[str, str] = os
     environ.update(places(environ))
     if "SLURM_JOB_ID" in environ:
         environ.update(slurm_places(environ, _node_in(folder, os.uname().nodename)))
+    environ.pop(RUN_FOLDER_ID, None)  # of the job that has started this one
     if not _log_to(folder, environ):
         environ.pop(RUN_FOLDER, None)
     try:
@@ -110,7 +113,7 @@ def _log_to(folder: str, environ: MutableMapping[str, str]) -> bool:
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
     try:
         opened = _open_own(folder)
-        os.stat("run.json", dir_fd=opened)  # else the folder is another one of the same name
+        _require_run(folder, opened)
         log = os.open(f"rank-{rank}.log", flags | os.O_APPEND, 0o644, dir_fd=opened)
     except OSError as error:
         if environ.get("LOCAL_RANK", "0") == "0":
@@ -129,8 +132,11 @@ def _log_to(folder: str, environ: MutableMapping[str, str]) -> bool:
     record = os.open(f"rank-{rank}.at", flags | os.O_TRUNC, 0o644, dir_fd=opened)
     with open(record, "wb") as file:  # as in ringcomm.launched.rank_process
         file.write(b"%d %s %s\n" % (os.getpid(), os.fsencode(host), start))
+    facts = os.fstat(opened)
+    identity = f"{facts.st_dev}:{facts.st_ino}"
     os.close(opened)
     environ[RUN_FOLDER] = f"{os.getpid()} {folder}"
+    environ[RUN_FOLDER_ID] = identity
     if environ.get("LOCAL_RANK") == "0" and environ.get("LOCAL_WORLD_SIZE") != environ.get(
         "WORLD_SIZE"
     ):
@@ -147,6 +153,23 @@ def _open_own(folder: str) -> int:
     if facts.st_mode & stat.S_IWOTH:
         raise PermissionError(errno.EPERM, "which every user can write")
     return opened
+
+
+def _require_run(folder: str, opened: int) -> None:
+    """Raise OSError if a folder is not that of the run, but another one of the same name.
+
+    The owner of its parent may have put the folder of another run there, which has another name.
+    """
+    config = os.open("run.json", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=opened)
+    with open(config, "rb") as file:
+        text = file.read(_CONFIG_NBYTES)
+    name = f'"{folder}"'
+    if not (folder.isascii() and folder.isprintable()) or {*folder} & {*'"\\'}:
+        import json  # takes 5 ms
+
+        name = json.dumps(os.fsencode(folder).decode(errors="surrogateescape"))
+    if f'\n  "folder": {name}'.encode() not in text:
+        raise OSError(errno.ESTALE, "it is that of another run")
 
 
 def _report_to_other_hosts(folder: str) -> None:

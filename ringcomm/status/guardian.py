@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import ringcomm._core
-from ringcomm.launched.child_marks import run_file
+from ringcomm.launched.child_marks import run_file, run_folder_id
 from ringcomm.launched.launcher import launched_rank
 from ringcomm.open_errors import needed_for
 
@@ -74,7 +74,7 @@ class Guardian:
                 close_fds=True,
                 pass_fds=handed,
                 cwd="/",
-                env={},
+                env=run_folder_id(),
             )
         if not self._is_watching():
             self._process.kill()

@@ -8,13 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from harness import DEADLINE_S, wait_until
 from other_users import IS_ROOT, OTHER, give_to_another
+from planted_files import in_time, plant
 
+from ringcomm._core import Watchdog
 from ringcomm.errors import ConfigError
 from ringcomm.launch.dashboard.source import Source, newest_run
 from ringcomm.launch.job.processes.local_ranks import is_of_run, ranks_here, send_signal
@@ -293,6 +296,85 @@ def test_a_rank_writes_through_no_link(name, tmp_path):
     env = {**os.environ, "RANK": "0"}
     subprocess.run([*argv, folder.path / "rank-0.end"], check=False, env=env, timeout=120)
     assert precious.read_text() == "years of work\n"
+
+
+RECORDS_ALL = """
+import os, sys
+from ringcomm._core import StatusPage, record_this_rank_in
+from ringcomm.launched.child_marks import create_run_file, run_file
+from ringcomm.launched.rank_process import note_rank_process
+page = StatusPage.create("j", "h", 0, 1, 0, 5)
+page.record_this_process()
+record_this_rank_in(os.fsencode(run_file("rank-0.end")))
+print("began", flush=True)
+sys.stdin.readline()
+page.set_role("worker")
+note_rank_process()
+for name in ("metrics.jsonl", "stopped"):
+    try:
+        os.close(create_run_file(run_file(name)))
+    except OSError as error:
+        print(error.strerror)
+sys.stdout.flush()
+os._exit(3)
+"""
+
+
+def state_of(path):
+    return {each.name: each.read_bytes() for each in path.iterdir()}
+
+
+@pytest.mark.parametrize("comes", ["before the rank", "after it has begun"])
+def test_a_rank_writes_nothing_into_the_folder_of_another_run(comes, tmp_path):
+    mine, other = a_run(tmp_path / "A").path, a_run(tmp_path / "B").path
+    before = state_of(other)
+
+    def swap():  # as the owner of the folder of all runs can
+        mine.rename(tmp_path / "C")
+        other.rename(mine)
+
+    if comes == "before the rank":
+        swap()
+    argv = [*BECOME, mine, sys.executable, "-P", "-c", RECORDS_ALL]
+    env = {**os.environ, "RANK": "0"}
+    with subprocess.Popen(argv, env=env, stdin=-1, stdout=-1, stderr=-1) as rank:
+        if comes == "after it has begun":
+            wait_until(lambda: b"began" in state_of(mine).get("rank-0.log", b""), "it begins")
+            swap()
+        _, said = rank.communicate(b"\n", timeout=120)
+    assert state_of(mine) == before
+    if comes == "before the rank":
+        assert f"does not see {mine} (it is that of another run)".encode() in said
+    else:
+        log = (tmp_path / "C" / "rank-0.log").read_text()
+        assert log.count("another folder is in the place of that of the run") == 2
+
+
+@pytest.mark.parametrize("name", ["run", "r\u00fcn \u4e00", 'a "b" \\c', "a\nb", "\udcff"])
+def test_ranks_know_the_folder_of_their_run_whatever_its_name(name, tmp_path):
+    folder = a_run(tmp_path / name)
+    env = {"PATH": os.environ["PATH"], "RANK": "0"}
+    subprocess.run([*BECOME, folder.path, "echo", "x"], env=env, timeout=120, check=True)
+    assert folder.log_of(0).read_text() == "x\n"
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a device", "of another user", "a link"])
+def test_what_others_have_planted_does_not_end_a_rank_in_init(what, tmp_path, monkeypatch):
+    path = tmp_path / "lost-before-init"
+    if what == "of another user":
+        path.write_text("forged")
+        give_to_another(path, monkeypatch)
+        if not IS_ROOT:
+            pytest.skip("only root can give files away")
+    elif what == "a link":
+        (tmp_path / "text").write_text("forged")
+        path.symlink_to(tmp_path / "text")
+    else:
+        plant(path, what)
+    waiting = Watchdog(1.2, "too late", os.fsencode(path), 60.0, "")  # it ends this process
+    time.sleep(1.1)  # it looks once a second
+    with in_time():
+        waiting.cancel()
 
 
 @pytest.mark.parametrize("way", ["of another user", "a link"])

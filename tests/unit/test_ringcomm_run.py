@@ -156,7 +156,7 @@ OF_MPI = {"PATH": os.environ["PATH"], "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOC
 
 
 def test_a_rank_writes_into_its_log(tmp_path):
-    (tmp_path / "run.json").write_text("{}")
+    RunFolder(tmp_path).create({}, {})
     job = start(tmp_path, *SHOW, environ=OF_MPI)
     assert (job.returncode, job.stdout, job.stderr) == (3, "", "")
     pid = RunFolder(tmp_path).ranks()[1].pid
@@ -172,7 +172,7 @@ BATCH_STEP = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "S
 )
 def test_slurms_variables_are_those_of_the_rank_and_not_of_the_batch_step(hosts, node, tmp_path):
     names = [each.format(here=os.uname().nodename) for each in hosts]
-    (tmp_path / "run.json").write_text(json.dumps({"hosts": names}))
+    RunFolder(tmp_path).create({"hosts": names}, {})
     environ = {"PATH": os.environ["PATH"], "SLURM_PROCID": "0"} | BATCH_STEP
     mpis = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
     show = ("sh", "-c", "echo $SLURM_PROCID $SLURM_NTASKS $SLURM_LOCALID $SLURM_NODEID")
@@ -181,7 +181,7 @@ def test_slurms_variables_are_those_of_the_rank_and_not_of_the_batch_step(hosts,
 
 
 def test_outside_of_slurm_none_of_its_variables_is_made(tmp_path):
-    (tmp_path / "run.json").write_text("{}")
+    RunFolder(tmp_path).create({}, {})
     assert start(tmp_path, "sh", "-c", "env | grep SLURM", environ=OF_MPI).returncode == 1
 
 
@@ -194,7 +194,7 @@ def test_a_rank_whose_host_does_not_see_the_folder_says_so_and_goes_on(tmp_path)
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path):
-    (tmp_path / "run.json").write_text("{}")
+    RunFolder(tmp_path).create({}, {})
     assert start(tmp_path, "no-such-program", environ=OF_MPI).returncode == 127
     assert "no-such-program: No such file" in (tmp_path / "rank-1.log").read_text()
 
@@ -273,7 +273,8 @@ def test_a_folder_holds_one_run(tmp_path):
     folder = RunFolder.named_by_time(tmp_path / "runs", 0)
     assert folder.claim()
     folder.create({"a": 1}, {"machines": "h1:2\n"})
-    assert json.loads((folder.path / "run.json").read_text()) == {"a": 1}
+    config = json.loads((folder.path / "run.json").read_text())
+    assert config == {"folder": str(folder.path), "a": 1}
     assert (folder.path / "machines").read_text() == "h1:2\n"
     assert RunFolder.named_by_time(tmp_path / "runs", 0).path.name == folder.path.name + "-2"
     assert not folder.claim()

@@ -135,7 +135,9 @@ class RunFolder:
             self.path.mkdir(_MODE, parents=True, exist_ok=True)
             for name, text in files.items():
                 self.put(name, text.encode())
-            self._write(CONFIG, config, 0o600 if is_secret else _FILE_MODE)
+            # By its name, ranks know the folder; see rank_program.py.
+            whole = {"folder": text_of(os.fsencode(self.path)), **config}
+            self._write(CONFIG, whole, 0o600 if is_secret else _FILE_MODE)
 
     def record_end(self, end: Mapping[str, Any]) -> None:
         self._write(END, end)
