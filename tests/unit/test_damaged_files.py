@@ -26,6 +26,7 @@ from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu.kernels import kernel_cache
 from ringcomm.launch import run, run_rank
+from ringcomm.launch.dashboard.metrics import MetricReader
 from ringcomm.launch.dashboard.source import Source
 from ringcomm.launch.job import hosts, local_job
 from ringcomm.launch.job.run_folder import RunFolder
@@ -189,6 +190,36 @@ def test_records_of_a_run_say_something_of_their_kind_or_are_named(name, tmp_pat
         if name != "run.json":  # it says which ranks there are
             assert all(value == whole[key] for key, value in others.items()), data
     assert read_all(RunFolder(folder.path)) == whole
+
+
+METRICS = (
+    {"time": 1796.25, "step": 3, "loss": 0.123456789, "lr": 0.1},
+    {"time": 1797.5, "step": 4, "loss": "nan", "long name/\u00fc": -5},
+    {"time": 1798.0, "loss": 2.5e-08},
+)
+
+
+def test_what_rc_log_has_written_is_shown_or_named(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create({"ranks": 1}, {})
+    path = folder.path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in METRICS))
+    whole = Source(folder).metrics(MetricReader(), 60.0)
+    n_points = sum(len(each["points"]) for each in whole)
+    assert n_points == 5
+    n_named = 0
+    for data in copies_of(path):
+        source, reader = Source(folder), MetricReader()
+        found = source.metrics(reader, 60.0)
+        json.dumps(found, allow_nan=False)
+        state = json.dumps(source.state(), allow_nan=False)
+        is_named = path.name in state
+        n_named += is_named
+        n_found = sum(len(each["points"]) for each in found)
+        # A name or a number may be another one, and a last line without its end may yet get it.
+        is_cut = data.count(b"\n") < len(METRICS)
+        assert is_named or n_found >= n_points or is_cut, data
+    assert n_named > N_FLIPS // 4
 
 
 def test_a_record_that_was_cut_off_is_no_good_end(tmp_path):

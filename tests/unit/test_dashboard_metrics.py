@@ -6,15 +6,18 @@ import os
 import tracemalloc
 
 import pytest
+from other_users import IS_ROOT, OTHER
 
 from ringcomm.launch.dashboard import metrics
 from ringcomm.launch.dashboard.metrics import MetricReader, thinned
+from ringcomm.launch.dashboard.source import Source
+from ringcomm.launch.job.run_folder import RunFolder
 
 FOREVER_S = 1e9
 
 
 def read(reader, path, rank=0, seconds=FOREVER_S):
-    return reader.read([(path, rank)], seconds)
+    return reader.read([(path.name, rank)], RunFolder(path.parent).open_metrics, seconds)
 
 
 def points_of(found, name):
@@ -92,10 +95,11 @@ def test_reading_pauses_at_its_deadline(tmp_path, monkeypatch):
     paths = [tmp_path / "metrics.jsonl", tmp_path / "metrics-1.jsonl"]
     for path in paths:
         path.write_text("".join(f'{{"step": {i}, "loss": 1.0}}\n' for i in range(1000)))
-    files = [(path, rank) for rank, path in enumerate(paths)]
+    files = [(path.name, rank) for rank, path in enumerate(paths)]
+    open_file = RunFolder(tmp_path).open_metrics
     reader, found, n_calls = MetricReader(), [], 0
     while not n_calls or reader.is_behind:
-        found += reader.read(files, seconds=0)
+        found += reader.read(files, open_file, seconds=0)
         n_calls += 1
     assert n_calls > 20
     steps = [step for step, _ in points_of(found, "loss")]
@@ -112,6 +116,7 @@ def test_reading_pauses_at_its_deadline(tmp_path, monkeypatch):
         b"\xff",
         b"[" * 100_000,
         b'{"loss": ' + b"9" * 5000 + b"}",
+        b'{"loss\xff": 2.0}',
         b"x" * 5000,
     ],
 )
@@ -121,6 +126,7 @@ def test_lines_that_are_no_records_are_passed_over(line, tmp_path, monkeypatch):
     good = b'{"step": 1, "loss": 2.0}\n'
     path.write_bytes(good + line + b"\n" + good)
     assert points_of(read(reader, path), "loss") == [(1, 2.0), (1, 2.0)]
+    assert "that rc.log() has not written so" in reader.problems[path.name]
 
 
 def test_a_value_that_is_no_number_leaves_a_gap(tmp_path):
@@ -131,13 +137,49 @@ def test_a_value_that_is_no_number_leaves_a_gap(tmp_path):
     found = read(reader, path)
     assert [each["points"] for each in found] == [[(0, None)]] * 5
     json.dumps(found, allow_nan=False)
+    assert reader.problems == {path.name: "has 1 line that rc.log() has not written so"}
+
+
+@pytest.mark.parametrize("huge", ["9" * 400, "-" + "9" * 400, "1e400"])
+def test_a_number_that_no_page_can_show_leaves_a_gap(huge, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "a": {huge}}}\n{{"step": {huge}, "a": 2}}\n')
+    assert points_of(read(MetricReader(), path), "a") == [(1, None), (1, 2)]
+
+
+@pytest.mark.parametrize("what", ["a link", "a loop", "of another user", "closed to this user"])
+def test_a_file_that_does_not_count_is_named_and_the_others_are_shown(what, tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    folder.create({"ranks": 2}, {})
+    path, other = folder.path / "metrics.jsonl", folder.path / "metrics-1.jsonl"
+    other.write_text('{"loss": 0.5}\n')
+    secret = tmp_path / "secret"
+    secret.write_text('{"key": 5}\n')
+    if what == "a link":
+        path.symlink_to(secret)
+    elif what == "a loop":
+        path.symlink_to(path)
+    elif what == "closed to this user" and IS_ROOT:
+        pytest.skip("root may read all")
+    else:
+        secret.rename(path)
+        if what == "of another user" and IS_ROOT:
+            os.chown(path, OTHER, OTHER)
+        else:
+            path.chmod(0)
+    source = Source(folder)
+    monkeypatch.setattr(source._ranks, "search", lambda: None)
+    found = source.metrics(MetricReader(), FOREVER_S)
+    assert found == [{"rank": 1, "name": "loss", "points": [(0, 0.5)]}]
+    assert "metrics.jsonl " in source.state()["late"]
 
 
 def test_a_run_that_is_being_removed_shows_what_is_left(tmp_path):
     gone, there = tmp_path / "metrics.jsonl", tmp_path / "metrics-1.jsonl"
-    os.symlink(tmp_path / "removed", gone)  # listed, and gone when opened
+    # `gone` was listed, and is gone when it is opened.
     there.write_text('{"time": 1.5, "rank": 0.25}\n')
-    found = MetricReader().read([(gone, 0), (there, 1)], FOREVER_S)
+    files = [(gone.name, 0), (there.name, 1)]
+    found = MetricReader().read(files, RunFolder(tmp_path).open_metrics, FOREVER_S)
     assert found == [
         {"rank": 1, "name": "rank", "points": [(0, 0.25)]}
     ]  # what the program calls so

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from io import FileIO
 from typing import Any, Final, TypeVar
 
-from ringcomm.regular_files import BrokenFileError, open_regular
+from ringcomm.foreign_text import is_number, parsed_json
 
 BLOCK: Final = 1 << 20  # bytes
 POINTS: Final = 4000  # of a line of a file that is read from its begin: as many as the page shows
 _NO_VALUES: Final = ("time", "step")
+_NO_NUMBERS: Final = ("nan", "inf", "-inf")  # see json_number()
 T = TypeVar("T")
 _Point = tuple[int, object, object]  # its number, step and value
 
 
 @dataclass
 class _Place:
-    """How far a file is read. counts: name -> values until there."""
+    """How far a file is read. counts: name -> values until there; n_broken: lines."""
 
     at: int = 0
     is_behind: bool = False
+    n_broken: int = 0
     counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
@@ -34,14 +34,26 @@ class MetricReader:
 
     Attributes:
         is_behind: there is more to be read.
+        problems: what in files does not count, by their names.
     """
 
     def __init__(self) -> None:
         self.is_behind = False
+        self.problems: dict[str, str] = {}
         self._places: defaultdict[str, _Place] = defaultdict(_Place)
 
-    def read(self, files: Iterable[tuple[Path, int]], seconds: float) -> list[dict[str, Any]]:
-        """Return what is new in the files (path, rank), as far as there is time.
+    def read(
+        self,
+        files: Iterable[tuple[str, int]],
+        open_file: Callable[[str], FileIO | None],
+        seconds: float,
+    ) -> list[dict[str, Any]]:
+        """Return what is new in the files (name, rank), as far as there is time.
+
+        Args:
+            files: names and ranks.
+            open_file: returns a file for reading without a buffer; None if it does not count.
+            seconds: after which no further block is read.
 
         Returns:
             For each file and name: {"rank", "name", "points": [step, value] of each}. A value that
@@ -50,14 +62,19 @@ class MetricReader:
         deadline = time.monotonic() + seconds
         found = []
         self.is_behind = False
-        for path, rank in files:
-            place = self._places[path.name]
+        for file_name, rank in files:
+            place = self._places[file_name]
             place.is_behind = True
             while place.is_behind:
-                lines, n_blocks = _next_block(path, place)
-                for name, points in _points(lines, place.counts).items():
+                lines, n_blocks = _next_block(open_file(file_name), place)
+                for name, points in _points(lines, place).items():
                     shown = map(_numbers, thinned(points, max(1, POINTS // n_blocks)))
                     found.append({"rank": rank, "name": name, "points": list(shown)})
+                if place.n_broken:
+                    self.problems[file_name] = (
+                        f"has {place.n_broken} line{'s' * (place.n_broken > 1)} that rc.log() has "
+                        "not written so"
+                    )
                 if place.is_behind and time.monotonic() > deadline:
                     self.is_behind = True
                     return found
@@ -70,40 +87,51 @@ def thinned(points: list[T], most: int) -> list[T]:
     return points[(len(points) - 1) % stride :: stride] if points else []
 
 
-def _next_block(path: Path, place: _Place) -> tuple[list[str], int]:
+def _next_block(file: FileIO | None, place: _Place) -> tuple[list[bytes], int]:
     """Return the lines of a block after the place, which goes on, and the file's size in blocks."""
     place.is_behind = False
-    try:
-        with open_regular(path) as file:
-            nbytes = file.seek(0, 2)
-            file.seek(place.at)
-            data = file.read(BLOCK)
-    except (FileNotFoundError, BrokenFileError):  # the run was removed meanwhile; or it is a pipe
+    if file is None:
         return [], 1
+    with file:
+        nbytes = file.seek(0, 2)
+        file.seek(place.at)
+        data = file.read(BLOCK) or b""
     whole = data[: data.rfind(b"\n") + 1]
     if len(data) == BLOCK and not whole:  # a line of such a length is none of rc.log()
         whole = data
     place.at += len(whole)
     place.is_behind = len(data) == BLOCK
-    return whole.decode(errors="replace").split("\n"), max(1, -(-nbytes // BLOCK))
+    return whole.split(b"\n"), max(1, -(-nbytes // BLOCK))
 
 
-def _points(lines: Iterable[str], counts: defaultdict[str, int]) -> dict[str, list[_Point]]:
+def _points(lines: Iterable[bytes], place: _Place) -> dict[str, list[_Point]]:
     """Return the points by name; count them."""
     found: defaultdict[str, list[_Point]] = defaultdict(list)
     for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+        if not line:
             continue
-        if not isinstance(record, dict):
+        record = _record(line)
+        place.n_broken += record is None or not all(map(_is_ours, record.values()))
+        if record is None:
             continue
         step = record.get("step")
         for name, value in record.items():
             if name not in _NO_VALUES:
-                found[name].append((counts[name], step, value))
-                counts[name] += 1
+                found[name].append((place.counts[name], step, value))
+                place.counts[name] += 1
     return found
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = parsed_json(line.decode(), has_nan=True)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _is_ours(value: object) -> bool:
+    return is_number(value) or value in _NO_NUMBERS
 
 
 def _numbers(point: _Point) -> tuple[float, float | None]:
@@ -113,6 +141,5 @@ def _numbers(point: _Point) -> tuple[float, float | None]:
     return (number if found is None else found), _number(value)
 
 
-def _number(value: object) -> float | None:
-    is_number = isinstance(value, float | int) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None  # type: ignore[arg-type, return-value]  # see is_number
+def _number(value: Any) -> float | None:
+    return value if is_number(value) else None

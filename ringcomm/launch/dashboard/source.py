@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +49,7 @@ class Source:
         self._searched = float("-inf")
         self._before: dict[tuple[str, int], RankSample] = {}
         self._verdicts = Verdicts()
+        self._of_metrics: dict[str, str] = {}  # what does not count in files of rc.log()
 
     def state(self) -> dict[str, Any]:
         """Return the ranks, their latest events and the end of the run, to be sent as JSON."""
@@ -75,7 +74,11 @@ class Source:
 
     def metrics(self, reader: MetricReader, seconds: float) -> list[dict[str, Any]]:
         """Return what rc.log() has written since the last call; see MetricReader.read()."""
-        return reader.read(self._metric_files(), seconds)
+        if self.folder is None:
+            return []
+        found = reader.read(self.folder.metric_files(), self.folder.open_metrics, seconds)
+        self._of_metrics |= reader.problems
+        return found
 
     def log(self, rank: int) -> str:
         """Return the end of a rank's log; "" if there is none."""
@@ -134,19 +137,12 @@ class Source:
         busy_s = (now.busy_ns - before.busy_ns) / 1e9 if before else 0.0
         return as_json(now) | {"wait": min(max(busy_s / seconds, 0.0), 1.0) if seconds else None}
 
-    def _metric_files(self) -> Iterator[tuple[Path, int]]:
-        if self.folder is None:
-            return
-        for path in sorted(paths_in(self.folder.path)):
-            if match := re.fullmatch(r"metrics(?:-(\d+))?\.jsonl", path.name):
-                yield path, int(match[1] or 0)
-
     def _problems(self) -> list[str]:
         """Return which files of the run cannot be used, and why, in words."""
-        own = self.folder.problems.items() if self.folder is not None else ()
-        return sorted(
-            {f"{name} {what}: it does not count" for name, what in own} | self._folders.problems
-        )
+        own = self.folder.problems if self.folder is not None else {}
+        texts = {f"{name} {what}: it does not count" for name, what in own.items()}
+        texts |= {f"{name} {what}: they do not count" for name, what in self._of_metrics.items()}
+        return sorted(texts | self._folders.problems)
 
 
 def newest_run(runs: Path) -> RunFolder | None:

@@ -44,6 +44,7 @@ LAUNCHER_LOG: Final = "launcher.log"
 _ABORT: Final = re.compile(rb"^Abort\(-?\d+\) on node \d+ \(rank \d+ in comm \d+\): ", re.MULTILINE)
 _END_NBYTES: Final = 4096
 _LOG: Final = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.log")
+_OF_METRICS: Final = re.compile(r"metrics(?:-([1-9][0-9]{0,8}))?\.jsonl")
 _OF_HOST: Final = re.compile(r"host-.*\.json")
 # Whatever the umask lets others do: what is recorded there is believed.
 _MODE: Final = 0o755
@@ -155,6 +156,18 @@ class RunFolder:
 
     def open_launcher_log(self) -> IO[bytes]:
         return open(self._create(LAUNCHER_LOG, os.O_TRUNC), "wb", 0)
+
+    def metric_files(self) -> list[tuple[str, int]]:
+        """Return the names of the files of rc.log(), and their ranks."""
+        try:
+            matches = map(_OF_METRICS.fullmatch, sorted(os.listdir(self.fileno())))
+        except OSError:  # it is gone, or is not this user's to read
+            return []
+        return [(each[0], int(each[1] or 0)) for each in matches if each]
+
+    def open_metrics(self, name: str) -> FileIO | None:
+        """Return a file of rc.log() for reading without a buffer; None if it does not count."""
+        return self._open_record(name)
 
     def is_log(self, rank: int, facts: os.stat_result) -> bool:
         with contextlib.suppress(OSError):  # there is none
