@@ -430,7 +430,24 @@ def _checked(path: Path, content: dict[str, Any]) -> dict[str, Any]:
             f"{path}: has format {ours['format']}, and this version reads {_FORMAT}: use the "
             "version of ringcomm that wrote it, or a newer one"
         )
+    step = ours.get("step")
+    if type(step) is not int or path != files.main_path(path.parent, step):
+        raise BrokenFileError(f"{path}: is of step {step!r}, and a checkpoint keeps its name")
+    if not _is_whole(content, ours):
+        raise BrokenFileError(f"{path}: has not what ringcomm's Checkpoint writes in it")
     return content
+
+
+def _is_whole(content: Mapping[Any, Any], ours: Mapping[Any, Any]) -> bool:
+    """Return True if our entry says which values, and what of each rank, the checkpoint has."""
+    n, values, shards = ours.get("size"), ours.get("values"), ours.get("shard")
+    if type(n) is not int or not isinstance(values, list):
+        return False
+    of_ranks = (shards, ours.get("sampler"), ours.get("rng"))
+    if n < 1 or not all(isinstance(each, list) and len(each) == n for each in of_ranks):
+        return False
+    are_there = all(isinstance(name, str) and name in content for name in values)
+    return are_there and all(each is None or files.is_shard(each) for each in shards or ())
 
 
 def _require_parts(

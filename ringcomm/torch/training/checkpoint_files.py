@@ -39,6 +39,13 @@ def new_shard_path(folder: Path, step: int, rank: int, size: int) -> Path:
     return next(path for path in paths if not path.exists())
 
 
+def is_shard(written: object) -> bool:
+    """Return True for the name, length and checksum of a shard, which lies beside the main file."""
+    if not isinstance(written, list) or [type(each) for each in written] != [str, int, int]:
+        return False
+    return _SHARD.fullmatch(written[0]) is not None
+
+
 def steps_in(folder: Path) -> list[int]:
     matches = (_MAIN.fullmatch(path.name) for path in paths_in(folder))
     return sorted(int(match[1]) for match in matches if match)
