@@ -24,6 +24,8 @@ _SOURCES: Final = {
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
+_PRELOAD: Final = "LD_PRELOAD"
+_DOOR: Final = "/ringcomm-launcher-door.so"  # as in ringcomm.launched.launcher_door
 _CONFIG_NBYTES: Final = 64 << 20
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as in shells
 
@@ -93,6 +95,7 @@ def main(folder: str, program: list[str], environ: MutableMapping[str, str] = os
     environ.update(places(environ))
     if "SLURM_JOB_ID" in environ:
         environ.update(slurm_places(environ, _node_in(folder, os.uname().nodename)))
+    _take_back_door(environ)
     environ.pop(RUN_FOLDER_ID, None)  # of the job that has started this one
     if not _log_to(folder, environ):
         environ.pop(RUN_FOLDER, None)
@@ -102,6 +105,13 @@ def main(folder: str, program: list[str], environ: MutableMapping[str, str] = os
         print(f"ringcomm run: {program[0]}: {error.strerror}", file=sys.stderr, flush=True)
         code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         os._exit(code)
+
+
+def _take_back_door(environ: MutableMapping[str, str]) -> None:
+    """Take what is for the launcher alone from LD_PRELOAD."""
+    left = [each for each in environ.pop(_PRELOAD, "").split(":") if not each.endswith(_DOOR)]
+    if any(left):
+        environ[_PRELOAD] = ":".join(left)
 
 
 def _log_to(folder: str, environ: MutableMapping[str, str]) -> bool:

@@ -26,6 +26,7 @@ from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import judge_ending
 from ringcomm.launch.watch import ctl
 from ringcomm.launched import rank_program
+from ringcomm.launched.launcher_door import with_door
 from ringcomm.launched.process_stat import ProcessStat
 
 BECOME = [sys.executable, "-I", "-S", rank_program.__file__]
@@ -258,6 +259,17 @@ PLACES = {
     "PRTE_MCA_prte_local_tmpdir_base": {"PRTE_MCA_prte_tmpdir_base": "/scratch"},
     "OMPI_MCA_btl_sm_backing_directory": {"OMPI_MCA_btl_sm_backing_directory": ""},
 }
+
+
+@pytest.mark.parametrize("given", ["", "libm.so.6"])
+def test_the_launcher_alone_has_the_library_that_guards_its_ports(given, tmp_path):
+    folder = a_run(tmp_path / "run", size=1)
+    environ = {"PATH": os.environ["PATH"], "RANK": "0"} | ({"LD_PRELOAD": given} if given else {})
+    says = 'echo $LD_PRELOAD; exec "$0" "$@"'
+    argv = ["sh", "-c", says, *BECOME, folder.path, "sh", "-c", "echo $LD_PRELOAD; cat run.json"]
+    job = Supervisor(argv, environ, folder, size=1, grace_s=1, forks_ranks=True).run()
+    assert job.launcher_text.strip() == with_door(given) != given
+    assert folder.log_of(0).read_text().splitlines()[0] == given
 
 
 @pytest.mark.parametrize("is_given", [False, True])

@@ -42,6 +42,7 @@ from ringcomm.launch.job.run_folder import CONFIG, END, LAUNCHER_LOG, RunFolder,
 from ringcomm.launch.job.run_words import Stages, start_text
 from ringcomm.launch.job.show import can_show_line, say, show, show_line
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending
+from ringcomm.launched.launcher_door import PRELOAD, with_door
 from ringcomm.launched.mpi_defaults import MEMORY, MEMORY_OF_RUN
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.system_text import text_of
@@ -165,11 +166,13 @@ class Supervisor:
         return ending
 
     def _private_places(self, sessions: str, memory: str) -> dict[str, str]:
-        """Return by which variables launcher and ranks take private folders for what they share."""
+        """Return variables that keep others out of what launcher and ranks have on this host."""
         if not self._forks_ranks:
             return {}
         is_given = any(name.endswith("_tmpdir_base") for name in self._environ)
         places = {} if is_given else {_SESSIONS: sessions}
+        if preload := with_door(self._environ.get(PRELOAD, "")):
+            places[PRELOAD] = preload
         if memory and self._environ.get(MEMORY, MEMORY_OF_RUN).startswith(MEMORY_OF_RUN):
             places[MEMORY] = memory
         return places

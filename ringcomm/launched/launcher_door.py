@@ -1,0 +1,19 @@
+"""The library by which prterun lets in its own user alone: csrc/launcher_door.cpp."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+PRELOAD: Final = "LD_PRELOAD"
+_NAME: Final = "ringcomm-launcher-door.so"  # as in rank_program.py, which takes it from ranks
+
+
+def with_door(preload: str) -> str:
+    """Return the value of LD_PRELOAD with the library last; "" if it cannot be there."""
+    import ringcomm._core
+
+    path = os.path.join(os.path.dirname(ringcomm._core.__file__), _NAME)
+    if not os.path.exists(path) or {*path} & {*": \t\n"}:  # which part the paths
+        return ""
+    return f"{preload}:{path}" if preload else path
