@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.launch.dashboard.source import Source, newest_run
 from ringcomm.launch.job.processes.local_ranks import is_of_run, ranks_here, send_signal
 from ringcomm.launch.job.run_folder import RunFolder
-from ringcomm.launch.job.supervisor import Supervisor
+from ringcomm.launch.job.supervisor import Supervisor, supervise
 from ringcomm.launch.job.verdict import judge_ending
 from ringcomm.launch.watch import ctl
 from ringcomm.launched import rank_program
@@ -261,6 +262,21 @@ PLACES = {
 }
 
 
+@pytest.mark.parametrize(("mode", "is_there"), [(0o1777, True), (0o777, False), (0o700, True)])
+def test_sessions_of_prterun_are_not_where_every_user_can_replace_them(
+    mode, is_there, tmp_path, monkeypatch
+):
+    folder = a_run(tmp_path / "run")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(mode)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    says = "echo $PRTE_MCA_prte_local_tmpdir_base"
+    environ = {"PATH": os.environ["PATH"]}
+    job = Supervisor(["sh", "-c", says], environ, folder, size=1, grace_s=1, forks_ranks=True)
+    where = str(Path(job.run().launcher_text.strip()).parent)
+    assert where == (str(tmp_path / "tmp") if is_there else "/dev/shm")
+
+
 @pytest.mark.parametrize("given", ["", "libm.so.6"])
 def test_the_launcher_alone_has_the_library_that_guards_its_ports(given, tmp_path):
     folder = a_run(tmp_path / "run", size=1)
@@ -295,6 +311,32 @@ def test_files_of_mpi_are_in_a_folder_that_nobody_can_have_made_before(
     facts, path = said
     assert facts == f"700 {os.geteuid()}"
     assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize(
+    "what", ["of another user", "a link", "for all to write", "of another run"]
+)
+def test_nothing_is_started_that_another_folder_names(what, tmp_path, monkeypatch, capfd):
+    mark = tmp_path / "started"
+    config = {"ranks": 1, "launcher": ["touch", str(mark)], "variables": {}}
+    mine, other = RunFolder(tmp_path / "mine"), RunFolder(tmp_path / "other")
+    for each in (mine, other):
+        assert each.claim()
+        each.create(config, {})
+    mine.path.rename(tmp_path / "away")  # as who can write TMPDIR can
+    if what == "a link":
+        mine.path.symlink_to(tmp_path / "away")
+    else:
+        other.path.rename(mine.path)
+    if what == "of another user":
+        give_to_another(mine.path, monkeypatch)
+    elif what == "for all to write":
+        mine.path.chmod(0o777)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    with pytest.raises((SystemExit, OSError)) as ended:
+        supervise(str(mine.path), forks_ranks=False)
+    assert str(mine.path) in str(ended.value)
+    assert not mark.exists()
 
 
 # --- ranks ----------------------------------------------------------------------------------------

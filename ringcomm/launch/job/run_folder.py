@@ -140,6 +140,11 @@ class RunFolder:
             whole = {"folder": text_of(os.fsencode(self.path)), **config}
             self._write(CONFIG, whole, 0o600 if is_secret else _FILE_MODE)
 
+    def config(self) -> dict[str, Any] | None:
+        """Return the configuration that create() has written; None if it does not count."""
+        config: Any = self._parsed(CONFIG, parsed_json)
+        return config if isinstance(config, dict) else None
+
     def record_end(self, end: Mapping[str, Any]) -> None:
         self._write(END, end)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import resource
 import selectors
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -170,7 +170,9 @@ class Supervisor:
         if not self._forks_ranks:
             return {}
         is_given = any(name.endswith("_tmpdir_base") for name in self._environ)
-        places = {} if is_given else {_SESSIONS: sessions}
+        # Of a TMPDIR where every user can replace it, it would be whose they like.
+        place = memory if memory and _is_open_to_all(os.path.dirname(sessions)) else sessions
+        places = {} if is_given else {_SESSIONS: place}
         if preload := with_door(self._environ.get(PRELOAD, "")):
             places[PRELOAD] = preload
         if memory and self._environ.get(MEMORY, MEMORY_OF_RUN).startswith(MEMORY_OF_RUN):
@@ -406,13 +408,20 @@ class Supervisor:
 
 
 def supervise(path: str, *, forks_ranks: bool) -> None:
-    """Run the job that a folder describes to its end; its output is only in the logs there."""
+    """Run the job that a folder describes to its end; its output is only in the logs there.
+
+    Ends this process if the folder is not this user's alone: it says what is started.
+    """
     sys.stdout = None
-    config = json.loads(Path(path, CONFIG).read_bytes())
+    folder = RunFolder(Path(path))
+    config = None if folder.distrust else folder.config()
+    if config is None or config.get("folder") != text_of(os.fsencode(path)):
+        why = folder.distrust or folder.problems.get(CONFIG) or "is not the one that was made"
+        sys.exit(f"ringcomm: {path} {why}. Set TMPDIR to a folder that is yours alone")
     Supervisor(
         config["launcher"],
         environment() | config["variables"],
-        RunFolder(Path(path)),
+        folder,
         size=config["ranks"],
         grace_s=0.0,
         forks_ranks=forks_ranks,
@@ -588,6 +597,12 @@ def _private_folder(parent: str | None = None) -> Iterator[str]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_open_to_all(folder: str) -> bool:
+    """Return True if every user can rename what is in a folder, also what is not his."""
+    mode = os.stat(folder).st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 @contextlib.contextmanager
