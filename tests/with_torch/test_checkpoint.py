@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import zipfile
 
 import pytest
 import torch
@@ -486,6 +487,24 @@ def test_a_file_that_others_have_written_is_skipped_and_named(other, tmp_path, c
     assert run_ranks(1, lambda _: hvd.Checkpoint(tmp_path).restore())[0].step == 1
     files.write(path, {"x": 2, "ringcomm": OURS})
     assert run_ranks(1, lambda _: hvd.Checkpoint(tmp_path).restore())[0].step == 2
+
+
+@pytest.mark.parametrize("way", ["packed", "one part as many"])
+def test_a_file_takes_no_more_memory_or_time_than_its_bytes(way, tmp_path, caplog):
+    run_ranks(1, lambda _: hvd.Checkpoint(tmp_path).save(1, x=1))
+    path = tmp_path / "step-2.pt"
+    files.write(path, {"x": torch.zeros(1 << 16), "ringcomm": OURS})
+    with zipfile.ZipFile(path) as archive:
+        parts = {each.filename: archive.read(each) for each in archive.infolist()}
+    kind = zipfile.ZIP_DEFLATED if way == "packed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+        if way == "one part as many":
+            largest = max(archive.infolist(), key=lambda each: each.file_size)
+            archive.filelist += [largest] * 1000
+    assert run_ranks(1, lambda _: hvd.Checkpoint(tmp_path).restore())[0].step == 1
+    assert f"{path}: has {path.stat().st_size} bytes for " in caplog.text
 
 
 def same(a, b):

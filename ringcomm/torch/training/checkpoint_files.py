@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import re
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
@@ -76,6 +77,7 @@ def read(path: Path, *, shows_bar: bool = False) -> dict[str, Any]:
             zipfile.ZipFile(file) as archive,
             progress_bar(f"read {path.name}", path.stat().st_size, shows=shows_bar) as bar,
         ):
+            _require_plain(path, archive.infolist(), os.fstat(file.fileno()).st_size)
             for part in archive.infolist():
                 _require_intact(path, archive, part, bar)
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -86,6 +88,15 @@ def read(path: Path, *, shows_bar: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BrokenFileError(f"{path}: holds a {type(content).__name__}, not a checkpoint")
     return content
+
+
+def _require_plain(path: Path, parts: Sequence[zipfile.ZipInfo], nbytes: int) -> None:
+    """Raise BrokenFileError if a file has more in it than its bytes, as torch.save() packs none."""
+    unpacked = sum(part.file_size for part in parts)
+    if unpacked > nbytes or any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+        raise BrokenFileError(
+            f"{path}: has {nbytes} bytes for {unpacked}, and ringcomm's Checkpoint packs nothing"
+        )
 
 
 def _require_intact(
