@@ -365,9 +365,9 @@ CPP = [
         "shm",
         "is_in_place(kind_) && !all_at(",
         "kind_ == Source::registered && !all_at(",
-        "who broadcasts a long private array and changes it sends what it has become",
+        "who passes a long private array and changes it sends what it has become",
         (
-            "unit/test_shared_memory_is_kept_while_others_read.py::test_what_was_passed_may_be_overwritten_at_once[all-broadcast]",
+            "unit/test_shared_memory_is_kept_while_others_read.py::test_what_was_passed_may_be_overwritten_at_once[all-gather]",
         ),
     ),
     CppMutation(

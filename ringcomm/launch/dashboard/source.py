@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringcomm._core import monotonic_ns
-from ringcomm.atomic_files import paths_in
 from ringcomm.engine.control.commands import Command
 from ringcomm.launch.dashboard.metrics import MetricReader
 from ringcomm.launch.job.records import RunEnd

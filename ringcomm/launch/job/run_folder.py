@@ -140,7 +140,7 @@ class RunFolder:
             whole = {"folder": text_of(os.fsencode(self.path)), **config}
             self._write(CONFIG, whole, 0o600 if is_secret else _FILE_MODE)
 
-    def config(self) -> dict[str, Any] | None:
+    def launch_config(self) -> dict[str, Any] | None:
         """Return the configuration that create() has written; None if it does not count."""
         config: Any = self._parsed(CONFIG, parsed_json)
         return config if isinstance(config, dict) else None
@@ -170,8 +170,11 @@ class RunFolder:
             return []
         return [(each[0], int(each[1] or 0)) for each in matches if each]
 
-    def open_metrics(self, name: str) -> FileIO | None:
-        """Return a file of rc.log() for reading without a buffer; None if it does not count."""
+    def open_metrics(self, name: str = METRICS) -> FileIO | None:
+        """Return a file of rc.log() for reading without a buffer; None if it does not count.
+
+        name: by default that of what rank 0 has passed to rc.log().
+        """
         return self._open_record(name)
 
     def is_log(self, rank: int, facts: os.stat_result) -> bool:
@@ -238,10 +241,6 @@ class RunFolder:
     def began_s(self) -> float:
         """Return when its configuration was written, in seconds since 1970. Raises OSError."""
         return os.stat(CONFIG, dir_fd=self.fileno(), follow_symlinks=False).st_mtime
-
-    def open_metrics(self) -> IO[bytes] | None:
-        """Open what rank 0 has passed to rc.log(); None if there is nothing."""
-        return self._open_record(METRICS)
 
     def reports_of_hosts(self) -> Iterator[tuple[str, bytes]]:
         """Yield name and content of what hosts have written for watchers of other hosts."""

@@ -414,7 +414,7 @@ def supervise(path: str, *, forks_ranks: bool) -> None:
     """
     sys.stdout = None
     folder = RunFolder(Path(path))
-    config = None if folder.distrust else folder.config()
+    config = None if folder.distrust else folder.launch_config()
     if config is None or config.get("folder") != text_of(os.fsencode(path)):
         why = folder.distrust or folder.problems.get(CONFIG) or "is not the one that was made"
         sys.exit(f"ringcomm: {path} {why}. Set TMPDIR to a folder that is yours alone")
