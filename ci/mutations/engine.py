@@ -4,6 +4,15 @@ from mutations.mutation import Mutation
 
 ORDER = [
     Mutation(
+        "a-refused-group-is-scaled-all-the-same",
+        "order",
+        "engine/operations/grouped.py",
+        "stays = in_place and not options.is_scaled",
+        "stays = in_place",
+        "a script that catches the MismatchError goes on with gradients that are half as large",
+        ("unit/test_mismatched_calls.py",),
+    ),
+    Mutation(
         "a-mismatch-does-not-say-where-the-ranks-are",
         "order",
         "engine/executors/routes.py",
@@ -369,6 +378,15 @@ ORDER = [
 ]
 
 CACHE = [
+    Mutation(
+        "a-call-within-its-own-result-is-learned",
+        "cache",
+        "engine/executors/short_calls.py",
+        "if key is not None and plans and not _is_within(asked.x, asked.into):",
+        "if key is not None and plans:",
+        "all_gather_into_tensor() leaves this rank's part empty, after calls that had it in place",
+        ("unit/test_calls_made_again.py",),
+    ),
     Mutation(
         "any-call-is-cached",
         "cache",

@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -506,3 +507,34 @@ def test_a_rank_that_ends_right_after_a_call_has_done_its_part():
 
     for _ in range(20):  # nothing keeps a rank that is through: its last messages are under way
         assert run_ranks(4, body) == [20.0] * 4
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_where_a_call_writes_is_the_matter_of_that_call_alone(library):
+    """The memory of x is the rank's own part of what is written or read, another part, or apart."""
+    convert = pytest.importorskip("torch").from_numpy if library == "torch" else lambda x: x
+
+    def placed(whole, rank, how):
+        parts = whole.reshape(2, -1)
+        part = parts[0] if how == "apart" else parts[rank if how == "own" else 1 - rank]
+        return part.copy() if how == "apart" else part
+
+    def body(rank):
+        run, wrong = short_calls_of(engine().groups.default).run, []
+        for n, turns in enumerate(product(("own", "other", "apart"), repeat=3), 1):
+            for turn, how in enumerate(turns):
+                values = [np.full(n, 10.0 * turn + r, np.float32) for r in range(2)]
+                whole = np.full(2 * n, -1, np.float32)
+                x = placed(whole, rank, how)
+                x[:] = values[rank]
+                run("allgather_into", convert(x), into=convert(whole))
+                if not np.array_equal(whole, np.concatenate(values)):
+                    wrong.append(("allgather_into", turns[: turn + 1]))
+                whole = np.concatenate(values) * (rank + 1)
+                out = placed(whole, rank, how)
+                run("reduce_scatter_into", convert(whole), rc.SUM, into=convert(out))
+                if not np.array_equal(out, 3 * values[rank]):
+                    wrong.append(("reduce_scatter_into", turns[: turn + 1]))
+        return wrong
+
+    assert run_ranks(2, body) == [[], []]

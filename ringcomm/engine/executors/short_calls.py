@@ -304,7 +304,7 @@ class ShortCalls:
 
         current = self._engine() or engine()
         result = current.execute(kind, asked.name, make, self._group(), timeout_s=timeout_s)
-        if key is not None and plans:
+        if key is not None and plans and not _is_within(asked.x, asked.into):
             self._known[key] = _known_of(
                 self._team, plans[0], asked.x, result, is_in_place=kind.endswith("_")
             )
@@ -474,6 +474,11 @@ def _buffer(x: Any, is_writable: bool) -> Any:
     if flags.carray or (not is_writable and flags.c_contiguous and flags.aligned):
         return x
     return None
+
+
+def _is_within(x: Any, into: Any) -> bool:
+    """Return True if the plan of a call has made use of the memory that x and `into` share."""
+    return into is not None and is_plain(x) and is_plain(into) and _overlap(x, into)
 
 
 def _overlap(x: Any, y: Any) -> bool:
