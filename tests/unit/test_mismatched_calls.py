@@ -1,5 +1,7 @@
 """Ranks that call different things: the same error everywhere, and the engine works afterwards."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from harness import run_ranks
@@ -7,7 +9,19 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.config import Settings
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.call import Call, explain_mismatch
+from ringcomm.engine.operations.adasum import plan_adasum
+from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.broadcast import plan_broadcast
+from ringcomm.engine.operations.grouped import plan_grouped_allreduce
+from ringcomm.engine.operations.into_array import (
+    plan_allgather_into,
+    plan_alltoall_into,
+    plan_reduce_scatter_into,
+)
+from ringcomm.engine.operations.reduce import plan_reduce
+from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 
 SUM = ReductionOptions()
 pytestmark = pytest.mark.usefixtures("wire")
@@ -124,14 +138,76 @@ def test_any_single_dissenter_is_found_by_all(size, is_named):
     assert run_ranks(size, body) == [size] * size
 
 
-def test_in_place_argument_is_untouched_by_a_mismatch():
-    def body(rank):
-        x = np.full(3 + rank, 5.0)
-        with pytest.raises(rc.MismatchError):
-            rc.allreduce_(x)
-        return x
+# What writes into x, an array of 4 rows, or into a part of it: plan(group, x, options).
+WITH_FACTORS = {
+    "allreduce_": lambda g, x, o: plan_allreduce(g, None, x, o, in_place=True),
+    "reduce_": lambda g, x, o: plan_reduce(g, None, x, o, 0, in_place=True),
+    "reduce_scatter_": lambda g, x, o: plan_reduce_scatter(g, None, x, o, in_place=True),
+    "grouped_allreduce_": lambda g, x, o: plan_grouped_allreduce(g, None, [*x], o, in_place=True),
+    "adasum_": lambda g, x, o: plan_adasum(g, None, [*x], o, in_place=True),
+}
+WITHOUT = {
+    "broadcast_": lambda g, x, _: plan_broadcast(g, None, x, 0, in_place=True),
+    "allgather_into": lambda g, x, _: plan_allgather_into(g, None, x[:2], x[2]),
+    "allgather_into, x its own part": lambda g, x, _: plan_allgather_into(
+        g, None, x, halves(x)[g.index]
+    ),
+    "allgather_into, x another part": lambda g, x, _: plan_allgather_into(
+        g, None, x, halves(x)[1 - g.index]
+    ),
+    "reduce_scatter_into": lambda g, x, o: plan_reduce_scatter_into(g, None, x[3], x[:2], o),
+    "reduce_scatter_into, out a part of x": lambda g, x, o: plan_reduce_scatter_into(
+        g, None, halves(x)[1 - g.index], x, o
+    ),
+    "alltoall_into": lambda g, x, _: plan_alltoall_into(
+        g, None, x[:2], x[2:], received=[x[0].size] * 2, sent=[x[0].size] * 2
+    ),
+}
 
-    assert all((x == 5).all() for x in run_ranks(2, body))
+
+def halves(x):
+    return [x[:2], x[2:]]
+
+
+def test_what_writes_into_an_array_leaves_it_alone_if_ranks_differ():
+    def body(rank):
+        for kind, plan in {**WITH_FACTORS, **WITHOUT}.items():
+            for factor, is_strided in product((1, 0.5), (False, True)):
+                if kind in WITHOUT and (factor != 1 or (is_strided and kind != "broadcast_")):
+                    continue
+                if is_strided and kind == "reduce_scatter_":  # it returns a view of x
+                    continue
+                memory = np.arange(1.0, 1 + 4 * 2 * (3 + rank)).reshape(4, -1)
+                before, x = memory.copy(), memory[:, ::2] if is_strided else memory
+                options = ReductionOptions(rc.SUM).scaled(factor, 1)
+                with pytest.raises(rc.MismatchError):
+                    engine().execute(kind, None, lambda g: plan(g, x, options))  # noqa: B023
+                if not np.array_equal(memory, before):
+                    yield f"{kind}, factor {factor}, is_strided={is_strided}"
+
+    assert run_ranks(2, lambda rank: [*body(rank)]) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        rc.allreduce_,
+        lambda x: rc.reduce_(x, root=0),
+        rc.reduce_scatter_,
+        lambda x: rc.broadcast_(x, 0),
+    ],
+)
+def test_a_call_that_was_made_before_leaves_its_array_alone_if_ranks_differ(call):
+    def body(rank):
+        x = np.zeros((4, 3))
+        for _ in range(4):
+            call(x)
+        x[:] = 5 + rank
+        with pytest.raises(rc.MismatchError):
+            rc.barrier() if rank else call(x)
+        return x.tolist()
+
+    assert run_ranks(2, body) == [[[5.0] * 3] * 4, [[6.0] * 3] * 4]
 
 
 @pytest.mark.long

@@ -74,8 +74,9 @@ class AllgatherInto(Operation):
         own = target[parts[group.index]]
         others = [(group.index + shift) % group.size for shift in range(1, group.size)]
         if overlap(source, target) and not is_same(own, source):
-            own.bytes[:] = source.bytes  # before other parts of x are overwritten
-            source = own
+            apart = source.like(source.count)  # `out` stays as it is until all ranks agree
+            apart.bytes[:] = source.bytes
+            source = apart
         takes_from = others if is_same(own, source) else [group.index, *others]
         choose = group.engine.selection.algorithm
 
