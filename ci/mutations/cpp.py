@@ -44,6 +44,16 @@ CPP = [
         "long private arrays are copied twice for good",
         ("unit/test_private_memory.py",),
     ),
+    # --- what ranks do ----------------------------------------------------------------------------
+    CppMutation(
+        "waits-of-earlier-steps-count-again",
+        "fault",
+        "status",
+        "waited_[0] = waited;",
+        "static_cast<void>(waited);",
+        "ringcomm top says of each rank, more from step to step, that it has no core",
+        ("unit/test_status_page_mailbox_and_steps.py",),
+    ),
     # --- how ranks ended --------------------------------------------------------------------------
     CppMutation(
         "whom-the-launcher-ends-first-is-blamed",

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +65,29 @@ def test_the_parts_of_whole_steps_are_on_the_page(page):
         assert marks[-1] <= later[0]
         assert min(no_core) >= 0
         assert len(no_core) == len(marks) - 1 == 4
+
+
+WAITS = Path("/proc/thread-self/schedstat")
+
+
+def without_core_ns():
+    """Return how long this thread has waited for a core so far, as Linux counts it."""
+    return int(WAITS.read_text().split()[1])
+
+
+@pytest.mark.skipif(not WAITS.exists(), reason="this kernel does not count waits for a core")
+def test_each_wait_for_a_core_is_in_one_part_of_one_step(page):
+    before = without_core_ns()
+    clock, began = StepClock(), without_core_ns()
+    for number in range(20):
+        for part in (1, 2, 3):
+            clock.mark(part)
+            waited = without_core_ns()
+            deadline = time.monotonic() + 10
+            while number < 2 and without_core_ns() == waited and time.monotonic() < deadline:
+                time.sleep(1e-4)  # whoever wakes up waits for a core, if not for long
+        ended = without_core_ns()
+        clock.end(page)
+    noted = sum(sum(no_core) for _, _, no_core in page.steps())
+    assert began < ended
+    assert ended - began <= noted <= without_core_ns() - before
