@@ -6,6 +6,16 @@ _OF_COPIES = ("unit/test_ps_pushes_to_two_copies.py",)
 
 PS_CPP = [
     CppMutation(
+        "keys-are-counted-from-before-a-restore",
+        "ps",
+        "ps",
+        """  side_.reset();
+  cursor_ = 0;""",
+        "  cursor_ = 0;",
+        "after ps.restore() of the same job, rows are admitted that the run before did not have",
+        ("unit/test_ps_shard.py",),
+    ),
+    CppMutation(
         "torn-values-are-read",
         "ps",
         "ps",

@@ -1,5 +1,6 @@
 """A shard with one partition does what a dict of rows would do."""
 
+import copy
 import math
 import subprocess
 import sys
@@ -95,19 +96,23 @@ class Sequence:
             is_lfu=bool(evict) and evict.policy == "lfu",
         )
         self.now, self.stamp = 0.0, 0
+        self.saved = self.save()
 
     def keys(self):
         keys = self.rng.zipf(1.3, self.rng.integers(0, 12)) % 150
         return [int(k) if k < 140 else ENDS[k % 6] for k in keys]
 
     def run(self, n):
-        names = ["push"] * 6 + ["gather"] * 4 + ["erase", "evict", "meta", "reload"]
+        names = (["push"] * 6 + ["gather"] * 4 + ["erase", "evict", "meta", "reload"]) * 3
+        names += ["save", "restore"]
         for _ in range(n):
             self.now += float(self.rng.integers(0, 3))
             self.stamp += 1
             getattr(self, self.rng.choice(names))()
             assert len(self.rows) == len(self.model.rows)
         assert_same_rows(everything(self.rows), self.model.rows)
+        keys, counts = self.rows.own(0).candidates()
+        assert dict(zip(keys.tolist(), counts.tolist(), strict=True)) == self.model.seen
 
     def push(self):
         keys = self.keys()
@@ -154,6 +159,21 @@ class Sequence:
         other.own(0).load(*before.export())
         other.own(0).load_candidates(*before.candidates())
         self.rows = other
+
+    def save(self):
+        """Note all there is, as a checkpoint does."""
+        own, model = self.rows.own(0), copy.deepcopy((self.model.rows, self.model.seen))
+        self.saved = own.export(), own.candidates(), model
+        return self.saved
+
+    def restore(self):
+        """Go back to what was noted, within the same partition."""
+        rows, candidates, model = self.saved
+        own = self.rows.own(0)
+        own.clear()
+        own.load(*rows)
+        own.load_candidates(*candidates)
+        self.model.rows, self.model.seen = copy.deepcopy(model)
 
 
 POLICIES = {
