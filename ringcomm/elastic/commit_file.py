@@ -69,7 +69,7 @@ class KeptFile:
         self._count = -1  # descriptor, once this rank writes
         self._written: int | None = None  # CRC-32 of the last commit that this rank has written
         self._has_warned = False  # of commits of others
-        self._has_failed = False  # in the last attempt
+        self._has_failed = False  # since a commit was kept last
 
     @property
     def previous(self) -> Path:
@@ -83,7 +83,7 @@ class KeptFile:
         assert self.origin.crc != UNREAD, "what nobody has read is never overwritten"
         try:
             self._write(n_commits, copies)
-            self._has_failed = False
+            self._has_failed &= not self._is_due(n_commits)
         except Exception as error:  # noqa: BLE001 - pickling a value may raise anything
             if not self._has_failed:
                 _log.warning(
@@ -97,7 +97,7 @@ class KeptFile:
 
     def _write(self, n_commits: int, copies: dict[str, Any]) -> None:
         try:
-            if n_commits % self._every == 0:
+            if self._is_due(n_commits):
                 if self._written is None:
                     self._remove_unfinished()
                     self._keep_origin()
@@ -113,6 +113,9 @@ class KeptFile:
                     self._warn_if_untrusted()
         finally:  # one that is not kept was made all the same
             self._count_to(n_commits)
+
+    def _is_due(self, n_commits: int) -> bool:
+        return n_commits % self._every == 0
 
     def _keep_origin(self) -> None:
         """Keep what the job began with, unless an earlier rank 0 of the job has done so."""

@@ -64,18 +64,20 @@ def test_training_goes_on_while_the_file_cannot_be_written(every, tmp_path, capl
     assert train(folder / "state", 2, 101, every=every) == [(100, [100] * 3, 100)] * 2
 
 
-def test_commits_that_a_full_disk_did_not_keep_are_among_those_that_are_lost(
-    tmp_path, caplog, monkeypatch
+@pytest.mark.parametrize("every", [1, 2])
+def test_that_a_full_disk_keeps_no_commits_is_said_once_and_they_are_among_those_that_are_lost(
+    every, tmp_path, caplog, monkeypatch
 ):
     path = tmp_path / "state"
-    train(path, 2, 4)
+    train(path, 2, 4, every=every)
 
     def full(path, **_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as m:
         m.setattr(commit_file, "replacing", full)
-        train(path, 2, 9)
+        train(path, 2, 9, every=every)
+    assert len([text for text in caplog.messages if "cannot be kept" in text]) == 1, caplog.text
     with caplog.at_level(logging.WARNING, "ringcomm"):
         assert train(path, 2, 9) == [(4, [4] * 3, 4)] * 2
     assert "from commit 4, which" in caplog.text
