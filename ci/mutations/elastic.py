@@ -21,6 +21,19 @@ _SCRIPTS = ("with_torch/test_horovod_elastic_scripts.py",)
 
 ELASTIC = [
     Mutation(
+        "what-all-began-again-from-is-no-commit",
+        "fault",
+        "elastic/state.py",
+        """        self._keep()
+        if not skip_sync:
+""",
+        """        if not skip_sync:
+            self._keep()
+""",
+        "a loss soon after HostsUpdatedInterrupt(skip_sync=True) undoes the steps before it, too",
+        ("unit/test_elastic_states.py",),
+    ),
+    Mutation(
         "the-old-view-is-agreed-on",
         "fault",
         _MACHINE,

@@ -1,6 +1,7 @@
 """States of elastic training: what a commit keeps, and whose commit all ranks get."""
 
 import copy
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,8 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm.elastic import ArrayState, ObjectState, State, views
 from ringcomm.elastic.checksum import checksum_of
-from ringcomm.elastic.run import differences, outline_of
+from ringcomm.elastic.run import _run, differences, outline_of
+from ringcomm.elastic.state import HostsUpdatedInterrupt
 from ringcomm.engine.api import begin_next_view
 from ringcomm.errors import NewViewInterrupt
 
@@ -183,14 +185,48 @@ def test_who_came_before_the_first_commit_gets_the_values_of_a_rank():
     assert run_ranks(2, body) == [(1, [1, 1])] * 2
 
 
-def test_restore_returns_to_the_commit_and_keeps_it():
-    for state in both(step=1, x=np.arange(4)):
-        state.commit()
-        for _ in range(2):
-            state.step, state.x[:] = 7, -1
-            state.restore()
-            assert values_of(state) == (1, [0, 1, 2, 3])
-            state.x[:] = 5  # the commit is no view of it
+class SyncOfItsOwn(ObjectState):
+    def sync(self):
+        self.x = rc.broadcast(self.x, 0)
+        super().sync()
+
+
+TURNS = ("step", "commit", "restore", "a loss", "again", "again, all being alike")
+
+
+@pytest.mark.parametrize("cls", [ObjectState, ArrayState, SyncOfItsOwn])
+def test_training_goes_on_from_the_last_commit_or_from_where_all_began_again(cls):
+    def train_through(turns):
+        state, rest = cls(step=0, x=np.zeros(2)), [*turns]
+        now = kept = (0, [0, 0])
+        resets, n_again = [], 0
+        state.register_reset_callbacks([lambda: resets.append(1)])
+
+        def train():
+            nonlocal now, kept, n_again
+            while True:
+                assert values_of(state) == now, turns[: len(turns) - len(rest)]
+                assert len(resets) == n_again, turns[: len(turns) - len(rest)]
+                if not rest:
+                    return
+                turn = rest.pop(0)
+                if turn == "step":
+                    state.step += 1
+                    state.x = _set(state.x, state.step)
+                    now = values_of(state)
+                elif turn == "commit":
+                    state.commit()
+                    kept = now
+                elif turn.startswith("again"):
+                    kept, n_again = now, n_again + 1
+                    raise HostsUpdatedInterrupt(skip_sync=turn != "again")
+                else:
+                    state.restore() if turn == "restore" else state.resume()
+                    now = kept
+
+        _run(train, state, is_elastic=False)
+
+    run_ranks(2, lambda _: [train_through(turns) for turns in product(TURNS, repeat=3)])
 
 
 def test_an_array_stays_the_users_own():
