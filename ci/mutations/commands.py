@@ -4,6 +4,15 @@ from mutations.mutation import Mutation
 
 CLIENT = [
     Mutation(
+        "the-last-tracebacks-are-shown-by-rank",
+        "client",
+        "launch/job/output_lines.py",
+        "self._released(min(self._held, key=self._since.__getitem__), 0.0)",
+        "self._released(min(self._held), 0.0)",
+        "the error of rank 0, which follows from that of rank 3, is shown as if it came first",
+        ("unit/test_uncaught_errors.py",),
+    ),
+    Mutation(
         "a-missing-script-is-started",
         "client",
         "launch/job/command.py",

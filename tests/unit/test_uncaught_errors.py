@@ -1,15 +1,19 @@
 """An uncaught error shows the user's frames and its text, once for all ranks of a host."""
 
 import os
+import re
 import subprocess
 import sys
 import traceback
 
 import pytest
 from harness import DEADLINE_S, job_environment
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ringcomm as rc
 from ringcomm.launch.job.output_lines import LinesOf, Tracebacks, error_of_log
+from ringcomm.ranks_as_text import ranks_in
 from ringcomm.status.error_text import OWN_FILES, text_of_error
 
 
@@ -199,6 +203,57 @@ def test_a_rank_that_goes_on_is_shown_after_a_second():
     assert tracebacks.add(4, b"[4] at once\n", now=8.2) == b"[4] at once\n"
     flood = tracebacks.add(4, text, now=9.0) + tracebacks.add(4, b"[4] y\n" * (1 << 18), now=9.0)
     assert flood.startswith(text)
+
+
+SHOWN = re.compile(r"\[([\d,-]+)\] (.*\n)")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from([b"two", b"three", None]), min_size=1, max_size=4),
+    turns=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(0, 5)), max_size=16),
+    last=st.permutations(range(4)),
+)
+def test_of_whatever_ranks_write_and_when_nothing_is_lost_and_the_first_error_comes_first(
+    kinds, turns, last
+):
+    """A turn: a rank writes so many lines, and so many quarters of a second go by."""
+    texts = [b"a\n" + (TRACE.replace(b"two", kind) if kind else b"") + b"b\n" for kind in kinds]
+    left = [text.splitlines(keepends=True) for text in texts]
+    tracebacks, now, began = Tracebacks(), 0.0, {}
+    shown = [""] * len(kinds)
+    errors = []  # when those began that are shown
+
+    def show(output):
+        found = SHOWN.findall(output.decode())
+        assert "".join(f"[{ranks}] {line}" for ranks, line in found) == output.decode()
+        for prefix, line in found:
+            ranks = ranks_in(prefix)
+            if line.startswith("Traceback"):
+                errors.append(min(began[rank] for rank in ranks))
+            for rank in ranks:
+                shown[rank] += line
+
+    def write(rank, n_lines):
+        lines, left[rank] = left[rank][:n_lines], left[rank][n_lines:]
+        if any(line.startswith(b"Traceback") for line in lines):
+            began[rank] = now
+        show(tracebacks.add(rank, LinesOf(b"[%d] " % rank).add(b"".join(lines)), now))
+
+    for rank, n_lines, quarters in turns:
+        write(rank % len(kinds), n_lines)
+        now += quarters / 4
+        show(tracebacks.due(now))
+        for each, text in enumerate(texts):
+            if each not in began or began[each] <= now - 1:
+                written = text.splitlines(keepends=True)[: -len(left[each]) or None]
+                assert shown[each] == b"".join(written).decode(), "it is shown after a second"
+    for rank in (each for each in last if each < len(kinds)):
+        write(rank, len(left[rank]))
+        now += 1 / 8
+    show(tracebacks.flush())
+    assert [text.encode() for text in shown] == texts
+    assert errors == sorted(errors), "the first error is the cause of the others"
 
 
 def test_the_error_of_a_log_is_that_of_its_last_traceback():
