@@ -205,10 +205,13 @@ def test_a_state_is_resumed_on_another_number_of_ranks():
 def test_as_many_batches_as_asked_for_are_ready_before_they_are_wanted(prefetch):
     data = Squares(100)
     batches = iter(loader(data, size=1, prefetch=prefetch))
-    next(batches)
-    wait_until(lambda: len(data.asked) == 4 * (prefetch + 1), lambda: len(data.asked))
-    next(batches)
-    wait_until(lambda: len(data.asked) == 4 * (prefetch + 2), lambda: len(data.asked))
+    for n_taken in (1, 2):
+        next(batches)
+        ready = 4 * (prefetch + n_taken)
+        wait_until(
+            lambda: len(data.asked) == ready,  # noqa: B023
+            lambda: f"{len(data.asked)} samples are loaded or taken, not {ready}",  # noqa: B023
+        )
     assert data.threads == {"ringcomm-loader"}
     batches.close()
     assert len(data.asked) == 4 * (prefetch + 2)
