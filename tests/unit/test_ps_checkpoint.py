@@ -186,6 +186,7 @@ def test_only_the_chief_saves(tmp_path):
             for call in (ps.save, ps.restore, ps.load):
                 with pytest.raises(rc.RingcommError, match="worker 1 is not the chief"):
                     call(tmp_path)
+        rc.barrier()  # when worker 0 has left, worker 1 is the chief
         return True
 
     assert run_workers(2, body) == [True, True]
