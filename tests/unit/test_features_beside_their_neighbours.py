@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import listen, run_ranks
+from harness import listen, run_ranks, wait_until
 from ps_ranks_as_threads import run_workers
 
 import ringcomm as rc
@@ -25,16 +25,17 @@ from ringcomm.ps.compression import spec_of
 from ringcomm.ps.protocol.frames import Status
 from ringcomm.ps.table_spec import Spec
 from ringcomm.ps.update_modes import Mode
+from ringcomm.status.page_enums import Mail
 
 
 # --- join() beside the steps that commands count, and beside groups -----------------------------
 class Commanded:
     """A rank whose commands set a rate of its own: ranks that are threads share one Program."""
 
-    def __init__(self, rank):
+    def __init__(self, rank, size=2):
         self.n_steps, self.taken = 0, []
         self.page = StatusPage.create(
-            job="test", host="here", rank=rank, size=2, local_rank=rank, nonce=7
+            job="test", host="here", rank=rank, size=size, local_rank=rank, nonce=7
         )
         program = Program()
         program.add_rate(lambda: lambda rate: self.taken.append((rate, self.n_steps)))
@@ -73,6 +74,64 @@ def test_a_command_lands_at_one_step_on_ranks_that_missed_others_in_join(before)
     one, two = run_ranks(2, body)
     assert one == two
     assert one in ([(0.5, before + 5)], [(0.5, before + 6)])  # as soon as both can
+
+
+WORDS = ("pause", "resume", "checkpoint", "set lr=0.5")
+
+
+def answer_to(page, text):
+    """Return the answer to a command, as `ringcomm ctl` does."""
+    assert page.take_mailbox(os.getpid())
+    page.put_command(text)
+    wait_until(lambda: Mail(page.mail) is Mail.ANSWERED, text)
+    answer = page.answer
+    page.give_mailbox_back()
+    return answer.split(" after ")[0]
+
+
+def expected_of(words):
+    """Return the answers to commands, the last of which is stop, and how many checkpoints."""
+    is_paused, answers, n_saved = False, [], 0
+    for word in words:
+        if word in {"pause", "resume"} and is_paused is (word == "pause"):
+            answers.append(f"no the job is {'paused already' if is_paused else 'not paused'}")
+            continue
+        is_paused = word == "pause" or (is_paused and word not in {"resume", "stop"})
+        n_saved += word in {"checkpoint", "stop"}
+        done = {"pause": "paused", "resume": "goes on", "checkpoint": "checkpoint written"}
+        answers.append("ok " + done.get(word, "stops" if word == "stop" else "lr is 0.5"))
+    return answers, n_saved
+
+
+def test_a_job_that_is_to_stop_ends_whatever_commands_came_before():
+    """Also in a pause. The program ends itself, as rc.should_stop() tells it to."""
+
+    def body(_):
+        mine, owner = Commanded(0, size=1), Owner()
+        for words in itertools.product(WORDS, repeat=2):
+            program, saved, answers = Program(asks_to_stop=True), [], []
+            program.checkpoints.append(saved.append)
+            program.add_rate(lambda: lambda _: None)
+            control, has_ended = Control(engine(), program), threading.Event()
+
+            def command(words=words, answers=answers, has_ended=has_ended):
+                answers += [answer_to(mine.page, word) for word in (*words, "stop")]
+                if not has_ended.wait(10):
+                    answers.append("and waits")
+                    answer_to(mine.page, "resume")
+
+            commander = threading.Thread(target=command)
+            commander.start()
+            for n_steps in itertools.count(1):
+                control.come_to_boundary(owner, n_steps)
+                if program.is_stopping:
+                    break
+            has_ended.set()
+            commander.join()
+            assert (answers, len(saved)) == expected_of([*words, "stop"]), words
+            assert not mine.page.snapshot()["is_paused"], words
+
+    run_ranks(1, body)
 
 
 class Owner:
