@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -101,6 +102,24 @@ def test_a_job_that_cannot_be_started_again_says_why(change, why):
 def test_workers_get_places_before_spares_and_these_before_reserves(given, left):
     request = decide(replace(LOST, request=replace(REQUEST, **given))).request
     assert (request.np, request.spares, request.reserves, request.elastic[1]) == left
+
+
+BESIDE = ("servers", "evaluators", "worker_spares")
+
+
+@pytest.mark.parametrize("np", [None, 2])
+def test_whatever_a_job_has_beside_its_workers_it_fits_where_it_is_started_again(np):
+    for counts in product(range(3), repeat=5):
+        given = dict(zip((*BESIDE, "spares", "reserves"), counts, strict=True))
+        request = replace(REQUEST, np=np, elastic=(1, 6), **given)
+        left = decide(replace(LOST, request=request)).request
+        room = 4 - sum(counts[:3])  # on two hosts
+        assert (left is None) == (room < 1), given
+        if left is not None:
+            assert all(getattr(left, each) == given[each] for each in BESIDE), given
+            assert left.elastic[0] <= left.np <= left.elastic[1], given
+            assert left.np + left.spares + left.reserves <= room, given
+            assert left.elastic[1] + left.spares + left.reserves <= room, given
 
 
 def test_hosts_are_asked_as_mpirun_reaches_them():
