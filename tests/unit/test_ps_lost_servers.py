@@ -1,6 +1,7 @@
 """A server dies that had the only copy of its part: calls say so, and ps.recover() goes back."""
 
 import threading
+from itertools import product
 
 import numpy as np
 import ps_training_of_two_tables
@@ -418,14 +419,16 @@ def test_who_is_gone_is_still_gone_after_a_restart():
 
 # --- checkpoints that the chief saves by itself -------------------------------------------------
 def test_when_a_checkpoint_is_due():
-    by_steps, by_time = Periodic(None, 3), Periodic(10.0, None)
-    for periodic in (by_steps, by_time):
+    by_steps, by_time, by_both = Periodic(None, 3), Periodic(10.0, None), Periodic(10.0, 3)
+    for periodic in (by_steps, by_time, by_both):
         assert periodic.is_due(0.0, 1)
         periodic.note(0.0, 1)
         assert not periodic.is_due(0.0, 1)
     assert [by_steps.is_due(99.0, clock) for clock in (2, 3, 4)] == [False, False, True]
     assert by_steps.is_due(99.0, 0)  # after ps.recover()
     assert [by_time.is_due(now, 99) for now in (9.0, 10.0)] == [False, True]
+    for at in product((9.0, 10.0), (0, 3, 4)):  # by whichever comes first
+        assert by_both.is_due(*at) == (by_steps.is_due(*at) or by_time.is_due(*at)), at
 
 
 def test_the_chief_saves_every_so_many_steps_and_its_heir_goes_on(tmp_path):
