@@ -4,6 +4,27 @@ from mutations.mutation import Mutation
 
 CLIENT = [
     Mutation(
+        "a-stop-in-a-pause-goes-on-with-the-pause",
+        "client",
+        "engine/control/step_boundary.py",
+        """            if command.word == "stop":
+                self._set_paused(is_paused=False)
+""",
+        """            if command.word == "stop":
+""",
+        "a paused job that asks rc.should_stop() answers that it stops, and waits for ever",
+        ("unit/test_features_beside_their_neighbours.py",),
+    ),
+    Mutation(
+        "worker-spares-take-no-places",
+        "client",
+        "launch/job/restart.py",
+        "beside = request.servers + request.evaluators + request.worker_spares",
+        "beside = request.servers + request.evaluators",
+        "a job with worker spares that has lost a host is started with more ranks than places",
+        ("unit/test_ringcomm_run_restart.py",),
+    ),
+    Mutation(
         "the-last-tracebacks-are-shown-by-rank",
         "client",
         "launch/job/output_lines.py",

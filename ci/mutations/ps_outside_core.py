@@ -4,6 +4,28 @@ from mutations.mutation import Mutation
 
 PS = [
     Mutation(
+        "seconds-between-checkpoints-outdo-steps",
+        "ps",
+        "ps/checkpoint/save_schedule.py",
+        """        if self.every_s is not None and now - at >= self.every_s:
+            return True
+""",
+        """        if self.every_s is not None:
+            return now - at >= self.every_s
+""",
+        "ps.save(every_s=600, every_steps=100) saves every 10 minutes, however fast the steps are",
+        ("unit/test_ps_lost_servers.py",),
+    ),
+    Mutation(
+        "assigned-rows-are-rounded",
+        "ps",
+        "ps/protocol/row_compression.py",
+        "if is_exact or self._codec is None:",
+        "if self._codec is None:",
+        "embeddings that are assigned to a table with compression have 8 or 11 bits from then on",
+        ("unit/test_ps_row_compression.py",),
+    ),
+    Mutation(
         "ps-rows-are-late-for-good",
         "ps",
         "ps/client/rows/pushes.py",
