@@ -21,6 +21,18 @@ _SCRIPTS = ("with_torch/test_horovod_elastic_scripts.py",)
 
 ELASTIC = [
     Mutation(
+        "positions-of-a-new-view-are-not-compared",
+        "fault",
+        "data/sampler.py",
+        """        self._set(position["epoch"], position["phases"])
+        self._is_compared = False
+""",
+        """        self._set(position["epoch"], position["phases"])
+""",
+        "ranks of a new view that go on at different places train on samples twice, or hang",
+        ("unit/test_sampler.py",),
+    ),
+    Mutation(
         "what-all-began-again-from-is-no-commit",
         "fault",
         "elastic/state.py",

@@ -112,6 +112,13 @@ def resumed(state):
     return sampler
 
 
+def in_a_new_view(position):
+    sampler = sampler_of()
+    list(sampler)  # compared once, among the ranks of then
+    sampler.set_elastic_position({"phases": (), "first_size": 3} | position)
+    return sampler
+
+
 MID_EPOCH = {"epoch": 1, "phases": [], "taken": 2, "rank": 0, "size": 2, "samples": 12}
 DIFFERENT = {
     "seed": (lambda r: sampler_of(seed=r // 2), "rank 0 has seed=0, rank 2 seed=1"),
@@ -136,6 +143,10 @@ DIFFERENT = {
     "what is resumed": (
         lambda r: resumed(MID_EPOCH | {"shuffle": True, "seed": 0, "taken": 2 + r}),
         "rank 0 has phases=((2, 2),), rank 1 phases=((3, 3),)",
+    ),
+    "epoch in a new view": (
+        lambda r: in_a_new_view({"epoch": r}),
+        "rank 0 has epoch=0, rank 1 epoch=1",
     ),
     "a loader's data": (
         lambda r: Loader(np.arange(12 + r), 2, prefetch=0),
