@@ -4,6 +4,16 @@ from mutations.mutation import Mutation
 
 FAULT = [
     Mutation(
+        "a-rank-takes-its-own-error-for-that-of-another",
+        "fault",
+        "status/error_printer.py",
+        """    _printed.add(name)
+""",
+        "",
+        "the second thread of a rank that fails in the same way ends without a word",
+        ("unit/test_uncaught_errors.py",),
+    ),
+    Mutation(
         "a-thread-is-left-where-one-lacks",
         "fault",
         "engine/progress/loop.py",

@@ -115,6 +115,22 @@ rc.size()
     assert OWN_FILES not in said
 
 
+def test_a_rank_prints_an_error_as_often_as_it_raises_it():
+    """It takes none of them for that of another rank, which has printed it."""
+    code = """
+import ringcomm as rc
+from ringcomm.status.error_printer import print_error_of_thread
+threading.excepthook = print_error_of_thread
+for _ in range(2):
+    thread = threading.Thread(target=rc.rank, name="mine")
+    thread.start()
+    thread.join()
+"""
+    alone = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}  # on its host
+    with start(code, **place(0) | alone) as process:
+        assert ended(process).count("rank 0:\nException in thread mine:\n") == 2
+
+
 def test_an_excepthook_of_the_user_gets_the_error_in_each_rank():
     code = """
 sys.excepthook = lambda kind, error, trace: print("mine", error, file=sys.stderr)
