@@ -8,6 +8,16 @@ _IN_PLACE = ("unit/test_ps_reads_of_two_copies.py",)
 
 PS_COPIES = [
     Mutation(
+        "a-copy-forgets-steps-of-workers-that-are-gone",
+        "ps",
+        "ps/server/core/worker_clocks.py",
+        """        self.clocks.most = state["most"]
+""",
+        "",
+        "a worker that comes when all others are dead, and a server too, begins with step 0",
+        ("unit/test_ps_rounds.py",),
+    ),
+    Mutation(
         "ps-a-primary-waits-for-no-copy",
         "ps",
         "ps/server/homes/home.py",

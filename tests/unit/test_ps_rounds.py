@@ -6,6 +6,7 @@ import pytest
 
 from ringcomm.ps.server.core.actions import End, Hold, Late, ReleaseDone, RoundContribution
 from ringcomm.ps.server.core.rounds import Clocks, Entries, Release, Rounds
+from ringcomm.ps.server.core.worker_clocks import WorkerProgress
 from ringcomm.ps.update_modes import SSP, FirstOf, mode_of
 
 KEY = (1, 0)
@@ -218,6 +219,21 @@ def test_clocks_know_the_slowest_until_it_leaves():
     assert clocks.slowest == 5
     clocks.leave(0)
     assert clocks.slowest == math.inf
+
+
+@pytest.mark.parametrize("gone", [(), (3,), (1, 2, 3)])
+def test_a_copy_knows_of_the_workers_what_the_server_knew_that_has_died(gone):
+    def progress():
+        return WorkerProgress(0, (1, 2, 3), lambda: {1, 2, 3} - {*gone}, {})
+
+    before, after = progress(), progress()
+    for worker in (1, 2, 3):
+        before.clocks.tick(worker, 10 * worker)
+    for each in (before, after):
+        for worker in gone:
+            each.leave(worker)
+    after.load(before.state())
+    assert after.state() == before.state()
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "2"])
