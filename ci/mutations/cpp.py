@@ -377,7 +377,7 @@ CPP = [
         "kind_ == Source::registered && !all_at(",
         "who passes a long private array and changes it sends what it has become",
         (
-            "unit/test_shared_memory_is_kept_while_others_read.py::test_what_was_passed_may_be_overwritten_at_once[all-gather]",
+            "unit/test_shared_memory_is_kept_while_others_read.py::test_what_was_passed_may_be_overwritten_at_once",
         ),
     ),
     CppMutation(
