@@ -201,7 +201,7 @@ class ShortCalls:
                 source = None
         if into is not None:
             out, target = into, _buffer(into, True)
-            if target is None or (x is not None and _overlap(x, into)):
+            if target is None or _overlap(x, into):
                 return self._by_plan(_Asked(kind, name, x, op, root, into, more), timeout_s)
         elif known.make is not None:
             out = known.make()
@@ -482,6 +482,8 @@ def _is_within(x: Any, into: Any) -> bool:
 
 
 def _overlap(x: Any, y: Any) -> bool:
+    if x is None:
+        return False
     begin, other = (
         each.ctypes.data if type(each) is np.ndarray else each.data_ptr() for each in (x, y)
     )
