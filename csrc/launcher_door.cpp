@@ -1,9 +1,9 @@
-// A library that `ringcomm run` preloads into prterun: it lets in connections of its own user (or root) alone.
+// A library that `ringcomm run` preloads into prterun: it lets in nobody of this host but its own user, and root.
 //
 // prterun believes who a connection says it is: over TCP, PMIx 5 checks the user id that the other side sends.
 // Any process of the host that reaches its port can have it start programs, and end the job
-// (measured with Open MPI 5.0.11). The kernel knows who has opened a connection within a host; so a
-// connection of somebody else, or of another host, is closed before prterun has read a byte. For jobs on one host.
+// (measured with Open MPI 5.0.11). The kernel knows who has opened a connection within a host; so that of
+// somebody else is closed before prterun has read a byte. Those of other hosts come in: daemons of the job do.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <linux/inet_diag.h>
@@ -19,6 +19,8 @@
 #include <cstring>
 
 namespace {
+
+constexpr unsigned char kEstablished = 1;  // of include/net/tcp_states.h
 
 enum class Answer { own, foreign, unknown };
 
@@ -44,6 +46,12 @@ bool read_end(const sockaddr_storage& from, int& family, End& end) {
   std::memcpy(end.address, in.sin6_addr.s6_addr + (is_mapped ? 12 : 0), is_mapped ? 4 : 16);
   end.port = in.sin6_port;
   return true;
+}
+
+bool is_of_this_host(int family, const End& theirs, const End& ours) {
+  static constexpr unsigned char kOwn[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  if (std::memcmp(theirs.address, ours.address, sizeof ours.address) == 0) return true;
+  return family == AF_INET ? theirs.address[0] == 127 : std::memcmp(theirs.address, kOwn, sizeof kOwn) == 0;
 }
 
 // Asks the kernel for the socket at the other side of a connection, and whose it is.
@@ -77,10 +85,13 @@ Answer owner_of(int family, const End& theirs, const End& ours) {
   if (n < static_cast<ssize_t>(sizeof(nlmsghdr)) || head->nlmsg_len > static_cast<std::size_t>(n)) return answer;
   if (head->nlmsg_type == NLMSG_ERROR && head->nlmsg_len >= NLMSG_LENGTH(sizeof(nlmsgerr))) {
     const auto* error = static_cast<const nlmsgerr*>(NLMSG_DATA(head));
-    answer = error->error == -ENOENT ? Answer::foreign : Answer::unknown;  // of another host, or gone
+    // Of another host; or of this one, and gone.
+    answer = error->error == -ENOENT && is_of_this_host(family, theirs, ours) ? Answer::foreign : Answer::unknown;
   } else if (head->nlmsg_type == SOCK_DIAG_BY_FAMILY && head->nlmsg_len >= NLMSG_LENGTH(sizeof(inet_diag_msg))) {
     const auto* found = static_cast<const inet_diag_msg*>(NLMSG_DATA(head));
-    answer = found->idiag_uid == geteuid() || found->idiag_uid == 0 ? Answer::own : Answer::foreign;
+    const bool is_ours = found->idiag_uid == geteuid() || found->idiag_uid == 0;
+    // The kernel says 0 of what its owner has closed.
+    answer = is_ours && found->idiag_state == kEstablished ? Answer::own : Answer::foreign;
   }
   return answer;
 }

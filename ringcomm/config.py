@@ -38,6 +38,8 @@ class Settings:
     Attributes:
         timeout_s: deadline of every wait, in seconds; 0 = none.
         stall_warning_s: seconds after which a wait is reported, once; 0 = never.
+        hints: 1 = what looks like a mistake is told once: that all ranks train on the same data, or
+            that hvd.init() has found no other ranks; 0 = it is not.
         grace_s: seconds that the other ranks of a node have to end after one rank has failed.
         fusion_mib: maximal size of a bucket of gradients, in MiB; None: see fusion_nbytes().
         timeline: prefix of each rank's Chrome trace, `<timeline>.<rank>.json`; "" = no trace.
@@ -78,6 +80,7 @@ class Settings:
 
     timeout_s: float = 600.0
     stall_warning_s: float = 30.0
+    hints: int = 1
     grace_s: float = 3.0
     fusion_mib: float | None = None
     timeline: str = ""

@@ -30,12 +30,12 @@ void say(const std::string& text) {
 
 Watchdog::Watchdog(double seconds, std::string message, std::string news, double notice_s,
                    std::string notice)
-    : message_(std::move(message)),
-      news_file_(std::move(news)),
-      thread_([this, seconds, notice_s, notice = std::move(notice)] {
-        learn_run_folder();
-        wait(seconds, notice_s, notice);
-      }) {}
+    : message_(std::move(message)), news_file_(std::move(news)) {
+  learn_run_folder();  // here: no other thread may read the environment while MPI sets variables
+  thread_ = std::thread([this, seconds, notice_s, notice = std::move(notice)] {
+    wait(seconds, notice_s, notice);
+  });
+}
 
 void Watchdog::cancel() {
   {

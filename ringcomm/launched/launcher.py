@@ -106,7 +106,7 @@ def require_mpi_launcher(
     )
 
 
-def command_for(size: int, *options: str, argv: Sequence[str] | None = None) -> str:
+def command_for(size: int | str, *options: str, argv: Sequence[str] | None = None) -> str:
     words = sys.argv if argv is None else argv
     is_file = bool(words) and words[0] not in ("", "-c", "-m")
     program = words if is_file else ["train.py"]

@@ -264,6 +264,7 @@ def test_the_last_and_the_best_value_of_a_metric_are_those_of_whole_lines(tmp_pa
     assert metric_of(folder, "lr", best="max") is None
 
 
+@pytest.mark.usefixtures("no_job")
 def test_metrics_behind_a_link_do_not_count(tmp_path, capsys):
     folder = a_run(tmp_path / "a")
     (tmp_path / "target").write_text("\n".join(LINES))

@@ -17,6 +17,7 @@ from ringcomm.engine.api.init_rank_size import begin_anew, engine, init, local_s
 from ringcomm.errors import CommTimeoutError, ConfigError
 from ringcomm.launched.child_marks import parent_rank_pid
 from ringcomm.launched.launcher import (
+    command_for,
     foreign_launcher,
     is_launched_by_mpi,
     launched_rank,
@@ -48,9 +49,14 @@ def wrap_env(torchs_own: Rendezvous) -> Rendezvous:
         given = parse_qs(urlparse(url).query)
         _refuse_ranks_of_others({name: int(values[0]) for name, values in given.items()})
         missing = missing_of_torch(given)
-        if not missing or not is_launched_by_mpi():
-            return torchs_own(url, timeout=timeout, **more)
-        return by_mpi(url, timeout)
+        if missing and is_launched_by_mpi():
+            return by_mpi(url, timeout)
+        if {"RANK", "WORLD_SIZE"} <= {*missing}:
+            raise ConfigError(
+                "torch.distributed: nothing has started this process as a rank, and RANK and "
+                f"WORLD_SIZE are not set. Start the ranks: {command_for('N')}"
+            )
+        return torchs_own(url, timeout=timeout, **more)
 
     return handle
 

@@ -13,10 +13,13 @@ from ringcomm.engine.api.world import is_outside
 from ringcomm.engine.core.current_engine import has_engine
 from ringcomm.engine.executors.gpu_loader import device_executor
 from ringcomm.errors import ConfigError
+from ringcomm.launched.launcher import command_for, is_launched_by_mpi
 from ringcomm.torch.horovod import process_sets as sets
 
 if TYPE_CHECKING:
     from ringcomm.gpu.executor.engine_gpus import Drivers
+
+_log = logging.getLogger("ringcomm")
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -46,6 +49,16 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise ValueError(
             f"init(comm={list(members)}): this job has ranks 0 to {engine().size - 1}. Pass a "
             "communicator, comm=MPI.COMM_WORLD.Split(...), or use process sets"
+        )
+    if (
+        not was_there
+        and engine().size == 1
+        and not is_launched_by_mpi()
+        and engine().settings.hints
+    ):
+        _log.warning(
+            "1 process, which trains alone. Several ranks: %s (RINGCOMM_HINTS=0: not a word)",
+            command_for("N"),
         )
     if not is_outside():  # a spare makes groups when it has a place
         sets.prepare(process_sets or ())

@@ -17,6 +17,7 @@ from ringcomm.torch.optim.buckets import Bucket, Member, Scaling, make_buckets
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
 from ringcomm.torch.optim.gradient_presence import SPARSE, GradientPresence, ready_order
 from ringcomm.torch.optim.gradient_slot import GradientSlot, GradientState
+from ringcomm.torch.optim.same_data import NO_VALUES, digest_of, warn_of_same_data
 
 
 class BucketPlan:
@@ -36,6 +37,8 @@ class BucketPlan:
         self._full: list[Bucket] = []  # sent as soon as ranks have agreed on the parameters
         self._fired: dict[int, None] | None = {}  # ready gradients; None: buckets follow `_order`
         self._order: list[int] | None = None  # order of readiness on the first rank
+        self._values: tuple[int, ...] | None = None  # digest of the first gradients
+        self._has_compared_values = False
         self._sparse: set[int] = set()  # indices of sparse gradients; the same on all ranks
 
     def enrol(self) -> None:
@@ -94,6 +97,11 @@ class BucketPlan:
             full.launch(scaling)
         self._full.clear()
 
+    def note_values(self) -> None:
+        """Note a digest of this rank's gradients, before they are reduced, in the first step."""
+        if self._fired is not None and self._values is None:
+            self._values = digest_of([slot.parameter.grad for slot in self.slots])
+
     def learn(self, presence: GradientPresence) -> CollectiveTask[None]:
         """Note sparse gradients, and the order of readiness. Collective in the first step."""
         sparse = {index for index, code in enumerate(presence.codes) if code & SPARSE}
@@ -101,11 +109,16 @@ class BucketPlan:
             self._sparse |= sparse
             self.drop()
         if self._fired is not None:
-            mine = np.array(ready_order(list(self._fired), len(self.slots)), np.int32)
+            order = ready_order(list(self._fired), len(self.slots))
+            mine = np.array([*order, *(self._values or NO_VALUES)], np.int32)
             name, group = f"order of gradients{self.suffix}", self._options.group
             handle = collectives.allgather_async(mine.reshape(1, -1), name=name, group=group)
             yield handle
-            self._order = handle.wait()[0].tolist()  # of the first rank that is not in join()
+            told = handle.wait()
+            self._order = told[0, : len(order)].tolist()  # of the first rank that is not in join()
+            if not self._has_compared_values:
+                self._has_compared_values = True
+                warn_of_same_data(told[:, len(order) :], group)
 
     def end_step(self) -> None:
         if self._fired is not None and self._order is not None:

@@ -310,6 +310,7 @@ class GradientReducer:
             if self._failed is not None:
                 yield from self._failed.complete(_exchange(self))
                 self._failed = None
+            self.plan.note_values()
             presence = yield from _exchange(self).run()
             group, suffix = self.options.group, self.plan.suffix
             yield from self._agreement.weights.make_alike(self.named, group, suffix)
