@@ -27,7 +27,7 @@ from ringcomm.engine.api.begin_next_view import (
     stop_for_another_size,
     withdraw,
 )
-from ringcomm.engine.api.init_rank_size import init, rank, shutdown
+from ringcomm.engine.api.init_rank_size import init, rank, shutdown, size
 from ringcomm.engine.api.spares_and_reserves import end_outside, request_size, take_place
 from ringcomm.engine.api.world import current, is_outside
 from ringcomm.engine.control.commands_missed_in_a_loss import take_missed_commands
@@ -39,6 +39,7 @@ from ringcomm.errors import (
     RingcommError,
     ServerLostError,
 )
+from ringcomm.status.run_events import record_event
 
 # --- enough ranks ---------------------------------------------------------------------------------
 _NAP_S = 20e-3
@@ -161,6 +162,7 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
     results: list[R] = []
     begin: Callable[[], None] = functools.partial(_begin, state, is_elastic)
     is_newcomer = False  # until it has the state of the job
+    loss: tuple[float, RingcommError] | None = None  # since when, and why, there is a new view
     while True:
         try:
             if is_elastic and is_outside():
@@ -170,7 +172,8 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
                     end_outside()  # what follows in the program is for the ranks of the job
                 begin = functools.partial(_resume, state, is_newcomer=True)
             begin()
-            is_newcomer = False
+            _record_view(loss, state, is_newcomer=is_newcomer)
+            is_newcomer, loss = False, None
             results[:] = [train()]
             if is_elastic:
                 finish_run()
@@ -182,12 +185,31 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
             if end is None:
                 _stop_if_given_up(error, state)
                 raise
+            loss = loss or (time.monotonic(), end.with_traceback(None))
             if not _heal(end, state):
                 break
             _clear_locals(error)
             del end
             begin = functools.partial(_resume, state, is_newcomer=is_newcomer)
     return results[0]
+
+
+def _record_view(
+    loss: tuple[float, RingcommError] | None, state: State, *, is_newcomer: bool
+) -> None:
+    """Record, on one rank, that the job goes on in a new view: who was lost, and for how long."""
+    if is_newcomer:
+        record_event("spare", f"this process takes a place, as rank {rank()} of {size()}")
+    if loss is None or rank() != 0:
+        return
+    since, error = loss
+    world, _ = elastic_world()
+    view = f"view {world.transport.view.number}: {size()} ranks go on"
+    if isinstance(error, PeerFailedError):
+        after = f"{time.monotonic() - since:.2f} s after rank {error.rank} {error.reason}"
+        record_event("recovery", f"{view} {after}, from commit {state.n_commits}")
+    else:
+        record_event("view", f"{view} after {time.monotonic() - since:.2f} s")
 
 
 def _begin(state: State, is_elastic: bool) -> None:

@@ -38,6 +38,7 @@ from ringcomm.ps.protocol.frames import INLINE_MAX, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.protocol.lost_server import Loss
 from ringcomm.ps.roles import Layout, Takeovers
+from ringcomm.status.run_events import record_event
 
 _CACHE_LINE: Final = 64
 _log: Final = logging.getLogger("ringcomm")
@@ -241,6 +242,7 @@ class Session:
                     "ps: %s, %s, %s; the job goes on without it%s",
                     self.engine.transport.label(rank), _role_in_words(layout, rank), how,
                     ", once ps.recover() has been called" if is_new_loss and layout.lost else "",
+                    extra={"event": "death"},
                 )  # fmt: skip
         self.training.decide(peers.gone)
         if has_other_chief:
@@ -248,7 +250,10 @@ class Session:
             evaluators = [each for each in layout.evaluators if each not in peers.gone]
             self.training.succeed(layout.chief, live, evaluators)
             if layout.chief == self.engine.job_rank:
-                _log.warning("ps: rank %d is the chief now", self.engine.job_rank)
+                _log.warning(
+                    "ps: rank %d is the chief now", self.engine.job_rank,
+                    extra={"event": "failover"},
+                )  # fmt: skip
                 self._begin_tables()
 
     def refuse_for_all(self, label: str) -> None:
@@ -278,6 +283,9 @@ class Session:
             homes.on_homes(frame.source, frame.header.clock, said["copied"])
         for home in taken:
             self.client.take_over(home)
+            if self.layout.chief == self.engine.job_rank:
+                text = f"server {home} goes on from its copy on rank {frame.source}"
+                record_event("failover", text)
             if homes is not None:
                 homes.on_taken(home)
             if home == self.layout.leader:

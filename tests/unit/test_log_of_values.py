@@ -79,6 +79,10 @@ def test_no_job_ends_for_a_name_that_a_line_has_itself(metrics):
         with pytest.raises(TypeError, match="the name 7 must be a str"):
             rc.log({7: 0.5})
         rc.log({"\ud800": 0.5, "rank": 2})
+        rc.log(step=8, of=90, loss=1)
+        rc.log({"of": 5}, step=9)
+        with pytest.raises(ValueError, match="of is -1"):
+            rc.log(of=-1)
 
     seen = []
     run_ranks(1, body)
@@ -90,6 +94,8 @@ def test_no_job_ends_for_a_name_that_a_line_has_itself(metrics):
         {"step": 7, "step_": 3.0, "time_": 4.0, "time__": 0.5},
         {"step_": -1.5},
         {"?": 0.5, "rank": 2.0},
+        {"step": 8, "of": 90, "loss": 1.0},
+        {"step": 9, "of_": 5.0},
     ]
     assert seen[:2] == [
         ({"time": 0.25}, 3),

@@ -317,7 +317,7 @@ class _Patience:
                 membership.handle(GiveUp())
             ranks = [self._world.transport.view.rank_of(number) for number in missing]
             raise CommTimeoutError(text, missing=[rank for rank in ranks if rank is not None])
-        _log.warning("%s", text)
+        _log.warning("%s", text, extra={"event": "stall"})
 
     def _evicts(self, membership: MembershipService, missing: frozenset[int], now: float) -> bool:
         """Return False if this rank must give up; else it has had others killed, or will soon."""

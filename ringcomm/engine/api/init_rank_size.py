@@ -54,6 +54,7 @@ from ringcomm.status.child_signals import let_children_hold
 from ringcomm.status.error_printer import note_watch
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import PageState
+from ringcomm.status.run_events import begin_events
 from ringcomm.system_text import host_name
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
     words = LastWords(transport.page, tell_the_others, blamed)  # first: the others watch this rank
     try:
         world = _make_world(transport, words, settings, partial(start, read, comm))
+        begin_events(transport.page)
         PROGRAM.scale = request_size
         presence.close_handed()
         machines = transport.places["machine"].tolist()

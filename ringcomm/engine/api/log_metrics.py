@@ -19,20 +19,26 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
 from ringcomm.launched.child_marks import create_run_file, run_file
 from ringcomm.status.json_numbers import json_number
+from ringcomm.status.run_events import write_event
 
 _log: Final = logging.getLogger("ringcomm")
 _NO_STEP: Final = -1
 _MOST_STEPS: Final = (1 << 63) - 1
 _FLUSH_S: Final = 5
 _LACKS: Final = "%s, which rc.log_to() was given, lacks what rc.log() gets: %s. Training goes on"
-_OF_THE_LINE: Final = ("time", "step")  # what each line of a rank's file has itself
+_OF_THE_LINE: Final = ("time", "step", "of")  # what each line of a rank's file has itself
 _Tracker = Callable[[dict[str, float], int | None], object]
 _trackers: list[_Tracker] = []
 _tensorboards: dict[str, _Tracker] = {}  # by folder
 
 
 def log(
-    values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **scalars: Any
+    values: Mapping[str, Any] | None = None,
+    /,
+    *,
+    step: int | None = None,
+    of: int | None = None,
+    **scalars: Any,
 ) -> None:
     """Record values of this rank: rc.log(step=7, loss=0.5). Not collective.
 
@@ -48,17 +54,19 @@ def log(
             is the step, if that is not passed.
         step: the training step to which the values belong. Without one, TensorBoard has them at the
             step after the last one that it was given.
+        of: how many steps there will be: the dashboard shows how long the rest will take.
         **scalars: the values, which float() must accept, such as numbers and tensors of one
             element. A value on a GPU is waited for.
 
     Raises:
-        TypeError: a value is no number, a name no text, or step no whole number.
-        ValueError: step is less than 0, or 2**63 or more.
+        TypeError: a value is no number, a name no text, or step or of no whole number.
+        ValueError: step or of is less than 0, or 2**63 or more.
         ConfigError: RINGCOMM_TENSORBOARD is set, and neither package is there.
         NotInitializedError: init() has not run.
     """
     this = engine()
-    whole = None if step is None else _step(step)
+    whole = None if step is None else _step("step", step)
+    of_steps = None if of is None else _step("of", of)
     given = {**(values or {}), **scalars}
     found = {_checked(name): _number(name, value) for name, value in given.items()}
     if whole is None and _is_step(found.get("step", _NO_STEP)):
@@ -66,7 +74,7 @@ def log(
     for name, number in found.items():
         if this.page is not None:
             this.page.log_scalar(name, _NO_STEP if whole is None else whole, number)
-    _write_line(this.job_rank, whole, found)
+    _write_line(this.job_rank, whole, of_steps, found)
     if this.job_rank != 0:
         return
     if folder := this.settings.tensorboard:
@@ -127,12 +135,17 @@ def _do_not_wait_for_an_ended_thread(tracker: Any) -> None:
 
 
 def note_event(text: str) -> None:
-    """Record what happened on this rank, in a few words, for `ringcomm top`. Not collective."""
+    """Record what happened on this rank, in a few words, for watchers. Not collective.
+
+    `ringcomm top` shows it. In a job of `ringcomm run`, it is also a line of events-<rank>.jsonl in
+    the run's folder, which the dashboard shows.
+    """
     page = engine().page
     if not isinstance(text, str):
         raise TypeError(f"note_event: text must be a str, not {text!r}")
     if page is not None:
         page.note_event(text.encode(errors="replace").decode())  # lone surrogates
+        write_event("note", text)
 
 
 def _tell_tensorboard(folder: str, values: dict[str, float], step: int | None) -> None:
@@ -238,10 +251,10 @@ def _tracking(tracker: Any) -> _Tracker:
     )
 
 
-def _step(step: int) -> int:
+def _step(name: str, step: int) -> int:
     whole = operator.index(step)
     if not 0 <= whole <= _MOST_STEPS:
-        raise ValueError(f"log: step is {whole}; it must be at least 0 and less than 2**63")
+        raise ValueError(f"log: {name} is {whole}; it must be at least 0 and less than 2**63")
     return whole
 
 
@@ -298,7 +311,7 @@ class _File:
             self._has_failed = True
 
 
-def _write_line(rank: int, step: int | None, values: Mapping[str, float]) -> None:
+def _write_line(rank: int, step: int | None, of: int | None, values: Mapping[str, float]) -> None:
     file = _file(os.getpid(), rank)
     if file is None:
         return
@@ -306,6 +319,8 @@ def _write_line(rank: int, step: int | None, values: Mapping[str, float]) -> Non
     line = f'{{"time": {time.time():.6f}'
     if step is not None:
         line += f', "step": {step}'
+    if of is not None:
+        line += f', "of": {of}'
     for name, number in _named_apart(values).items():
         value = json_number(number)
         line += f", {_quoted(name)}: {_quoted(value) if isinstance(value, str) else repr(value)}"

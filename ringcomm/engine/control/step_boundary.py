@@ -18,6 +18,7 @@ from ringcomm.engine.control.stop_signals import StopSignals
 from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.errors import CommTimeoutError
 from ringcomm.ranks_as_text import ranks_text
+from ringcomm.status.run_events import write_event
 from ringcomm.transport.control_header import ControlHeader, ControlKind
 
 _WAIT: Final = "a command of `ringcomm ctl`"
@@ -269,6 +270,7 @@ class Control:
     def _tell(self, text: str, reply: Callable[[str], None], answer: str) -> None:
         if self._page is not None:
             self._page.note_event(f"ctl {text}: {answer.partition(' ')[2]}")
+            write_event("command", f"{text}: {answer.partition(' ')[2]}")
         reply(answer)
 
     def _reply(self, answer: str) -> None:

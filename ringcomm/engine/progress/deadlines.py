@@ -91,7 +91,7 @@ class Patience:
         if now >= self._warn_at:
             self._warn_at = math.inf
             if self._may_warn(now):
-                _log.warning("%s", self._text(now))
+                _log.warning("%s", self._text(now), extra={"event": "stall"})
         if now >= self._deadline:
             self._deadline = math.inf
             self._give_up_at = now + min(ANSWER_S, self._timeout_s)

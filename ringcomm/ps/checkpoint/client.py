@@ -28,6 +28,7 @@ from ringcomm.ps.client.pauses import hold, new_id, pause, release
 from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, LOOK, PREPARE
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.session import Session, acts_as_chief, session
+from ringcomm.status.run_events import record_event
 
 _log = logging.getLogger("ringcomm")
 _REDRAW_S: Final = 0.2  # of the bar
@@ -349,6 +350,7 @@ def _write(
             files.discard(folder)
             outer.fail(error)
         else:
+            record_event("checkpoint", f"checkpoint of step {manifest['step']}: {folder}")
             outer.replied()
         with contextlib.suppress(RingcommError):  # an engine that is over wakes who waits by itself
             current.engine.nudge()

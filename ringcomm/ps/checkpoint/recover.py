@@ -136,7 +136,7 @@ def _recover(current: Session, root: Path, limit_s: float) -> Recovered:
         servers = ", ".join(map(str, sorted(current.layout.lost)))
         _log.warning(
             "ps: without server %s, all tables are as in the checkpoint of step %s in %s; %d steps "
-            "are lost", servers, manifest["step"], root, lost,
+            "are lost", servers, manifest["step"], root, lost, extra={"event": "recovery"},
         )  # fmt: skip
     return Recovered(manifest, lost)
 

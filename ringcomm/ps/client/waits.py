@@ -96,7 +96,10 @@ class Waits:
         if warn_after_s < limit_s:
             why = self._reasons(servers, is_over)
             if not is_over():
-                _log.warning("%s. %s", self._waited(label, servers, warn_after_s), why)
+                _log.warning(
+                    "%s. %s", self._waited(label, servers, warn_after_s), why,
+                    extra={"event": "stall"},
+                )  # fmt: skip
             if drive_until(self._engine, is_over, label, limit_s - warn_after_s):
                 return
         # A wait that is as short as this is a look.

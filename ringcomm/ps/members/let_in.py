@@ -111,6 +111,7 @@ def hear(current: Session, frame: Delivery) -> None:
                 "ps: %s is %s %d now, in the place of rank %d",
                 current.engine.transport.label(rank), newcomer.role, layout.place_of(rank),
                 newcomer.place,
+                extra={"event": "spare"},
             )  # fmt: skip
             if is_chief:
                 current.training.include(rank, is_worker=newcomer.role == "worker")

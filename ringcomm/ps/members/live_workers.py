@@ -83,7 +83,9 @@ def _wait(current: Session, is_known: Callable[[], bool], chief: Callable[[], in
     if drive_until(is_known, _LABEL, warn_after_s):
         return
     if warn_after_s < limit_s:
-        _log.warning("%s. All workers that live must", waited(warn_after_s))
+        _log.warning(
+            "%s. All workers that live must", waited(warn_after_s), extra={"event": "stall"}
+        )
         if drive_until(is_known, _LABEL, limit_s - warn_after_s):
             return
     raise CommTimeoutError(

@@ -20,6 +20,7 @@ from ringcomm.engine.api.one_error_for_all import gather_or_raise, raise_togethe
 from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.regular_files import BrokenFileError, checksum
+from ringcomm.status.run_events import record_event
 from ringcomm.torch.optim.averaging_optimizer import StateSharding
 from ringcomm.torch.training import checkpoint_files as files
 from ringcomm.torch.training.broadcast_states import broadcast_tree
@@ -164,6 +165,8 @@ class Checkpoint:
         if rank() == 0:
             attempts.do(self._write_main, path, step, ranks, parts, states)
         attempts.gather(None)
+        if rank() == 0:
+            record_event("checkpoint", f"checkpoint of step {step}: {path}")
         return path
 
     def restore(

@@ -234,7 +234,10 @@ class Home:
             self._sending, self.server.n_copies = None, 2
             self.on_copied()
             self._pushes.lead(self.follower)
-            _log.warning("ps: of server %d there are two copies again", self.number)
+            _log.warning(
+                "ps: of server %d there are two copies again", self.number,
+                extra={"event": "recovery"},
+            )  # fmt: skip
         else:
             self._sending.note_loaded(delivery.header.sequence)
             self._send_pieces()

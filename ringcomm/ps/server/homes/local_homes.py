@@ -116,7 +116,10 @@ class Homes:
         hosts = layout.ranks_of_servers()
         swap = next_swap(hosts, catalog.places.vacant) if self._are_copied(hosts) else None
         if swap is not None:
-            _log.warning("ps: server %d, a spare, takes the place of server %d", swap[1], swap[0])
+            _log.warning(
+                "ps: server %d, a spare, takes the place of server %d", swap[1], swap[0],
+                extra={"event": "spare"},
+            )  # fmt: skip
         if swap is not None or catalog.displaced(hosts):
             home.n_places_said += 1
             home.say(CopyOption.PLACES, meta=packed_json({"swap": swap, "hosts": [*hosts.items()]}))
