@@ -288,6 +288,25 @@ def test_the_server_answers_as_the_matrix_says(dashboard, tmp_path):
         ("/", "GET", {}, 200),
         ("/static/app.js", "GET", {}, 200),
         ("/static/uPlot.iife.min.js", "GET", {}, 200),
+        ("/static/words.js", "GET", {}, 200),
+        ("/static/icon.svg", "GET", {}, 200),
+        ("/runs", "GET", {}, 401),
+        ("/runs", "GET", page.key, 200),
+        ("/runs", "GET", page.key | {"host": f"evil.example:{page.port}"}, 421),
+        ("/runs", "GET", page.key | {"origin": "http://evil.example"}, 403),
+        ("/logs", "GET", {}, 401),
+        ("/logs", "GET", page.key | {"origin": "null"}, 403),
+        ("/logs?after=x,9:-1,%00", "GET", page.key, 200),
+        ("/logs/all", "GET", {}, 401),
+        ("/logs/all", "GET", page.key, 200),
+        ("/stacks/0", "GET", page.key, 405),
+        ("/stacks/0", "POST", {"origin": here}, 401),
+        ("/stacks/0", "POST", page.key, 403),
+        ("/stacks/0", "POST", ours | {"host": f"evil.example:{page.port}"}, 421),
+        ("/stacks/0", "POST", ours, 200),
+        ("/stream?run=%2Fetc", "GET", page.key, 404),
+        ("/logs?run=..%2Frun", "GET", page.key, 404),
+        ("/command?run=none", "POST", ours, 400),
         ("/", "POST", {}, 401),
         ("/static/server.py", "GET", {}, 401),
         ("/stream", "GET", {}, 401),
@@ -472,7 +491,35 @@ def test_a_name_of_nothing_that_is_there_is_told(tmp_path):
 
 
 CHROMIUM = shutil.which("chromium")
-READY = "document.body.dataset.ready === '1' && document.querySelectorAll('.uplot').length === 1"
+READY = (
+    "document.body.dataset.ready === '1' && "
+    "document.querySelectorAll('#charts .uplot').length === 1"
+)
+# What text of the page has less contrast than the least of WCAG 2 for texts, AA.
+PALE = """
+(() => {
+  const parts = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const weight = ([r, g, b]) => 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const color = parts(getComputedStyle(e).backgroundColor);
+      if (color.length < 4 || color[3] > 0.99) return color;
+    }
+    return [255, 255, 255];
+  };
+  const pale = [];
+  for (const e of document.querySelectorAll("body *")) {
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !e.checkVisibility() || e.closest("svg") || e.tagName === "OPTION") continue;
+    const [a, b] = [parts(getComputedStyle(e).color), behind(e)].map(weight);
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) pale.push(`${e.tagName} ${e.id} ${e.textContent.slice(0, 20)} ${ratio}`);
+  }
+  return JSON.stringify(pale);
+})()
+"""
+TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
 class Browser:
@@ -550,7 +597,7 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
     assert browser.value("document.querySelector('.u-title').textContent") == "loss"
     assert browser.value("document.querySelectorAll('circle.node').length") == 3
     assert browser.value("document.querySelectorAll('#ranks tr').length") == 3
-    values = "$('ranks').rows[1].cells[8].textContent"
+    values = "$('ranks').rows[1].cells[10].textContent"
     assert re.fullmatch(r"loss=[\d.e-]+", browser.value(values)), browser.value(values)
     points = "Array.from({length: 2e5}, (_, i) => [i, i])"
     browser.value(f"addMetrics([{{rank: 0, name: 'late', points: {points}}}])")
@@ -558,11 +605,22 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
     assert 1000 < browser.value(f"{points}.length") <= 4000
     assert browser.value(f"{points}.every(([step, value]) => step === value)") is True
     assert browser.value(f"{points}.at(-1)[0]") >= 200_000 - 128
-    browser.value("charts.get('late').plot.root.remove(); charts.delete('late')")
+    browser.value("charts.get('late').plot?.root.remove(); charts.delete('late')")
     log = "document.querySelector('#log').textContent"
-    wait_until(lambda: browser.value(log) == "<script>alert(1)</script>\n", "no log is shown")
+    text = "".join(f"[{rank}] <script>alert(1)</script>\n" for rank in range(3))
+    wait_until(lambda: browser.value(log) == text, lambda: browser.value(log))
+    browser.value("$('which').value = '1'; $('find').value = 'alert.1'; showLines()")
+    assert browser.value(log) == "<script>alert(1)</script>\n"
+    browser.value("$('find').value = 'nothing'; showLines()")
+    assert browser.value(log) == ""
+    assert browser.value("$('state').textContent") == "training"
+    assert browser.value("$('command').textContent") == "train.py"
+    browser.value("document.querySelector('#ranks button').click()")
+    frames = "$('frames').textContent"
+    wait_until(lambda: "train.py" in browser.value(frames), lambda: browser.value(frames))
+    browser.value("$('stacks').close()")
     if target := os.environ.get("SCREENSHOTS"):  # docs/images
-        wait_until(lambda: browser.value("waits.length") > 100, "no time passes")
+        wait_until(lambda: browser.value("columns.length") > 30, "no time passes")
         shoot(browser, Path(target) / "dashboard.png")
     pid = RunFolder(tmp_path / "run").ranks()[2].pid
     (tmp_path / "fail").touch()
@@ -571,7 +629,11 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
     is_shown = "document.querySelectorAll('circle.node.bad').length > 0"
     wait_until(lambda: browser.value(is_shown), "the death is not shown")
     assert time.monotonic() - died < seconds_of_one_core()
-    wait_until(lambda: "exit 137" in browser.value("$('end').textContent"), "no end is shown")
+    wait_until(lambda: "exit 137" in browser.value("$('text').textContent"), "no end is shown")
+    assert browser.value("$('state').textContent") == "failed"
+    enabled = "document.querySelectorAll('#control :enabled, #ranks button:enabled').length"
+    wait_until(lambda: browser.value(enabled) == 0, "buttons are on after the end")
+    wait_until(lambda: kinds_of_events(browser)[-2:] == ["death", "end"], "no death among events")
     if target:
         shoot(browser, Path(target) / "dashboard-death.png")
 
@@ -657,7 +719,7 @@ def test_what_another_server_has_left_in_the_browser_for_the_port_is_not_run(
     page = dashboard("run", "--port", str(other.server_port))
     browser("Page.navigate", url=page.address)
     wait_until(lambda: browser.value("document.body?.dataset.ready === '1'"), "no page")
-    assert browser.value("document.title") == "ringcomm"
+    assert browser.value("document.title") == "run - ringcomm"
 
 
 def test_a_reload_shows_the_page_again_and_who_lacks_the_token_is_told(
@@ -717,7 +779,7 @@ def test_a_browser_shows_the_death_of_a_rank_and_that_a_spare_takes_its_place(
         return browser.value(f"document.querySelectorAll('circle.node{kind}').length")
 
     def states():
-        found = browser.value("JSON.stringify([...$('ranks').rows].map(r => r.cells[2].innerText))")
+        found = browser.value("JSON.stringify([...$('ranks').rows].map(r => r.cells[4].innerText))")
         return json.loads(found)
 
     browser("Page.navigate", url=dashboard("run").address)
@@ -734,12 +796,86 @@ def test_a_browser_shows_the_death_of_a_rank_and_that_a_spare_takes_its_place(
     assert states()[2] == "dead"
     assert count(".bad") == 1
     wait_until(
-        lambda: "rank 4: goes on as rank 2 of 4" in browser.value("$('events').innerText"),
+        lambda: sorted(kinds_of_events(browser)[:3]) == ["death", "recovery", "spare"],
         lambda: browser.value("$('events').innerText"),
     )
+    texts = browser.value("$('events').innerText")
+    assert "rank 2 (host" in texts
+    assert re.search(r"4 ranks go on \d+\.\d\d s after rank 2 .*, from commit \d+", texts)
+    assert "this process takes a place, as rank 2 of 4" in texts
+    marked = "JSON.stringify(marks.map((mark) => [mark.kind, mark.step > 0]))"
+    wait_until(lambda: '["recovery",true]' in browser.value(marked), lambda: browser.value(marked))
+    for dark in ("light", "dark"):
+        media = [{"name": "prefers-color-scheme", "value": dark}]
+        browser("Emulation.setEmulatedMedia", features=media)
+        assert json.loads(browser.value(PALE)) == []
+        grid, panel = (browser.value(f"color('{name}')") for name in ("grid", "panel"))
+        assert grid != panel
+    screen = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser("Emulation.setDeviceMetricsOverride", **screen)
+    wait_until(lambda: browser.value("innerWidth") == 400, "the page is not narrow")
+    wait_until(lambda: browser.value(TOO_WIDE) <= 0, lambda: browser.value(TOO_WIDE))
+    browser("Emulation.clearDeviceMetricsOverride")
     if target := os.environ.get("SCREENSHOTS"):  # docs/images
-        wait_until(lambda: browser.value("waits.length") > 100, "no time passes")
+        wait_until(lambda: browser.value("columns.length") > 30, "no time passes")
         shoot(browser, Path(target) / "dashboard-return.png")
+
+
+def kinds_of_events(browser):
+    found = "JSON.stringify([...document.querySelectorAll('#events [data-kind]')]"
+    return json.loads(browser.value(f"{found}.map((each) => each.dataset.kind))"))
+
+
+def test_runs_are_listed_first_and_two_of_them_compared_in_one_chart(browser, dashboard, tmp_path):
+    (tmp_path / "runs").mkdir()
+    for name in ("one", "two"):
+        one_value_logged(tmp_path / "runs" / name)
+    page = dashboard()
+    browser("Page.navigate", url=page.address)
+    # Jobs of others on this host are listed, too.
+    rows = f"document.querySelectorAll('#runs tr[data-key^=\"{tmp_path}\"]')"
+    wait_until(lambda: browser.value(f"{rows}.length") == 2, "no list of runs")
+    assert browser.value("$('run').hidden") is True
+    browser.value(f"{rows}.forEach((row) => row.querySelector('input').click())")
+    assert browser.value("$('compare').disabled") is False
+    browser.value("$('compare').click()")
+    wait_until(lambda: browser.value(READY), "the page shows nothing")
+    labels = "JSON.stringify([...charts.get('loss').plot.series].map((each) => each.label))"
+    names = {"step", "one", "two"}
+    wait_until(lambda: set(json.loads(browser.value(labels))) == names, "not both are shown")
+    assert browser.value("$('state').textContent") == "not seen"
+
+
+def test_what_the_page_decides_of_itself(browser, dashboard, tmp_path):
+    one_value_logged(tmp_path / "run")
+    browser("Page.navigate", url=dashboard("run").address)
+    wait_until(lambda: browser.value(READY), "the page shows nothing")
+
+    def of(expression):
+        return json.loads(browser.value(f"JSON.stringify({expression})"))
+
+    points = "[new Map([[1, 2], [2, 4]]), new Map([[1, 4], [3, 1]])]"
+    assert of(f"band({points})") == [[1, 2, 3], [3, 4, 1], [2, 4, 1], [4, 4, 1]]
+    assert of("smoothed([1, null, 1, 1], 0.9)") == pytest.approx([1, None, 1, 1])
+    assert of("smoothed([0, 1], 0.5)") == pytest.approx([0, 2 / 3])
+    assert of("positive([1, 0, -1, null])") == [1, None, None, None]
+    assert of("[5.25, 75, 130, 7500, 200000].map(durationText)") == [
+        "5.3 s", "75 s", "2 min 10 s", "2 h 05 min", "2 d 7 h",
+    ]  # fmt: skip
+    rows = "[{rank: 0, x: 5}, {rank: 1, x: null}, {rank: 2, x: 30}]"
+    assert of(f"inOrder({rows}, 'x', true).map((row) => row.rank)") == [2, 0, 1]
+    assert of("lineTest('a(')('xA(') && !lineTest('^b')('ab')") is True
+    ranks = (
+        "Array.from({length: 64}, (_, i) => ({rank: i, host: `h${i % 4}`, lives: true, state: ''}))"
+    )
+    places = of(f"topology({ranks}, 374)")
+    assert len({(node["x"], node["y"]) for node in places["nodes"]}) == 64
+    assert len(places["hosts"]) == 4
+    assert places["width"] <= 374
+    assert of(f"ringLinks(topology({ranks}, 374).nodes).length") == 0
+    assert of(f"ringLinks(topology({ranks}.slice(0, 4), 374).nodes).length") == 4
+    # An ordered stop is not red.
+    assert of("kindOf({is_bad: false, lives: false, state: 'exit 75, as asked'})") == "gone"
 
 
 def seconds_of_one_core():

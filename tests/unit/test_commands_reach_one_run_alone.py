@@ -12,7 +12,7 @@ from harness import wait_until
 
 from ringcomm.launch import cli
 from ringcomm.launch.dashboard import command as dashboard
-from ringcomm.launch.dashboard.source import Source
+from ringcomm.launch.dashboard.source import LiveRanks, Source
 from ringcomm.launch.job.run_folder import RunFolder, near
 from ringcomm.launch.watch import ctl, top
 from ringcomm.launch.watch.find_runs import find_job
@@ -199,7 +199,7 @@ def test_a_finished_run_is_said_to_be_over_how_and_when(tmp_path, capsys, monkey
     for words in (["ctl", "old", "stop"], ["stacks", "old"], ["top", "old", "--once"]):
         assert cli.main(words) == 1
         assert capsys.readouterr().err == f"ringcomm {words[0]}: {text}"
-    source, shown = dashboard.source_of("old", tmp_path / "runs")
+    source, shown = dashboard.source_of("old", tmp_path / "runs", LiveRanks())
     assert (source.folder.path, f"{shown}\n") == (folder.path, f"shows {text}")
 
 

@@ -15,6 +15,9 @@ SAFE: Final = ("GET", "HEAD")
 OPEN: Final = (  # what a browser asks for before it has run the page: the same for everybody
     "/",
     "/static/app.js",
+    "/static/draw.js",
+    "/static/icon.svg",
+    "/static/words.js",
     "/static/style.css",
     "/static/uPlot.iife.min.js",
     "/static/uPlot.min.css",

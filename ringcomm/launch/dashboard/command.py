@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ringcomm._core import monotonic_ns
 from ringcomm.launch.command_line import RUN_HELP, CommandParser, add_runs, refuse, say
 from ringcomm.launch.dashboard.access import Gate
-from ringcomm.launch.dashboard.source import Source, newest_run
+from ringcomm.launch.dashboard.all_runs import AllRuns
+from ringcomm.launch.dashboard.source import LiveRanks, Source
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.option_types import port
-from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.find_runs import facts_of, find
 from ringcomm.launch.watch.run_rows import over_text
 from ringcomm.launch.watch.which_run import LATEST, NoSuchRunError
@@ -50,8 +49,9 @@ def main(argv: Sequence[str]) -> int:
     def is_ending() -> bool:
         return server.should_exit
 
+    live = LiveRanks()
     try:
-        source, what = source_of(args.what, args.runs)
+        source, what = source_of(args.what, args.runs, live)
     except LookupError as error:
         for each in listeners:
             each.close()
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     most = most_connections()
     door = Door(most)
     config = uvicorn.Config(
-        app(gate, source, door, is_ending),
+        app(gate, AllRuns(args.runs, source, live), door, is_ending),
         http=of_door(door),
         ws="none",
         loop="asyncio",
@@ -100,51 +100,49 @@ def listen(port: int) -> list[socket.socket]:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="ringcomm dashboard",
-        description="Show a run, or the live jobs of this user on this host, in a browser: losses, "
-        "waiting times, who is slow or dead, logs. Prints the address, which has a secret token. "
-        "From another machine, use ssh -L.",
+        description="Show a run, or all runs and the live jobs of this user on this host, in a "
+        "browser: losses, waiting times, who is slow or dead, events, logs. Prints the address, "
+        "which has a secret token. From another machine, use ssh -L.",
     )
     parser.add_argument(
         "what",
         nargs="?",
         default="",
         metavar="RUN",
-        help=f"{RUN_HELP}; default: the newest run, or else all live jobs",
+        help=f"{RUN_HELP}; default: a list of all",
     )
     add_runs(parser)
     parser.add_argument("--port", type=port, default=0, help="default: a free one")
     return parser
 
 
-def source_of(word: str, runs: Path) -> tuple[Source, str]:
-    """Return what a word means, and in words what is shown.
+def source_of(word: str, runs: Path, live: LiveRanks) -> tuple[Source | None, str]:
+    """Return what a word means, and in words what is shown; None for no word: all runs.
 
     Raises LookupError if it means several.
     """
-    newest = newest_run(runs)
-    word = word or (str(newest.path) if newest is not None else "")
-    ranks = Ranks()
-    ranks.search()
+    if not word:
+        return None, f"shows the runs in {runs} and all live jobs of this user on this host"
     try:
-        run = find(word, runs, ranks.sample(monotonic_ns())) if word else None
+        run = find(word, runs, live.sample())
     except NoSuchRunError:
         run = None
-    if run is None and word not in ("", LATEST):
-        return Source(None, word), (
+    if run is None and word != LATEST:
+        return Source(None, word, None, live), (
             f"{word!r} is no folder of a run, and no live job of this user on this host yet: it is "
             "shown once it is"
         )
     if run is None:
-        return Source(None, "", runs), (
+        return Source(None, "", runs, live), (
             f"there is no run in {runs}: shows all live jobs of this user on this host, until "
             "there is one"
         )
     if not run.folder:
-        return Source(None, run.jobs[0]), f"shows {run.title}"
+        return Source(None, run.jobs[0], None, live), f"shows {run.title}"
     facts = facts_of(run)
     is_over = facts.end is not None or facts.is_live is False
     shown = over_text(facts) if is_over else run.title
-    return Source(RunFolder(Path(run.folder))), f"shows {shown}"
+    return Source(RunFolder(Path(run.folder)), live=live), f"shows {shown}"
 
 
 def _refuse(text: str) -> int:

@@ -13,7 +13,7 @@ from ringcomm.foreign_text import is_number, parsed_json
 
 BLOCK: Final = 1 << 20  # bytes
 POINTS: Final = 4000  # of a line of a file that is read from its begin: as many as the page shows
-_NO_VALUES: Final = ("time", "step")
+_NO_VALUES: Final = ("time", "step", "of")
 _NO_NUMBERS: Final = ("nan", "inf", "-inf")  # see json_number()
 T = TypeVar("T")
 _Point = tuple[int, object, object]  # its number, step and value

@@ -10,24 +10,30 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ringcomm.engine.control.commands import parse
 from ringcomm.launch.dashboard.access import OPEN, Asked, Gate, has_token, judge
+from ringcomm.launch.dashboard.all_runs import AllRuns
 from ringcomm.launch.dashboard.connections import Door
-from ringcomm.launch.dashboard.metrics import MetricReader
-from ringcomm.launch.dashboard.source import Source
+from ringcomm.launch.dashboard.log_lines import lines_after, whole_log
+from ringcomm.launch.dashboard.source import Source, Viewer
 
 _STATIC: Final = Path(__file__).with_name("static")
-_TYPES: Final = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_TYPES: Final = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 _INTERVAL_S: Final = 0.25
 _COMMAND_MAX: Final = 1024  # bytes
 _HEADERS: Final = {
@@ -45,18 +51,24 @@ _WHY: Final = {
 }
 
 
-def app(gate: Gate, source: Source, door: Door, is_ending: Callable[[], bool]) -> Starlette:
-    """Return the application that shows `source` to those whom `gate` lets in, and tells `door`.
+def app(gate: Gate, runs: AllRuns, door: Door, is_ending: Callable[[], bool]) -> Starlette:
+    """Return the application that shows `runs` to those whom `gate` lets in, and tells `door`.
 
     Streams end once is_ending(): the server waits for them, and breaks off what does not end.
+    Requests about one run name it by ?run=, with a key of /runs; without, it is the first one.
     """
     return Starlette(
         routes=[
             *(Route(path, _page) for path in OPEN),
-            Route("/stream", partial(_stream, source=source, is_ending=is_ending)),
-            Route("/log/{rank:int}", partial(_log, source=source)),
-            Route("/command", partial(_command, source=source), methods=["POST"]),
+            Route("/runs", partial(_runs, runs=runs)),
+            Route("/stream", partial(_stream, runs=runs, is_ending=is_ending)),
+            Route("/log/{rank:int}", partial(_log, runs=runs)),
+            Route("/logs", partial(_logs, runs=runs)),
+            Route("/logs/all", partial(_all_logs, runs=runs)),
+            Route("/stacks/{rank:int}", partial(_stacks, runs=runs), methods=["POST"]),
+            Route("/command", partial(_command, runs=runs), methods=["POST"]),
         ],
+        exception_handlers={LookupError: _no_run},
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=partial(_admit, gate=gate, door=door))],
     )
 
@@ -94,28 +106,54 @@ async def _page(request: Request) -> Response:
     return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
 
 
-async def _stream(_: Request, *, source: Source, is_ending: Callable[[], bool]) -> Response:
+async def _no_run(_: Request, __: Exception) -> Response:
+    return PlainTextResponse("there is no such run\n", 404)
+
+
+async def _source(request: Request, runs: AllRuns) -> Source:
+    """Return the run that a request is about. Raises LookupError if there is none of its name."""
+    return await run_sync(partial(runs.source, request.query_params.get("run", "")))
+
+
+async def _runs(_: Request, *, runs: AllRuns) -> Response:
+    return JSONResponse(await run_sync(runs.listing))
+
+
+async def _stream(request: Request, *, runs: AllRuns, is_ending: Callable[[], bool]) -> Response:
+    source = await _source(request, runs)
     return StreamingResponse(_news(source, is_ending), media_type="application/x-ndjson")
 
 
 async def _news(source: Source, is_ending: Callable[[], bool]) -> AsyncIterator[str]:
-    reader = MetricReader()
+    viewer = Viewer()
     while not is_ending():
-        state = await run_sync(partial(_next, source, reader))
+        state = await run_sync(partial(source.news, viewer, _INTERVAL_S))
         yield f"{json.dumps(state)}\n"
-        await asyncio.sleep(0 if reader.is_behind else _INTERVAL_S)
+        await asyncio.sleep(0 if viewer.metrics.is_behind else _INTERVAL_S)
 
 
-def _next(source: Source, reader: MetricReader) -> dict[str, Any]:
-    return source.state() | {"metrics": source.metrics(reader, _INTERVAL_S)}
+async def _log(request: Request, *, runs: AllRuns) -> Response:
+    source = await _source(request, runs)
+    return PlainTextResponse(await run_sync(partial(source.log, request.path_params["rank"])))
 
 
-async def _log(request: Request, *, source: Source) -> Response:
-    text = await run_sync(partial(source.log, request.path_params["rank"]))
-    return PlainTextResponse(text)
+async def _logs(request: Request, *, runs: AllRuns) -> Response:
+    source = await _source(request, runs)
+    after = request.query_params.get("after", "")
+    return JSONResponse(await run_sync(partial(lines_after, source, after)))
 
 
-async def _command(request: Request, *, source: Source) -> Response:
+async def _all_logs(request: Request, *, runs: AllRuns) -> Response:
+    source = await _source(request, runs)
+    return StreamingResponse(whole_log(source), media_type="text/plain; charset=utf-8")
+
+
+async def _stacks(request: Request, *, runs: AllRuns) -> Response:
+    source = await _source(request, runs)
+    return PlainTextResponse(await run_sync(partial(source.stacks, request.path_params["rank"])))
+
+
+async def _command(request: Request, *, runs: AllRuns) -> Response:
     """Give a command to the job: JSON such as {"command": ["set", "lr=0.01"]}.
 
     400: it is no command. 409: the job has not taken it. Both say why.
@@ -129,6 +167,7 @@ async def _command(request: Request, *, source: Source) -> Response:
         command = parse(_words(body))
     except ValueError as error:
         return PlainTextResponse(f"{error}\n", 400)
+    source = await _source(request, runs)
     outcome = await run_sync(partial(source.command, command))
     return PlainTextResponse(f"{outcome.text}\n", 200 if outcome.is_done else 409)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from ringcomm._core import monotonic_ns
 from ringcomm.engine.control.commands import Command
+from ringcomm.launch.dashboard.event_list import as_json as events_as_json
+from ringcomm.launch.dashboard.events import EventReader
+from ringcomm.launch.dashboard.job_head import JobHead
+from ringcomm.launch.dashboard.job_state import chief_among, role_of
 from ringcomm.launch.dashboard.metrics import MetricReader
 from ringcomm.launch.job.records import RunEnd
 from ringcomm.launch.job.run_folder import RunFolder, runs_in
@@ -21,13 +25,39 @@ from ringcomm.launch.watch.diagnosis import Verdicts
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.find_runs import RUNS, find
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run
-from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
+from ringcomm.launch.watch.rank_rows import RankSample, as_json
 from ringcomm.launch.watch.send_command import CommandOutcome, ask, choose_job
+from ringcomm.status.stacks import stacks_of
+from ringcomm.system_text import host_name
 
 _SEARCH_S: Final = 2.0
+_FRESH_S: Final = 0.2  # several viewers see the same state
 _LOG_BYTES: Final = 1 << 16
-_EVENTS: Final = 30
 _COMMAND_S: Final = 20.0
+
+
+class LiveRanks:
+    """The ranks of this user on this host, which all sources share."""
+
+    def __init__(self) -> None:
+        self.ranks = Ranks()
+        self._searched = float("-inf")
+        self._lock = threading.Lock()
+
+    def sample(self) -> list[RankSample]:
+        with self._lock:
+            if time.monotonic() > self._searched + _SEARCH_S:
+                self.ranks.search()
+                self._searched = time.monotonic()
+            return self.ranks.sample(monotonic_ns())
+
+
+@dataclass
+class Viewer:
+    """What one viewer has been sent."""
+
+    metrics: MetricReader = field(default_factory=MetricReader)
+    events: int = -1  # their version
 
 
 class Source:
@@ -37,37 +67,65 @@ class Source:
         folder: the folder of a run; None: there is none.
         job: beginning of the name of a live job, if there is no folder; "": all live jobs.
         runs: the folder of runs, of which the newest is shown once there is one; None: no run.
+        live: the ranks of this host; None: they are looked for anew.
     """
 
-    def __init__(self, folder: RunFolder | None, job: str = "", runs: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        job: str = "",
+        runs: Path | None = None,
+        live: LiveRanks | None = None,
+    ) -> None:
         self.folder = folder
         self._job, self._runs = job, runs
-        self._ranks = Ranks()
+        self._live = live or LiveRanks()
         self._folders = RunFolders(folder.path if folder else None)
         self._lock = threading.Lock()  # each viewer asks from a thread of its own
         self._searched = float("-inf")
         self._before: dict[tuple[str, int], RankSample] = {}
         self._verdicts = Verdicts()
         self._of_metrics: dict[str, str] = {}  # what does not count in files of rc.log()
+        self._head, self._events = JobHead(), EventReader()
+        self._state: dict[str, Any] = {}
+        self._made = float("-inf")
 
     def state(self) -> dict[str, Any]:
-        """Return the ranks, their latest events and the end of the run, to be sent as JSON."""
+        """Return the job, its ranks, all events and the end of the run, to be sent as JSON."""
         with self._lock:
-            samples = self._samples()
-            rows = [self._row(each) for each in samples]
-            self._before = {(each.job, each.rank): each for each in samples}
-            late = self._late(samples)
+            if time.monotonic() - self._made > _FRESH_S:
+                self._state = self._new_state()
+                self._made = time.monotonic()
+            return self._state
+
+    def news(self, viewer: Viewer, seconds: float) -> dict[str, Any]:
+        """Return the state and new metrics for a viewer; events are None if he has them all."""
+        state = self.state()
+        is_known = viewer.events == state["version"]
+        viewer.events = state["version"]
+        events = None if is_known else state["events"]
+        return state | {"events": events, "metrics": self.metrics(viewer.metrics, seconds)}
+
+    def _new_state(self) -> dict[str, Any]:
+        samples = self._samples()
+        rows = [self._row(each) for each in samples]
+        self._before = {(each.job, each.rank): each for each in samples}
+        slow = [text for texts in self._slow(samples).values() for text in texts]
         end = self.folder.end() if self.folder is not None else None
         if end is not None and end.rank is not None:  # the others ended because of this one
             rows = [row | {"is_bad": row["rank"] == end.rank} for row in rows]
-        if not rows and self.folder is not None:
-            rows = _rows_of_end(end)
+        if self.folder is not None:
+            rows += self._rows_without_page({row["rank"] for row in rows}, end)
+        rows = _with_roles(rows)
+        events = self._events.events(self.folder, samples, slow, end)
         return {
             "title": self.folder.path.name if self.folder else "live jobs",
             "time": time.time(),
+            "job": self._head.now(self.folder, samples, rows),
             "ranks": rows,
-            "events": latest_events(samples, _EVENTS) if samples else [],
-            "late": "; ".join([*([late] if late else []), *self._problems()]),
+            "events": events_as_json(events),
+            "version": self._events.version,
+            "late": "; ".join([*slow, *self._problems()]),
             "end": None if end is None else asdict(end),
         }
 
@@ -79,19 +137,32 @@ class Source:
         self._of_metrics |= reader.problems
         return found
 
-    def log(self, rank: int) -> str:
+    def log(self, rank: int, most: int = _LOG_BYTES) -> str:
         """Return the end of a rank's log; "" if there is none."""
-        if self.folder is None:
-            return ""
-        try:
-            file = self.folder.open_log_of(rank)
-        except FileNotFoundError:  # the run was removed
-            return ""
+        file = self.open_log(rank)
         with file or contextlib.nullcontext():
             if file is None:
                 return ""
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-            return file.read(_LOG_BYTES).decode(errors="replace")
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            return file.read(most).decode(errors="replace")
+
+    def open_log(self, rank: int) -> IO[bytes] | None:
+        """Open a rank's log; None if there is none."""
+        if self.folder is None:
+            return None
+        try:
+            return self.folder.open_log_of(rank)
+        except FileNotFoundError:  # the run was removed
+            return None
+
+    def stacks(self, rank: int) -> str:
+        """Return what the threads of a live rank of this host execute; else why that is unknown."""
+        with self._lock:
+            samples = self._samples()
+        for each in samples:
+            if each.rank == rank and not each.is_over and self._live.ranks.has(each):
+                return stacks_of(each.page) or "it does not answer: it is stopped, perhaps"
+        return f"rank {rank} does not live on this host"
 
     def command(self, command: Command) -> CommandOutcome:
         with self._lock:
@@ -102,7 +173,7 @@ class Source:
             members = self._members(samples)
         except (LookupError, OSError) as error:  # OSError: somebody has removed the folder
             return CommandOutcome(False, str(error))
-        return ask(self._ranks, members, command, _COMMAND_S)
+        return ask(self._live.ranks, members, command, _COMMAND_S)
 
     def _members(self, samples: list[RankSample]) -> list[RankSample]:
         """Return the live ranks of the job that a command is for.
@@ -111,30 +182,56 @@ class Source:
         """
         if self.folder is not None or self._job:
             return choose_job(samples, self._job)
-        run = find("", self._runs or RUNS, self._ranks.sample(monotonic_ns()))
+        run = find("", self._runs or RUNS, self._live.sample())
         return [each for each in samples if each.job in run.jobs and not each.is_over]
 
     def _samples(self) -> list[RankSample]:
         if time.monotonic() > self._searched + _SEARCH_S:
             if self.folder is None and self._runs is not None:
                 self.folder = newest_run(self._runs)
-            self._ranks.search()
             self._searched = time.monotonic()
-        samples = self._folders.with_other_hosts(self._ranks.sample(monotonic_ns()))
+        samples = self._folders.with_other_hosts(self._live.sample())
         if self.folder is None:
             return [each for each in samples if each.job.startswith(self._job)]
         return of_run(samples, self.folder.path, self._folders.problems)
 
-    def _late(self, samples: list[RankSample]) -> str:
-        """Return who is slow in the jobs, in words; "" for nobody."""
-        slow = self._verdicts.look(samples, self._folders.traffic)
-        return "; ".join(itertools.chain.from_iterable(slow.values()))
+    def _slow(self, samples: list[RankSample]) -> dict[str, list[str]]:
+        """Return who is slow in the jobs, in words."""
+        return self._verdicts.look(samples, self._folders.traffic)
 
     def _row(self, now: RankSample) -> dict[str, Any]:
         before = self._before.get((now.job, now.rank))
         seconds = (now.time_ns - before.time_ns) / 1e9 if before else 0.0
         busy_s = (now.busy_ns - before.busy_ns) / 1e9 if before else 0.0
-        return as_json(now) | {"wait": min(max(busy_s / seconds, 0.0), 1.0) if seconds else None}
+        row = as_json(now)
+        del row["events"]  # they are listed apart
+        return row | {
+            "wait": min(max(busy_s / seconds, 0.0), 1.0) if seconds else None,
+            "lives": not now.is_over,
+        }
+
+    def _rows_without_page(self, known: set[int], end: RunEnd | None) -> list[dict[str, Any]]:
+        """Return rows of ranks of the run that are not seen: they start, or have ended."""
+        assert self.folder is not None
+        if end is not None:
+            return _rows_of_end(end, self.folder) if not known else []
+        if known:
+            return []
+        with contextlib.suppress(OSError):  # the folder was removed
+            in_init, ends = self.folder.in_init(), self.folder.ends()
+            return [
+                {
+                    "rank": rank,
+                    "state": "in init()" if rank in in_init else "importing",
+                    "is_bad": False,
+                    "lives": True,
+                    "pid": process.pid,
+                    "host": process.host,
+                }
+                for rank, process in sorted(self.folder.ranks().items())
+                if rank not in ends and (process.host != host_name() or process.lives)
+            ]
+        return []
 
     def _problems(self) -> list[str]:
         """Return which files of the run cannot be used, and why, in words."""
@@ -151,20 +248,37 @@ def newest_run(runs: Path) -> RunFolder | None:
     return None if newest is None else RunFolder(newest.path)
 
 
-def _rows_of_end(end: RunEnd | None) -> list[dict[str, Any]]:
-    """Return rows of ranks that are gone, by the record of their run; bad: who failed first."""
-    if end is None:
-        return []
+def _with_roles(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with the kind of each rank's role: worker, chief, server and so on."""
+    roles = [(row["rank"], row.get("role", ""), row["lives"]) for row in rows]
+    chief = chief_among(roles)
+    return [
+        row | {"kind": role_of(row.get("role", ""), is_chief=row["rank"] == chief)} for row in rows
+    ]
+
+
+def _rows_of_end(end: RunEnd, folder: RunFolder) -> list[dict[str, Any]]:
+    """Return rows of ranks that are gone, by the records of their run; bad: who failed first."""
     good: set[int | None] = {0}
     if end.code == os.EX_TEMPFAIL:  # it was asked to stop
         good = {0, os.EX_TEMPFAIL}
     elif end.code in [128 + number for number in SIGNAL_NAMES]:  # and its ranks died of it
         good = set(end.exit_codes.values())
+    ends, processes = folder.ends(), folder.ranks()
     return [
         {
             "rank": rank,
-            "state": "left no exit code" if code is None else f"exit {code}",
+            "state": _code_text(code, is_good=code in good),
             "is_bad": code not in good if end.rank is None else rank == end.rank,
+            "lives": False,
+            "role": ends[rank].role if rank in ends else "",
+            "host": processes[rank].host if rank in processes else "",
         }
         for rank, code in end.exit_codes.items()
     ]
+
+
+def _code_text(code: int | None, *, is_good: bool) -> str:
+    if code is None:
+        return "left no exit code"
+    return f"exit {code}, as asked" if is_good and code else f"exit {code}"

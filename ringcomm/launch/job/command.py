@@ -27,6 +27,7 @@ from ringcomm.foreign_text import printable
 from ringcomm.launch.check_install.gather_facts import gather
 from ringcomm.launch.child import outside_of_a_job, run_child
 from ringcomm.launch.job.arguments import Arguments, parse_arguments
+from ringcomm.launch.job.git_commit import commit_of
 from ringcomm.launch.job.limits import Limits
 from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import RunPlan, RunRequest, Surroundings
@@ -298,6 +299,7 @@ def _config(
         "command": ["ringcomm", "run", *argv],
         "program": list(request.program),
         "working_folder": os.getcwd(),
+        "commit": commit_of(Path.cwd()),
         "started": time_text(time.time()),
         "host": host_name(),
         "pid": os.getpid(),

@@ -189,6 +189,8 @@ class RunConfig:
         working_folder: path of that in which the run was started.
         host: on which.
         pid: of `ringcomm run` there; 0: that is not known.
+        commit: of the git repository in which it was started; "": there is none.
+        versions: of Python, MPI and packages.
     """
 
     program: tuple[str, ...] = ()
@@ -197,6 +199,8 @@ class RunConfig:
     working_folder: str = ""
     host: str = ""
     pid: int = 0
+    commit: str = ""
+    versions: tuple[tuple[str, str], ...] = ()
 
 
 def parse_run_config(data: bytes) -> RunConfig:
@@ -210,6 +214,8 @@ def parse_run_config(data: bytes) -> RunConfig:
     texts = {name: text for name, text in content.items() if isinstance(text, str)}
     counts = {name: n for name, n in content.items() if is_int64(n) and n > 0}
     program: Any = content.get("program")
+    versions: Any = content.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
     are_words = isinstance(program, list) and all(isinstance(each, str) for each in program)
     return RunConfig(
         tuple(program) if are_words else (),
@@ -218,4 +224,6 @@ def parse_run_config(data: bytes) -> RunConfig:
         texts.get("working_folder", ""),
         texts.get("host", ""),
         counts.get("pid", 0),
+        texts.get("commit", ""),
+        tuple(each for each in versions.items() if isinstance(each[1], str)),
     )

@@ -45,6 +45,7 @@ _ABORT: Final = re.compile(rb"^Abort\(-?\d+\) on node \d+ \(rank \d+ in comm \d+
 _END_NBYTES: Final = 4096
 _LOG: Final = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.log")
 _OF_METRICS: Final = re.compile(r"metrics(?:-([1-9][0-9]{0,8}))?\.jsonl")
+_EVENTS: Final = re.compile(r"events-(0|[1-9][0-9]{0,8})\.jsonl")
 _OF_HOST: Final = re.compile(r"host-.*\.json")
 # Whatever the umask lets others do: what is recorded there is believed.
 _MODE: Final = 0o755
@@ -241,6 +242,18 @@ class RunFolder:
     def began_s(self) -> float:
         """Return when its configuration was written, in seconds since 1970. Raises OSError."""
         return os.stat(CONFIG, dir_fd=self.fileno(), follow_symlinks=False).st_mtime
+
+    def ended_s(self) -> float:
+        """Return when the record of its end was written, since 1970. Raises OSError."""
+        return os.stat(END, dir_fd=self.fileno(), follow_symlinks=False).st_mtime
+
+    def ranks_with_events(self) -> list[int]:
+        """Return the numbers of the processes that have recorded events. Raises OSError."""
+        names = map(_EVENTS.fullmatch, os.listdir(self.fileno()))
+        return sorted(int(found[1]) for found in names if found)
+
+    def open_events_of(self, number: int) -> IO[bytes] | None:
+        return self._open_record(f"events-{number}.jsonl")
 
     def reports_of_hosts(self) -> Iterator[tuple[str, bytes]]:
         """Yield name and content of what hosts have written for watchers of other hosts."""

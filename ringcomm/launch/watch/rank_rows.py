@@ -90,7 +90,7 @@ def row_of(now: RankSample, before: RankSample | None) -> RankRow:
         str(now.rank),
         str(page["pid"]),
         printable(state),
-        str(_step(now)),
+        str(step_of(now)),
         printable(_shortened(page["op_name"])) if is_running else "",
         f"{seconds:.1f} s" if is_running else "",
         *_rates(now, before),
@@ -139,7 +139,7 @@ def as_json(now: RankSample) -> dict[str, Any]:
         "state": state,
         "is_bad": is_bad,
         "role": now.page["role"],
-        "step": _step(now),
+        "step": step_of(now),
         "operation": now.page["op_name"] if is_running else None,
         "operation_s": max(now.time_ns - now.page["op_start_ns"], 0) / 1e9 if is_running else None,
         "ended_operations": now.page["n_ended_ops"],
@@ -178,7 +178,8 @@ def _good_state(page: Mapping[str, Any]) -> str:
     return shown + ("paused" if page["is_paused"] else doing)
 
 
-def _step(now: RankSample) -> int:
+def step_of(now: RankSample) -> int:
+    """Return the last step that a rank has told of, by its optimizer or by rc.log()."""
     return max([int(now.page["step"]), *(step for _, step, _ in now.scalars)])
 
 

@@ -93,14 +93,19 @@ def shown_time(text: str) -> str:
     return f"{found[1]} {found[2]}" if found else text
 
 
-def program_text(program: Sequence[str]) -> str:
-    """Return the command of a rank without its interpreter, shortened."""
+def program_words(program: Sequence[str]) -> list[str]:
+    """Return the command of a rank without its interpreter."""
     words = list(program)
     if len(words) > 1 and _PYTHON.fullmatch(words[0]):
         words = words[1:]
         while len(words) > 1 and _FLAGS.fullmatch(words[0]):
             words = words[1:]
-    text = printable(shlex.join(words))
+    return words
+
+
+def program_text(program: Sequence[str]) -> str:
+    """Return the command of a rank without its interpreter, shortened."""
+    text = printable(shlex.join(program_words(program)))
     return text if len(text) <= _PROGRAM else f"{text[: _PROGRAM - 3]}..."
 
 
