@@ -180,7 +180,7 @@ function show(state) {
   showRing(state.ranks);
   addMetrics(state.metrics);
   if (state.events) showEvents((shownEvents = state.events));
-  if (!before) drawCharts();
+  const isFirst = !before;
   if (state.job.is_live) noteUse(state);
   const ranks = state.ranks.map((rank) => rank.rank);
   if (ranks.length + 1 !== $("which").options.length) {
@@ -189,6 +189,7 @@ function show(state) {
     $("which").value = chosen;
   }
   before = state;
+  if (isFirst) drawCharts();
 }
 let shownEvents = [];
 
