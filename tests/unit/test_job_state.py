@@ -91,6 +91,7 @@ def test_a_line_of_rc_log_tells_step_number_of_steps_and_samples():
 def test_the_chief_of_a_job_with_servers_is_its_first_worker_that_lives():
     roles = [(0, "server 0", True), (1, "worker", False), (2, "worker", True), (3, "spare", True)]
     assert chief_among(roles) == 2
+    assert chief_among([(n, role, False) for n, role, _ in roles]) == 1
     assert chief_among([(0, "", True), (1, "rank 0", True)]) is None
     kinds = [role_of(role, is_chief=n == 2) for n, role, _ in roles]
     assert kinds == ["server", "worker", "chief", "spare"]

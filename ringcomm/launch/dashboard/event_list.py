@@ -102,7 +102,7 @@ def _with_steps(events: list[Event]) -> list[Event]:
     found: list[Event] = []
     for event in events:
         step = event.step or step
-        found.append(replace(event, step=step))
+        found.append(replace(event, step=None if event.kind == "end" else step))
     return found
 
 

@@ -161,14 +161,18 @@ def role_of(role: str, *, is_chief: bool) -> str:
 def chief_among(roles: Iterable[tuple[int, str, bool]]) -> int | None:
     """Return the chief of a job with servers: its first worker that lives; None without servers.
 
+    Where none lives, the job has ended: it is the first worker.
+
     Args:
         roles: number, role and whether it lives, of each rank.
     """
     known = sorted(roles)
     if not any(role.startswith("server") for _, role, _ in known):
         return None
-    workers = [n for n, role, lives in known if lives and role_of(role, is_chief=False) == "worker"]
-    return min(workers, default=None)
+    workers = [
+        (not lives, n) for n, role, lives in known if role_of(role, is_chief=False) == "worker"
+    ]
+    return min(workers)[1] if workers else None
 
 
 def parameters(words: Sequence[str]) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from ringcomm.launch.dashboard.events import EventReader
 from ringcomm.launch.dashboard.job_head import JobHead
 from ringcomm.launch.dashboard.job_state import chief_among, role_of
 from ringcomm.launch.dashboard.metrics import MetricReader
+from ringcomm.launch.dashboard.use_columns import columns_of
 from ringcomm.launch.job.records import RunEnd
 from ringcomm.launch.job.run_folder import RunFolder, runs_in
 from ringcomm.launch.job.verdict import SIGNAL_NAMES
@@ -34,6 +35,7 @@ _SEARCH_S: Final = 2.0
 _FRESH_S: Final = 0.2  # several viewers see the same state
 _LOG_BYTES: Final = 1 << 16
 _COMMAND_S: Final = 20.0
+_USE_MAX: Final = 1 << 25  # bytes of a file of a host
 
 
 class LiveRanks:
@@ -58,6 +60,7 @@ class Viewer:
 
     metrics: MetricReader = field(default_factory=MetricReader)
     events: int = -1  # their version
+    has_history: bool = False
 
 
 class Source:
@@ -103,8 +106,17 @@ class Source:
         state = self.state()
         is_known = viewer.events == state["version"]
         viewer.events = state["version"]
-        events = None if is_known else state["events"]
-        return state | {"events": events, "metrics": self.metrics(viewer.metrics, seconds)}
+        news: dict[str, Any] = {"events": None if is_known else state["events"]}
+        if not viewer.has_history:
+            viewer.has_history = True
+            news["history"] = self._history()
+        return state | news | {"metrics": self.metrics(viewer.metrics, seconds)}
+
+    def _history(self) -> list[dict[str, Any]]:
+        """Return how the ranks have used their hosts until now, as the files of the run say."""
+        if self.folder is None:
+            return []
+        return columns_of(file.read(_USE_MAX).splitlines() for file in self.folder.use_files())
 
     def _new_state(self) -> dict[str, Any]:
         samples = self._samples()

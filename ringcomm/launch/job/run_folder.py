@@ -46,6 +46,7 @@ _END_NBYTES: Final = 4096
 _LOG: Final = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.log")
 _OF_METRICS: Final = re.compile(r"metrics(?:-([1-9][0-9]{0,8}))?\.jsonl")
 _EVENTS: Final = re.compile(r"events-(0|[1-9][0-9]{0,8})\.jsonl")
+_USE: Final = re.compile(r"use(?:-.*)?\.jsonl")
 _OF_HOST: Final = re.compile(r"host-.*\.json")
 # Whatever the umask lets others do: what is recorded there is believed.
 _MODE: Final = 0o755
@@ -284,6 +285,18 @@ class RunFolder:
             self._descriptor = os.open(self.path, flags)
             weakref.finalize(self, os.close, self._descriptor)
         return self._descriptor
+
+    def appending(self, name: str) -> IO[bytes]:
+        """Open a file to add to its end, without a buffer. Raises OSError."""
+        return open(self._create(name, os.O_APPEND), "ab", 0)
+
+    def use_files(self) -> Iterator[IO[bytes]]:
+        """Yield the files in which hosts have written how ranks used them, while each is open."""
+        with contextlib.suppress(OSError):  # it is gone, or is not this user's to read
+            for name in sorted(filter(_USE.fullmatch, os.listdir(self.fileno()))):
+                with self._open_record(name) or contextlib.nullcontext() as file:
+                    if file is not None:
+                        yield file
 
     def _create(self, name: str, flags: int) -> int:
         flags |= os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

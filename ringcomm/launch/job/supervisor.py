@@ -41,6 +41,7 @@ from ringcomm.launch.job.processes.stalls import Hung, Orphan, StartWait, Unseen
 from ringcomm.launch.job.run_folder import CONFIG, END, LAUNCHER_LOG, RunFolder, time_text
 from ringcomm.launch.job.run_words import Stages, start_text
 from ringcomm.launch.job.show import can_show_line, say, show, show_line
+from ringcomm.launch.job.use_history import UseHistory
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending
 from ringcomm.launched.launcher_door import PRELOAD, with_door
 from ringcomm.launched.mpi_defaults import MEMORY, MEMORY_OF_RUN
@@ -112,6 +113,7 @@ class Supervisor:
         self._unseen = Unseen(folder, size, hosts, self._launcher_name)
         self._hung = Hung(folder, size, grace_s)
         self._mpi_files = MpiFiles(folder, size)
+        self._use = UseHistory(folder) if not hosts else None  # each of several writes its own
         self._forks_ranks = forks_ranks
         self._kill_at = float("inf")  # the launcher, which was asked to end
         self._logs: dict[int, _Log] = {}
@@ -266,6 +268,8 @@ class Supervisor:
         self._stop.go_on(process, self._local_ranks)
         if self._beginning is not None:
             show_line(self._beginning.look())
+        if self._use is not None and self._use.is_due:
+            self._use.look([each.pid for each in self._local_ranks().values()])
         self._end_what_waits_in_vain(process)
         return tick_s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from ringcomm._core import StatusPage
@@ -20,16 +20,19 @@ _NAME: Final = "/memfd:ringcomm-status-"
 class Ranks:
     """The ranks on this host that were found. Their pages stay readable after they have died."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sees_gpus: bool = True) -> None:
         self.problems: set[str] = set()  # pages that cannot be read, as those of other versions
-        self._gpus = ProcessMemory()
+        self._gpus = ProcessMemory() if sees_gpus else None
         self._pages: dict[tuple[str, int], StatusPage] = {}
         self._found_at: dict[tuple[str, int], tuple[int, int]] = {}
 
-    def search(self) -> None:
-        """Look for ranks that have started since the last call. Takes some milliseconds."""
+    def search(self, pids: Collection[int] | None = None) -> None:
+        """Look for ranks that have started since the last call. Takes some milliseconds.
+
+        pids: the processes to look at; None: all.
+        """
         self.problems = set()
-        for pid, fd in _descriptors():
+        for pid, fd in _descriptors(pids):
             with contextlib.suppress(OSError):  # the process has ended meanwhile
                 try:
                     page = StatusPage.look(pid, fd)
@@ -49,14 +52,14 @@ class Ranks:
         return StatusPage.look_to_ask(*self._found_at[sample.job, sample.rank])
 
     def sample(self, now_ns: int) -> list[RankSample]:
-        gpu_nbytes = self._gpus.by_pid()
+        gpu_nbytes = self._gpus.by_pid() if self._gpus is not None else {}
         return [_sample(page, now_ns, gpu_nbytes) for _, page in sorted(self._pages.items())]
 
 
-def _descriptors() -> Iterator[tuple[int, int]]:
+def _descriptors(pids: Collection[int] | None) -> Iterator[tuple[int, int]]:
     """Yield (pid, descriptor) of each status page that a process of this user has open."""
     me = os.geteuid()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in filter(str.isdigit, os.listdir("/proc")) if pids is None else map(str, pids):
         folder = f"/proc/{pid}"  # texts: paths would take more time than what they are for
         try:
             if os.stat(folder).st_uid != me:

@@ -26,6 +26,7 @@ from ringcomm._core import monotonic_ns
 from ringcomm.foreign_text import is_int64, is_number, parsed_json
 from ringcomm.launch.job.processes.local_ranks import ranks_here
 from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
+from ringcomm.launch.job.use_history import UseHistory
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.rank_rows import Process, RankSample
 from ringcomm.launch.watch.slow_link import Traffic
@@ -245,6 +246,7 @@ def main(folder: Path) -> None:
     host, ranks, run = host_name(), Ranks(), RunFolder(folder)
     if run.distrust:  # rank_program.py has said so
         return
+    history = UseHistory(run, host)
     mine: list[RankSample] = []
     is_over = False
     while not is_over:
@@ -255,6 +257,7 @@ def main(folder: Path) -> None:
             ranks.search()
         mine = [each for each in ranks.sample(monotonic_ns()) if each.page["pid"] in pids]
         run.put(f"host-{host}.json", _content(host, mine))
+        history.look(pids)
         time.sleep(0 if is_over else _INTERVAL_S)
 
 

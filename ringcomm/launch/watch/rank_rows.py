@@ -153,6 +153,22 @@ def as_json(now: RankSample) -> dict[str, Any]:
     }
 
 
+def use_between(before: RankSample, now: RankSample) -> tuple[float, float, int, int]:
+    """Return how a rank has used its host between two samples.
+
+    Returns:
+        The share of time in operations (-1: it has failed, -2: it has ended), cores, bytes of
+        memory, and bytes of payload per second.
+    """
+    if now.is_over or before.process is None or now.process is None:
+        return -1.0 if _state(now)[1] else -2.0, 0.0, 0, 0
+    seconds = max(now.time_ns - before.time_ns, 1) / 1e9
+    wait = min(max((now.busy_ns - before.busy_ns) / 1e9 / seconds, 0.0), 1.0)
+    cores = max(now.process.cpu_s - before.process.cpu_s, 0.0) / seconds
+    nbytes = max(now.page["ended_nbytes"] - before.page["ended_nbytes"], 0) / seconds
+    return round(wait, 3), round(cores, 3), now.process.nbytes, round(nbytes)
+
+
 def _state(now: RankSample) -> tuple[str, bool]:
     """Return the state in words, and True if it is a bad one."""
     page = now.page

@@ -53,7 +53,7 @@ function showHead({ title, job, late }) {
   $("done").hidden = !job.of;
   if (job.of) $("done").value = Math.min(1, job.of[0] / job.of[1]);
   if ($("late").textContent !== late) $("late").textContent = late;
-  document.querySelectorAll("#control button, #control input").forEach((each) => (each.disabled = !job.is_live));
+  document.querySelectorAll("#control button, #control input").forEach((each) => (each.disabled = !["training", "paused"].includes(job.state)));
   if (!$("parameters").childElementCount) showParameters(job);
 }
 
@@ -126,7 +126,7 @@ function showRanks(ranks) {
       const now = String(text ?? "");
       if (row.cells[k].textContent !== now) row.cells[k].textContent = now;
     });
-    row.cells[COLUMNS.length - 1].firstChild.disabled = isGone(rank);
+    row.cells[COLUMNS.length - 1].firstChild.disabled = isGone(rank) || !hasPage(rank);
   });
 }
 
@@ -166,7 +166,7 @@ function noteUse(state) {
   const since = noted ? state.time - noted.time : seconds;
   const ranks = new Map(state.ranks.map((rank) => {
     const use = usage(rank, old.get(rank.rank), since);
-    return [rank.rank, { ...use, wait: rank.is_bad ? -1 : isGone(rank) ? -2 : (use.wait ?? 0) }];
+    return [rank.rank, { ...use, wait: rank.is_bad ? -1 : isGone(rank) || !hasPage(rank) ? -2 : (use.wait ?? 0) }];
   }));
   noted = state;
   addColumn({ time: state.time, ranks });
@@ -181,6 +181,7 @@ function show(state) {
   addMetrics(state.metrics);
   if (state.events) showEvents((shownEvents = state.events));
   const isFirst = !before;
+  if (state.history && !columns.length) state.history.forEach((past) => addColumn(pastColumn(past)));
   if (state.job.is_live) noteUse(state);
   const ranks = state.ranks.map((rank) => rank.rank);
   if (ranks.length + 1 !== $("which").options.length) {
@@ -249,7 +250,7 @@ function showList({ runs, folder }) {
     const row = element("tr", null, { "data-key": each.key });
     const box = element("input", null, { type: "checkbox", "aria-label": `compare ${each.name}` });
     box.checked = chosen.has(each.key);
-    const texts = [each.command, each.ranks, each.started, durationText(each.seconds), each.where ? `${each.how} ${each.where}` : each.how];
+    const texts = [each.command, each.ranks, each.started, durationText(each.seconds), [each.state === "completed" ? "" : each.how, each.where].filter(Boolean).join(", ")];
     const badge = element("span", each.state, { class: `badge ${GOOD[each.state] ?? ""}` });
     [box, linkOf(each.key, each.name), badge, ...texts].forEach((part) => row.appendChild(element("td")).append(part ?? ""));
     return row;

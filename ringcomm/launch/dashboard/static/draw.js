@@ -88,7 +88,8 @@ function shade(wait) {
 function showHeat() {
   const span = Number($("span").value);
   const last = columns.length ? columns.at(-1).time : 0;
-  const first = span ? last - span : columns.length ? columns[0].time : 0;
+  const begin = columns.length ? columns[0].time : 0;
+  const first = span ? Math.max(begin, last - span) : begin;
   const shown = columns.filter((column) => column.time >= first);
   const ranks = [...new Set(shown.flatMap((column) => [...column.ranks.keys()]))].sort((a, b) => a - b);
   const canvas = $("heat");
@@ -104,8 +105,7 @@ function showHeat() {
   pen.textBaseline = "middle";
   const at = (time) => left + ((time - first) / Math.max(last - first, 1e-9)) * (width - left);
   shown.forEach((column, i) => {
-    const begin = i ? shown[i - 1].time : column.time - 0.5;
-    const x = Math.max(left, at(begin));
+    const x = Math.max(left, at(i ? shown[i - 1].time : column.time - 0.5));
     const wide = Math.max(1, at(column.time) - x + 0.5);
     ranks.forEach((rank, y) => {
       const use = column.ranks.get(rank);

@@ -80,6 +80,11 @@ function isGone(rank) {
   return !rank.lives;
 }
 
+// It is through the begin of init(), and tells what it does.
+function hasPage(rank) {
+  return rank.size != null;
+}
+
 function kindOf(rank) {
   if (rank.is_bad) return "bad";
   if (isGone(rank)) return "gone";
@@ -149,6 +154,12 @@ function usage(now, before, seconds) {
   const cpu = Math.max(0, (now.cpu_s - before.cpu_s) / seconds);
   const nbytes = Math.max(0, (now.ended_nbytes - before.ended_nbytes) / seconds);
   return { ...used, cpu, nbytes };
+}
+
+// Returns a column of the history that the run's files have.
+function pastColumn({ time, ranks }) {
+  const use = ([wait, cpu, memory, nbytes]) => (wait < 0 ? { wait } : { wait, cpu, memory, nbytes });
+  return { time, ranks: new Map(Object.entries(ranks).map(([rank, values]) => [Number(rank), use(values)])) };
 }
 
 // Returns a test for lines of the log: a regular expression, or a plain text if it is none.
