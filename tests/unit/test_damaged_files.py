@@ -27,7 +27,7 @@ from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu.kernels import kernel_cache
 from ringcomm.launch import run, run_rank
 from ringcomm.launch.dashboard.metrics import MetricReader
-from ringcomm.launch.dashboard.source import Source
+from ringcomm.launch.dashboard.source import Source, Viewer
 from ringcomm.launch.job import hosts, local_job
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.verdict import JobEnding, judge_ending
@@ -139,7 +139,7 @@ def test_what_a_host_has_reported_is_shown_or_named(tmp_path):
         samples = jobs.look()
         for shown in (top._plain(jobs, samples, top._by_rank(samples)), *jobs.problems):
             assert shown.replace("\n", "").isprintable(), data
-        json.dumps(Source(folder).state(), allow_nan=False)
+        json.dumps(Source(folder).news(Viewer(), 0.0), allow_nan=False)
         n_named += any(str(path) in each for each in jobs.problems)
     assert n_named > N_CUTS
 
@@ -182,7 +182,7 @@ def test_records_of_a_run_say_something_of_their_kind_or_are_named(name, tmp_pat
     for data in copies_of(folder.path / name):
         again = RunFolder(folder.path)
         found = read_all(again)
-        state = Source(again).state()
+        state = Source(again).news(Viewer(), 0.0)
         json.dumps(state, allow_nan=False)
         assert local_job._verdict(again, 1).what
         assert {*again.problems} <= {name, *(RECORDS if name == "run.json" else ())}, data

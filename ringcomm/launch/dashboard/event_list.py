@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ringcomm.foreign_text import is_int64, is_number, parsed_json, printable
@@ -89,7 +89,10 @@ def listed(events: Iterable[Event]) -> list[Event]:
 
 
 def as_json(events: Sequence[Event]) -> list[dict[str, Any]]:
-    return [asdict(each) for each in events]
+    return [
+        {"time": e.time, "kind": e.kind, "text": e.text, "ranks": e.ranks, "step": e.step}
+        for e in events
+    ]
 
 
 def _with_steps(events: list[Event]) -> list[Event]:

@@ -14,7 +14,7 @@ from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch.rank_rows import RankSample, step_of
 
 _PIECE: Final = 1 << 20
-_LOOK_S: Final = 0.5
+_LOOK_S: Final = 0.8
 _GONE_S: Final = 60.0  # a rank that was not slow for so long begins to be slow again
 _MOST: Final = 20_000  # that are kept
 

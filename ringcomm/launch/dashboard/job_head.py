@@ -22,7 +22,7 @@ from ringcomm.launch.dashboard.job_state import (
     samples_of,
     seconds_left,
 )
-from ringcomm.launch.job.records import RunConfig
+from ringcomm.launch.job.records import RunConfig, RunEnd
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.run_words import Stages
 from ringcomm.launch.watch.find_runs import facts_of, live_jobs
@@ -30,7 +30,9 @@ from ringcomm.launch.watch.rank_rows import RankSample
 from ringcomm.launch.watch.run_rows import RunFacts, program_words, shown_time
 from ringcomm.launch.watch.which_run import KnownRun
 
-_LOOK_S: Final = 1.0
+_LOOK_S: Final = 2.0
+_STARTING_S: Final = 0.4  # between looks until all ranks are through init()
+_LINES: Final = 8  # of rc.log(), of which the pace is
 _TAIL: Final = 1 << 14
 
 
@@ -49,6 +51,7 @@ class JobHead:
         folder: RunFolder | None,
         samples: Sequence[RankSample],
         rows: Sequence[Mapping[str, Any]],
+        end: RunEnd | None = None,
     ) -> dict[str, Any]:
         """Return what is shown of a job.
 
@@ -56,8 +59,11 @@ class JobHead:
             folder: of its run; None: it has none, or there is no job yet.
             samples: its ranks as they are seen now.
             rows: of the table of ranks.
+            end: of the run.
         """
-        if time.monotonic() - self._looked >= _LOOK_S:
+        has_begun = self._stages is not None and self._stages.through == self._stages.size
+        is_due = time.monotonic() - self._looked >= (_LOOK_S if has_begun else _STARTING_S)
+        if is_due or (end is not None and self._facts is not None and self._facts.end is None):
             self._looked = time.monotonic()
             self._look(folder, samples)
         facts = self._facts
@@ -151,6 +157,6 @@ def _logged(file: IO[bytes]) -> list[LoggedStep]:
     file.seek(max(0, size - _TAIL))
     tail = file.read(_TAIL)
     whole = tail[: tail.rfind(b"\n") + 1].splitlines()[1 if size > _TAIL else 0 :]
-    stride = max(1, len(whole) // 20)
+    stride = max(1, len(whole) // _LINES)
     lines = [*whole[:1], *whole[1:-1:stride], *whole[-1:]] if len(whole) > 1 else whole
     return [each for each in map(parse_logged, lines) if each is not None]

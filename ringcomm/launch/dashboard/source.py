@@ -32,6 +32,7 @@ from ringcomm.status.stacks import stacks_of
 from ringcomm.system_text import host_name
 
 _SEARCH_S: Final = 2.0
+_MEMBERS_S: Final = 1.0  # between looks which jobs are of the run
 _FRESH_S: Final = 0.2  # several viewers see the same state
 _LOG_BYTES: Final = 1 << 16
 _COMMAND_S: Final = 20.0
@@ -85,7 +86,9 @@ class Source:
         self._live = live or LiveRanks()
         self._folders = RunFolders(folder.path if folder else None)
         self._lock = threading.Lock()  # each viewer asks from a thread of its own
-        self._searched = float("-inf")
+        self._searched = self._members_at = float("-inf")
+        self._jobs: set[str] = set()  # of the run
+        self._member_problems: set[str] = set()
         self._before: dict[tuple[str, int], RankSample] = {}
         self._verdicts = Verdicts()
         self._of_metrics: dict[str, str] = {}  # what does not count in files of rc.log()
@@ -94,7 +97,7 @@ class Source:
         self._made = float("-inf")
 
     def state(self) -> dict[str, Any]:
-        """Return the job, its ranks, all events and the end of the run, to be sent as JSON."""
+        """Return the job, its ranks, all events and the end of the run: JSON but for events."""
         with self._lock:
             if time.monotonic() - self._made > _FRESH_S:
                 self._state = self._new_state()
@@ -106,7 +109,8 @@ class Source:
         state = self.state()
         is_known = viewer.events == state["version"]
         viewer.events = state["version"]
-        news: dict[str, Any] = {"events": None if is_known else state["events"]}
+        events = None if is_known else events_as_json(state["events"])
+        news: dict[str, Any] = {"events": events}
         if not viewer.has_history:
             viewer.has_history = True
             news["history"] = self._history()
@@ -133,9 +137,9 @@ class Source:
         return {
             "title": self.folder.path.name if self.folder else "live jobs",
             "time": time.time(),
-            "job": self._head.now(self.folder, samples, rows),
+            "job": self._head.now(self.folder, samples, rows, end),
             "ranks": rows,
-            "events": events_as_json(events),
+            "events": events,
             "version": self._events.version,
             "late": "; ".join([*slow, *self._problems()]),
             "end": None if end is None else asdict(end),
@@ -205,7 +209,15 @@ class Source:
         samples = self._folders.with_other_hosts(self._live.sample())
         if self.folder is None:
             return [each for each in samples if each.job.startswith(self._job)]
-        return of_run(samples, self.folder.path, self._folders.problems)
+        if time.monotonic() < self._members_at + _MEMBERS_S and self._jobs:
+            self._folders.problems |= self._member_problems
+            return [each for each in samples if each.job in self._jobs]
+        self._members_at = time.monotonic()
+        self._member_problems = set()
+        found = of_run(samples, self.folder.path, self._member_problems)
+        self._folders.problems |= self._member_problems
+        self._jobs = {each.job for each in found}
+        return found
 
     def _slow(self, samples: list[RankSample]) -> dict[str, list[str]]:
         """Return who is slow in the jobs, in words."""
