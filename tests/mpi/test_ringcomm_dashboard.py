@@ -30,7 +30,7 @@ from harness import (
     wait_until,
 )
 
-from ringcomm.launch.dashboard.access import Asked, Gate, judge
+from ringcomm.launch.dashboard.access import OPEN, Asked, Gate, judge
 from ringcomm.launch.dashboard.command import listen
 from ringcomm.launch.dashboard.source import Source, newest_run
 from ringcomm.launch.job.run_folder import RunFolder
@@ -343,6 +343,8 @@ def test_the_server_answers_as_the_matrix_says(dashboard, tmp_path):
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["set-cookie"] is None
     assert found == expected
+    nbytes = sum(len(page.ask(path).read()) for path in OPEN)
+    assert nbytes < 150_000, "a page takes too long over a slow line"
 
 
 def command_of(page, *words):
@@ -636,6 +638,11 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
     wait_until(lambda: kinds_of_events(browser)[-2:] == ["death", "end"], "no death among events")
     if target:
         shoot(browser, Path(target) / "dashboard-death.png")
+    browser("Page.reload")
+    wait_until(
+        lambda: (browser.value("columns.length") or 0) > 0, "no history from the run's files"
+    )
+    assert browser.value("columns.at(-1).ranks.size") == 3
 
 
 SERVICE_WORKER = """
@@ -874,6 +881,26 @@ def test_what_the_page_decides_of_itself(browser, dashboard, tmp_path):
     assert places["width"] <= 374
     assert of(f"ringLinks(topology({ranks}, 374).nodes).length") == 0
     assert of(f"ringLinks(topology({ranks}.slice(0, 4), 374).nodes).length") == 4
+    # A zoom stays when points come, and until a double click.
+    line = "Array.from({length: 100}, (_, i) => [i + %d, i])"
+    chart = "charts.get('loss')"
+    browser.value(f"addMetrics([{{rank: 0, name: 'loss', points: {line % 0}}}]); drawCharts()")
+    browser.value(f"{chart}.plot.setSelect({{left: 50, width: 60, top: 0, height: 9}})")
+    zoom = of(f"{chart}.zoom")
+    browser.value(f"addMetrics([{{rank: 1, name: 'loss', points: {line % 100}}}]); drawCharts()")
+    scale = f"[{chart}.plot.scales.x.min, {chart}.plot.scales.x.max]"
+    wait_until(lambda: of(scale) == pytest.approx([zoom["min"], zoom["max"]]), "no zoom")
+    assert of(f"{chart}.plot.series.map((each) => each.label)") == [
+        "step", "mean", "largest", "least",
+    ]  # fmt: skip
+    browser.value(f"{chart}.plot.over.dispatchEvent(new MouseEvent('dblclick'))")
+    assert of(f"{chart}.zoom") is None
+    browser.value("$('singles').click(); $('log-scale').click()")
+    wait_until(
+        lambda: of(f"{chart}.plot.series.map((each) => each.label)")[2:] == ["rank 0", "rank 1"],
+        "single ranks are not shown",
+    )
+    assert of(f"{chart}.plot.scales.y.distr") == 3
     # An ordered stop is not red.
     assert of("kindOf({is_bad: false, lives: false, state: 'exit 75, as asked'})") == "gone"
 

@@ -65,8 +65,9 @@ def test_a_death_is_what_a_guardian_has_recorded():
     text = b"x rank 2 was killed by SIGKILL\n  waiting: rank 0"
     data = b"watches 7\nreport 2 137 killed 5000000000 %d\n%s" % (len(text), text)
     outside = b"report -1 143 asked 6000000000 0\n"
-    found = deaths([parse_guardian_file(data), parse_guardian_file(outside)])
-    assert found == [Event(5.0, "death", "rank 2 was killed by SIGKILL", (2,))]
+    files = [parse_guardian_file(data), parse_guardian_file(outside)]
+    found = deaths(files, lambda *at: {(2, 5.0): 40}[at])
+    assert found == [Event(5.0, "death", "rank 2 was killed by SIGKILL", (2,), 40)]
 
 
 def test_the_end_of_a_run_is_an_event():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -53,14 +53,20 @@ def parse_event(line: bytes, rank: int) -> Event | None:
     return Event(float(time), printable(kind)[:_KIND], shown, (rank,), known)
 
 
-def deaths(guardians: Iterable[GuardianFile]) -> list[Event]:
-    """Return the failures of ranks that guardians have recorded."""
+def deaths(
+    guardians: Iterable[GuardianFile], step_of: Callable[[int, float], int | None]
+) -> list[Event]:
+    """Return the failures of ranks that guardians have recorded.
+
+    step_of: the last step of a rank until a time; None: that is not known.
+    """
     found = []
     for failure in (each for guardian in guardians for each in guardian.failures):
         if failure.rank is not None and failure.text:
             first = failure.text.strip().splitlines()[0].removeprefix("x ")
             text = printable(first)[:_TEXT]
-            found.append(Event(failure.time_ns / 1e9, "death", text, (failure.rank,)))
+            rank, at_s = failure.rank, failure.time_ns / 1e9
+            found.append(Event(at_s, "death", text, (rank,), step_of(rank, at_s)))
     return found
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from ringcomm.foreign_text import printable
 from ringcomm.launch.dashboard.event_list import Event, deaths, end_event, listed, parse_event
+from ringcomm.launch.dashboard.job_head import logged_lines
 from ringcomm.launch.job.records import RunEnd
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch.rank_rows import RankSample, step_of
@@ -16,6 +18,7 @@ from ringcomm.launch.watch.rank_rows import RankSample, step_of
 _PIECE: Final = 1 << 20
 _LOOK_S: Final = 0.8
 _GONE_S: Final = 60.0  # a rank that was not slow for so long begins to be slow again
+_LINES: Final = 1000  # at the end of a file, in which the step of a death is sought
 _MOST: Final = 20_000  # that are kept
 
 
@@ -33,6 +36,7 @@ class EventReader:
         self._slow: dict[str, tuple[Event, float]] = {}  # culprit -> event, when it was seen last
         self._was_slow: list[Event] = []
         self._at: dict[int, int] = {}  # how far files are read
+        self._steps: dict[tuple[int, float], int | None] = {}  # (rank, time of its death) -> step
         self._looked = float("-inf")
 
     def events(
@@ -68,12 +72,27 @@ class EventReader:
                 for number in folder.ranks_with_events():
                     self._read(folder, number)
                 ended_s = folder.ended_s() if end is not None else None
-                found += [*deaths(folder.guardians()), *end_event(end, ended_s)]
+                steps = {each.rank: step_of(each) for each in samples if each.is_over}
+                dead = deaths(folder.guardians(), partial(self._step_at, folder, steps))
+                found += [*dead, *end_event(end, ended_s)]
             found += self._kept
         shown = listed(found)
         if shown != self._events:
             self._events = shown
             self.version += 1
+
+    def _step_at(
+        self, folder: RunFolder, steps: Mapping[int, int], rank: int, at_s: float
+    ) -> int | None:
+        """Return the step at which a rank has died: by its page, or by what it had logged."""
+        if rank in steps:
+            return steps[rank]
+        if (rank, at_s) not in self._steps:
+            with folder.open_metrics(rank) or contextlib.nullcontext() as file:
+                lines = [] if file is None else logged_lines(file, _LINES)
+                known = [each.step for each in lines if each.time <= at_s]
+                self._steps[rank, at_s] = known[-1] if known else None
+        return self._steps[rank, at_s]
 
     def _read(self, folder: RunFolder, number: int) -> None:
         with folder.open_events_of(number) or contextlib.nullcontext() as file:

@@ -113,7 +113,7 @@ class JobHead:
                 self._stages = folder.stages(size)
         with contextlib.suppress(OSError), folder.open_metrics() or contextlib.nullcontext() as f:
             if f is not None:
-                self._logged = _logged(f)
+                self._logged = logged_lines(f, _LINES)
 
     def _began_s(self, folder: RunFolder | None, samples: Sequence[RankSample]) -> float:
         if folder is not None:
@@ -151,12 +151,12 @@ def _facts_of_job(samples: Sequence[RankSample]) -> RunFacts | None:
     return RunFacts(job.name, place, False, RunConfig(job.program, size, began), None, True)
 
 
-def _logged(file: IO[bytes]) -> list[LoggedStep]:
-    """Return the latest lines that have a step, of which the pace is."""
+def logged_lines(file: IO[bytes], most: int) -> list[LoggedStep]:
+    """Return about so many of the latest lines that have a step, evenly."""
     size = os.fstat(file.fileno()).st_size
     file.seek(max(0, size - _TAIL))
     tail = file.read(_TAIL)
     whole = tail[: tail.rfind(b"\n") + 1].splitlines()[1 if size > _TAIL else 0 :]
-    stride = max(1, len(whole) // _LINES)
+    stride = max(1, len(whole) // most)
     lines = [*whole[:1], *whole[1:-1:stride], *whole[-1:]] if len(whole) > 1 else whole
     return [each for each in map(parse_logged, lines) if each is not None]

@@ -34,7 +34,7 @@ _TYPES: Final = {
     ".css": "text/css",
     ".svg": "image/svg+xml",
 }
-_INTERVAL_S: Final = 0.25
+_INTERVAL_S: Final = 0.35
 _COMMAND_MAX: Final = 1024  # bytes
 _HEADERS: Final = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
