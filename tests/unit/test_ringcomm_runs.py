@@ -181,6 +181,20 @@ def test_records_of_an_older_version_and_values_of_another_type_are_left_out():
         parse_run_config(b"[]")
 
 
+def test_parameters_and_versions_of_a_run_are_texts():
+    said = {
+        "commit": "01ab",
+        "versions": {"python": "3.12", "mpi": None},
+        "settings": {"RINGCOMM_PARAM_LR": "0.1", "RINGCOMM_ELASTIC": "1"},
+        "variables": {"RINGCOMM_PARAM_BATCH": "64", "RINGCOMM_PARAM_X": 3},
+    }
+    config = parse_run_config(json.dumps(said).encode())
+    assert (config.commit, config.versions) == ("01ab", (("python", "3.12"),))
+    assert config.parameters == (("lr", "0.1"), ("batch", "64"))
+    wrong = {"commit": 3, "versions": ["a"], "settings": "x", "variables": 3}
+    assert parse_run_config(json.dumps(wrong).encode()) == RunConfig()
+
+
 # --- the list -------------------------------------------------------------------------------------
 def a_run(path, end=None, **config):
     folder = RunFolder(path)

@@ -72,6 +72,7 @@ class JobHead:
         began_s = self._began_s(folder, samples)
         over_s = facts.end.seconds if facts.end is not None else None
         elapsed_s = over_s if over_s is not None else max(time.time() - began_s, 0.0)
+        words = program_words(facts.config.program)
         states = [str(each["state"]) for each in rows]
         state = job_state(
             facts.state, self._stages, states, how=facts.how, seconds=elapsed_s
@@ -87,16 +88,16 @@ class JobHead:
             "is_live": is_live,
             "name": facts.name,
             "folder": str(folder.path) if folder is not None else "",
-            "command": printable(shlex.join(program_words(facts.config.program))),
+            "command": printable(shlex.join(words)),
             "host": facts.config.host or ", ".join(_hosts(samples)),
             "started": shown_time(facts.config.started),
-            "elapsed_s": round(elapsed_s, 1),
+            "elapsed_s": round(elapsed_s, 1) if is_live or over_s is not None else None,
             "step": step,
             "of": percent(self._logged),
             "steps_per_s": self._steps_per_s(is_live),
             "samples_per_s": self._samples_per_s(samples),
             "left_s": seconds_left(self._logged, time.time()) if is_live else None,
-            "parameters": parameters(program_words(facts.config.program)[1:]),
+            "parameters": [*facts.config.parameters, *parameters(words[1:])],
             "commit": printable(facts.config.commit),
             "versions": [*map(list, facts.config.versions)],
         }

@@ -178,6 +178,9 @@ def parse_run_end(data: bytes) -> RunEnd:
     )  # fmt: skip
 
 
+_PARAMETER: Final = "RINGCOMM_PARAM_"
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """What run.json says of a run; what it does not say is empty.
@@ -191,6 +194,7 @@ class RunConfig:
         pid: of `ringcomm run` there; 0: that is not known.
         commit: of the git repository in which it was started; "": there is none.
         versions: of Python, MPI and packages.
+        parameters: of rc.Params, by variables: name and value.
     """
 
     program: tuple[str, ...] = ()
@@ -201,6 +205,7 @@ class RunConfig:
     pid: int = 0
     commit: str = ""
     versions: tuple[tuple[str, str], ...] = ()
+    parameters: tuple[tuple[str, str], ...] = ()
 
 
 def parse_run_config(data: bytes) -> RunConfig:
@@ -214,8 +219,12 @@ def parse_run_config(data: bytes) -> RunConfig:
     texts = {name: text for name, text in content.items() if isinstance(text, str)}
     counts = {name: n for name, n in content.items() if is_int64(n) and n > 0}
     program: Any = content.get("program")
-    versions: Any = content.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
+    given = {**_texts(content.get("settings")), **_texts(content.get("variables"))}
+    parameters = {
+        name.removeprefix(_PARAMETER).lower(): value
+        for name, value in given.items()
+        if name.startswith(_PARAMETER)
+    }
     are_words = isinstance(program, list) and all(isinstance(each, str) for each in program)
     return RunConfig(
         tuple(program) if are_words else (),
@@ -225,5 +234,11 @@ def parse_run_config(data: bytes) -> RunConfig:
         texts.get("host", ""),
         counts.get("pid", 0),
         texts.get("commit", ""),
-        tuple(each for each in versions.items() if isinstance(each[1], str)),
+        tuple(_texts(content.get("versions")).items()),
+        tuple(parameters.items()),
     )
+
+
+def _texts(content: Any) -> dict[str, str]:
+    found = content.items() if isinstance(content, dict) else ()
+    return {name: text for name, text in found if isinstance(text, str)}
