@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from ringcomm.config import environment
 from ringcomm.foreign_text import printable
@@ -41,12 +41,14 @@ from ringcomm.launch.job.processes.stalls import Hung, Orphan, StartWait, Unseen
 from ringcomm.launch.job.run_folder import CONFIG, END, LAUNCHER_LOG, RunFolder, time_text
 from ringcomm.launch.job.run_words import Stages, start_text
 from ringcomm.launch.job.show import can_show_line, say, show, show_line
-from ringcomm.launch.job.use_history import UseHistory
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending
 from ringcomm.launched.launcher_door import PRELOAD, with_door
 from ringcomm.launched.mpi_defaults import MEMORY, MEMORY_OF_RUN
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.system_text import text_of
+
+if TYPE_CHECKING:
+    from ringcomm.launch.job.use_history import UseHistory
 
 _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job to stop
 _PASSED: Final = (signal.SIGUSR1, signal.SIGUSR2)  # mean what the program makes of them
@@ -113,7 +115,7 @@ class Supervisor:
         self._unseen = Unseen(folder, size, hosts, self._launcher_name)
         self._hung = Hung(folder, size, grace_s)
         self._mpi_files = MpiFiles(folder, size)
-        self._use = UseHistory(folder) if not hosts else None  # each of several writes its own
+        self._use = None if hosts else _use_history(folder)  # each of several writes its own
         self._forks_ranks = forks_ranks
         self._kill_at = float("inf")  # the launcher, which was asked to end
         self._logs: dict[int, _Log] = {}
@@ -467,6 +469,13 @@ class _Log:
                 left -= len(data)
                 yield self.lines.add(data)
         yield self.lines.flush()
+
+
+def _use_history(folder: RunFolder) -> UseHistory:
+    # `ringcomm check` imports this file where there is no compiled part.
+    from ringcomm.launch.job.use_history import UseHistory
+
+    return UseHistory(folder)
 
 
 class _Beginning:
