@@ -624,6 +624,7 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
     if target := os.environ.get("SCREENSHOTS"):  # docs/images
         wait_until(lambda: browser.value("columns.length") > 30, "no time passes")
         shoot(browser, Path(target) / "dashboard.png")
+    wait_until((tmp_path / "run" / "use.jsonl").exists, "no use of the host is recorded")
     pid = RunFolder(tmp_path / "run").ranks()[2].pid
     (tmp_path / "fail").touch()
     wait_until(lambda: not is_running(pid), "rank 2 does not die")
