@@ -12,7 +12,7 @@ from ringcomm.foreign_text import printable
 from ringcomm.launch.dashboard.event_list import Event, deaths, end_event, listed, parse_event
 from ringcomm.launch.dashboard.job_head import logged_lines
 from ringcomm.launch.job.records import RunEnd
-from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.run_folder import RunFolder, metrics_of
 from ringcomm.launch.watch.rank_rows import RankSample, step_of
 
 _PIECE: Final = 1 << 20
@@ -88,7 +88,7 @@ class EventReader:
         if rank in steps:
             return steps[rank]
         if (rank, at_s) not in self._steps:
-            with folder.open_metrics(rank) or contextlib.nullcontext() as file:
+            with folder.open_metrics(metrics_of(rank)) or contextlib.nullcontext() as file:
                 lines = [] if file is None else logged_lines(file, _LINES)
                 known = [each.step for each in lines if each.time <= at_s]
                 self._steps[rank, at_s] = known[-1] if known else None

@@ -55,6 +55,11 @@ _LACKS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 T = TypeVar("T")
 
 
+def metrics_of(rank: int) -> str:
+    """Return the name of the file of rc.log() of a rank."""
+    return METRICS if rank == 0 else f"metrics-{rank}.jsonl"
+
+
 class RunFolder:
     """A folder of a run. `path` is absolute.
 
