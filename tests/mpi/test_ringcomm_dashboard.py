@@ -827,6 +827,10 @@ def test_a_browser_shows_the_death_of_a_rank_and_that_a_spare_takes_its_place(
     if target := os.environ.get("SCREENSHOTS"):  # docs/images
         wait_until(lambda: browser.value("columns.length") > 30, "no time passes")
         shoot(browser, Path(target) / "dashboard-return.png")
+    (tmp_path / "enough").touch()
+    state = "$('state').textContent"
+    wait_until(lambda: browser.value(state) == "completed", lambda: browser.value(state))
+    wait_until(lambda: kinds_of_events(browser)[-1] == "end", "no end among events")
 
 
 def kinds_of_events(browser):

@@ -162,6 +162,10 @@ async function showStacks(rank) {
 function noteUse(state) {
   const seconds = before ? state.time - before.time : 0;
   if (columns.length && state.time - columns.at(-1).time < 0.9) return false;
+  if (!noted && columns.length) {
+    noted = state; // rates need two looks; the files of the run have what was before
+    return false;
+  }
   const old = new Map((noted?.ranks ?? []).map((rank) => [rank.rank, rank]));
   const since = noted ? state.time - noted.time : seconds;
   const ranks = new Map(state.ranks.map((rank) => {

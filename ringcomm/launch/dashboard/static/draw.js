@@ -230,7 +230,7 @@ function curves(chart) {
       add(curve(steps, steps.map((step) => points.get(step) ?? null)), { label: `rank ${rank}`, stroke: COLORS[(i + 1) % COLORS.length], width: 1 });
     });
   }
-  if (rest[0].length) add(curve(rest[0], rest[1]), { label: OTHER_NAME(), stroke: COLORS[1], width: 2, dash: [6, 4] });
+  if (rest[0].length) add(curve(rest[0], rest[1]), { label: OTHER_NAME(), stroke: color("ink"), width: 2, dash: [6, 4] });
   return { data, series, bands };
 }
 
