@@ -46,6 +46,8 @@ def test_gradients_that_are_zero_or_missing_say_nothing():
     assert digest_of([None, torch.zeros(3), torch.zeros(0)]) == NO_VALUES
     assert digest_of([torch.tensor(1.0)]) != digest_of([torch.tensor(2.0)])
     assert digest_of([torch.ones(2, dtype=torch.bfloat16), None]) != NO_VALUES
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    assert digest_of([z.conj(), z.conj().imag]) not in (NO_VALUES, digest_of([z, z.imag]))
 
 
 ALONE = """

@@ -30,7 +30,7 @@ def digest_of(gradients: Iterable[torch.Tensor | None]) -> tuple[int, ...]:
     for gradient in gradients:
         if gradient is None or gradient.layout is not torch.strided or not gradient.is_cpu:
             continue
-        sample = gradient.detach().reshape(-1)[:_SAMPLE].contiguous()
+        sample = gradient.detach().reshape(-1)[:_SAMPLE].resolve_conj().resolve_neg().contiguous()
         is_zero = is_zero and not bool(sample.any())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
         n += 1
