@@ -425,8 +425,8 @@ def test_what_others_have_planted_does_not_end_a_rank_in_init(what, tmp_path, mo
         path.symlink_to(tmp_path / "text")
     else:
         plant(path, what)
-    waiting = Watchdog(1.2, "too late", os.fsencode(path), 60.0, "")  # it ends this process
-    time.sleep(1.1)  # it looks once a second
+    waiting = Watchdog(DEADLINE_S, "too late", os.fsencode(path), DEADLINE_S, "")
+    time.sleep(1.1)  # it looks once a second, and would end this process if the file counted
     with in_time():
         waiting.cancel()
 
