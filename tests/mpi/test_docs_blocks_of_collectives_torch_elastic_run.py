@@ -3,19 +3,22 @@
 import re
 from pathlib import Path
 
+import first_job_page
 import pytest
 from harness import run_script
 
 DOCS = Path(__file__).parents[2] / "docs"
+FIRST_JOB = ["import sys", 'sys.argv = ["train.py", "2"]', first_job_page.whole_program()]
 BLOCKS = [
     block
     for page in ("collectives.md", "from_mpi4py.md", "torch.md", "elastic.md")
     for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 ]
+BLOCKS.append("\n".join(FIRST_JOB))
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 13
+    assert len(BLOCKS) == 14
 
 
 # With one start of python and torch for all.
@@ -51,6 +54,7 @@ def test_the_blocks_run_one_after_another(tmp_path):
         "weighed",
         "sharded",
         "ddp",
+        "first job",
     ],
 )
 def test_block_runs(block, tmp_path):
@@ -67,3 +71,12 @@ def test_what_goes_before_os_exit_ends_the_job_well(tmp_path):
     program = f"import os, ringcomm; {world}ringcomm.shutdown(); {world}{end}; os._exit(0)"
     job = run_script(2, program, cwd=tmp_path)
     assert (job.code, job.output) == (0, "")
+
+
+@pytest.mark.at_length  # as each of these costs a start of torch on each rank
+@pytest.mark.parametrize("number", range(5))
+def test_each_program_of_the_first_job_runs(number, tmp_path):
+    pytest.importorskip("torch", reason="the core is tested without torch, too")
+    size = 1 if number == 0 else 2
+    job = run_script(size, first_job_page.programs()[number], "3", cwd=tmp_path)
+    assert job.code == 0, job.output
