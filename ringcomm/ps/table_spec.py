@@ -111,4 +111,13 @@ def _in_words(kind: str, key: str, mine: Any, theirs: Any) -> tuple[str, str, st
     if key == "initial" and kind == "dense":
         mine, theirs = ("an array" if each == "chief" else repr(each) for each in (mine, theirs))
         return "init", mine, theirs
+    if key == "updater":
+        return key, _of_updater(mine, theirs), _of_updater(theirs, mine)
     return key, repr(mine), repr(theirs)
+
+
+def _of_updater(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Return its name, with what differs from another of the same name."""
+    is_same = mine["updater"] == theirs["updater"]
+    odd = (f"{k}={v!r}" for k, v in mine.items() if is_same and _text(v) != _text(theirs[k]))
+    return f"{mine['updater']}({', '.join(odd)})"

@@ -49,6 +49,25 @@ def test_workers_with_another_init_are_told_so():
     run_workers(2, body)
 
 
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (ps.optim.SGD(0.01), r"updater=SGD\(lr=0\.1\), and rank 1 .*updater=SGD\(lr=0\.01\)\. "),
+        (ps.optim.Adam(0.1), r"updater=SGD\(\), and rank 1 .*updater=Adam\(\)\. "),
+    ],
+)
+def test_of_two_updaters_what_differs_is_told(other, told):
+    def body(rank):
+        if rank == 0:
+            ps.table("w", 4, updater=ps.optim.SGD(0.1))
+        rc.barrier()
+        if rank == 1:
+            with pytest.raises(rc.MismatchError, match=told):
+                ps.table("w", 4, updater=other)
+
+    run_workers(2, body)
+
+
 def test_join_is_refused_where_servers_or_rounds_would_be_waited_for():
     def body(rank):
         with pytest.raises(
