@@ -38,6 +38,11 @@ def test_the_program_of_the_page_for_beginners_runs(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("2 workers, error ")
 
 
+def test_the_program_beside_that_of_another_library_runs():
+    [program] = blocks_of("coming_from.md")
+    assert ends_of(program, 3) == ["trained", "trained", 0]
+
+
 def ends_of(program, size):
     code = compile(program, "a block of the page", "exec")
 
