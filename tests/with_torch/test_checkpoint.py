@@ -313,7 +313,7 @@ def test_random_generators_of_all_ranks_go_on(tmp_path):
         job = run_job(size, script, tmp_path / "run", cwd=tmp_path)
         assert job.code == 0, job.output
         assert job.output.count("right") == size
-        warned = "random states of 2 ranks, this job has 1 ranks: it restores none"
+        warned = "random generators of 2 ranks, and this job has 1 ranks: their generators stay"
         assert job.output.count(warned) == (size == 1), job.output
 
 

@@ -499,7 +499,8 @@ def _restore_random_states(states: list[Any]) -> None:
         set_random_state(states[rank()])
     elif rank() == 0:
         _log.warning(
-            "the checkpoint has random states of %d ranks, this job has %d ranks: it restores none",
+            "the checkpoint has random generators of %d ranks, and this job has %d ranks: their "
+            "generators stay as they are. All else is restored",
             len(states),
             size(),
         )
