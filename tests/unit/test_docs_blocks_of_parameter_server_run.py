@@ -24,7 +24,9 @@ class OfEachRank(dict):
         return False
 
 
-@pytest.mark.parametrize("block", blocks_of("parameter_server.md"), ids=["dense", "rows", "function"])
+@pytest.mark.parametrize(
+    "block", blocks_of("parameter_server.md"), ids=["dense", "rows", "function"]
+)
 def test_block_runs(block, monkeypatch):
     monkeypatch.setattr(user_functions, "_registered", OfEachRank())
     assert ends_of(block, 2) == ["trained", 0]
