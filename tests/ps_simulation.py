@@ -24,6 +24,8 @@ class Members(NamedTuple):
     server_numbers: tuple[int, ...]
     leader: int
     waiting: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    n_losses: int = 0
 
 
 class Choices:

@@ -13,6 +13,9 @@ from hypothesis_for_event_orders import hypothesis_settings
 
 from ringcomm.ps import optim
 from ringcomm.ps.client.request_order import PartitionOwners
+from ringcomm.ps.control.agreement import OrdersTaken
+from ringcomm.ps.control.commands import COUNT, END, REPLACED
+from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.protocol.frame_meta import PushMeta, packed_json
 from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.protocol.link import Delivery
@@ -141,6 +144,12 @@ class Client(Process):
         self.n_rounds = 0
         self.has_left = self.waits = False
         self.table = 1
+        self.training, self.n_replaced = EndOfTraining(), 0
+        do = {
+            COUNT: lambda _: self.training.ask(), END: self.training.end_at,
+            REPLACED: self.note_replaced,
+        }  # fmt: skip
+        self.orders = OrdersTaken(do, lambda: self.layout.n_losses)
         self.ask(0, FrameKind.CREATE, meta=packed_json(net.spec.to_json()), take=self.created)
 
     def created(self, reply):
@@ -175,6 +184,9 @@ class Client(Process):
             self.say_noted(home, partition, epoch)
 
     def take(self, reply):
+        if reply.header.kind == FrameKind.ORDER:
+            self.take_order(reply)
+            return
         if reply.header.kind == FrameKind.MOVE:
             self.noticed(reply.header, reply.meta)
             return
@@ -196,6 +208,26 @@ class Client(Process):
             self.again(partition, order.answered(sequence))
         if asked[4] is not None:
             asked[4](reply)
+
+    # --- commands
+    def take_order(self, frame):
+        number, order = frame.header.clock, json.loads(frame.meta)
+        is_valid, answer = self.orders.take(number, order["do"], order["content"])
+        if is_valid:
+            header = FrameHeader(FrameKind.ANSWER, origin=self.rank, clock=number)
+            self.send_frame(self.layout.leader, header, packed_json(answer))
+
+    def note_replaced(self, _=None):
+        self.n_replaced += 1
+
+    def ask_leader(self):
+        """Ask for the end of training, once; then, several times, that all know of new values."""
+        command = {"command": "replaced"}
+        if not self.training.is_begun():
+            command = {"command": "stop", "by_count": True}
+        else:
+            self.note_replaced()
+        self.ask(0, FrameKind.ASK, packed_json(command))
 
     # --- partitions that move
     def noticed(self, header, meta):
@@ -264,7 +296,13 @@ class Client(Process):
     def act(self):
         if self.owners is None or self.has_left or self.waits:
             return False
-        if self.step == self.n_steps:
+        is_chief = self.rank == self.net.workers[0]
+        if is_chief and self.net.commands and self.net.choices.below(4) == 1:
+            self.ask_leader()
+        is_over = self.training.is_over()
+        if is_over is None:
+            return False
+        if is_over or self.step == self.n_steps:
             if self.asked:
                 return False
             self.has_left = True
@@ -364,6 +402,7 @@ class Net:
         moves: clients let partitions move.
         spares: so many of the servers.
         changes_places: clients add and remove servers.
+        commands: the chief asks the leader for commands.
         n_servers, n_workers, n_steps, n_deaths: how many there are.
     """
 
@@ -371,8 +410,9 @@ class Net:
 
     def __init__(
         self, mode, choices, *, n_servers, n_workers, n_steps, n_deaths, is_patient=False,
-        moves=False, spares=0, changes_places=False,
+        moves=False, spares=0, changes_places=False, commands=False,
     ):  # fmt: skip
+        self.commands = commands
         self.changes_places, self.n_changed = changes_places, 0
         self.is_patient, self.moves, self.spares = is_patient, moves, spares
         self.n_moved = self.n_resent = 0
@@ -547,6 +587,10 @@ class Net:
         for rank in self.workers:
             assert self.client(rank).has_left, f"worker {rank} waits for {self.client(rank).asked}"
             assert not self.client(rank).asked
+        workers = [self.client(rank) for rank in self.workers]
+        if any(each.training.ends for each in workers):
+            calls = {each.training.n_calls for each in workers if each.step < each.n_steps}
+            assert len(calls) <= 1, "workers end at different steps"
         copies, self.n_compared = defaultdict(list), 0
         assert all(self.ranks[r].homes.is_over for r in self.servers if r not in self.dead)
         for home in self.homes:

@@ -145,8 +145,8 @@ PS_COPIES = [
     Mutation(
         "ps-a-dead-leader-tells-of-no-moves",
         "ps",
-        "ps/server/homes/home.py",
-        "        self.server.notify_again()\n",
+        "ps/server/server.py",
+        "        self._performer.perform(self.core.migration.notices())\n",
         "",
         "moves that a dead server was about to tell of are never noted",
         _OF_COPIES,

@@ -82,13 +82,11 @@ PS_REPLACEMENTS = [
     Mutation(
         "ps-a-newcomer-hears-of-the-end-after-it-began",
         "ps",
-        "ps/members/let_in.py",
-        "        newcomer = Newcomer(*json.loads(frame.meta))\n",
-        "        newcomer = Newcomer(*json.loads(frame.meta))\n"
-        "        send(current, rank, Coming.SEEN)\n"
-        "        is_worker = False\n",
+        "ps/control/commands.py",
+        "workers = {*job.live_workers, *job.standing_by}",
+        "workers = {*job.live_workers}",
         "after ps.stop() a newcomer makes a step that the others do not",
-        _NEWS_OF_NEWCOMERS,
+        ("unit/test_ps_agreement.py",),
     ),
     Mutation(
         "ps-a-push-of-the-dead-counts-once-its-place-is-taken",

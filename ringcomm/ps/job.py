@@ -16,19 +16,19 @@ from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
-from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
+from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.ps.checkpoint.arguments import path_of
 from ringcomm.ps.checkpoint.client import save, save_at_stop
-from ringcomm.ps.checkpoint.notice_of_replaced_values import KNOWN, NEWS, Replacements
 from ringcomm.ps.client.client import Client
+from ringcomm.ps.client.json_requests import ask_leader
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
 from ringcomm.ps.members.let_in import end_step, hear
 from ringcomm.ps.members.stand_by import stand_by
 from ringcomm.ps.protocol.deaths import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
-from ringcomm.ps.protocol.frames import STEPS_MAX, FrameHeader, FrameKind
-from ringcomm.ps.protocol.link import Delivery, Link
+from ringcomm.ps.protocol.frames import STEPS_MAX, FrameKind
+from ringcomm.ps.protocol.link import Link
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.ps.roles import InitOptions, Layout, Role, assign, refuse_what_cannot_be
 from ringcomm.ps.server.user_functions import Function, registered
@@ -245,27 +245,7 @@ def _start(
         survivable=survivable,
     )  # fmt: skip
     client = Client(engine, link, layout, deadline_s)
-    training = EndOfTraining(
-        me,
-        lambda to, option, clock: link.send(
-            to,
-            FrameHeader(
-                FrameKind.STOP, view=layout.n_losses, origin=me, option=option, clock=clock
-            ),
-        ),
-    )
-
-    def on_stop(frame: Delivery) -> None:
-        if frame.header.view >= layout.n_losses:  # else it is older than ps.recover()
-            training.on_frame(frame.source, frame.header.option, frame.header.clock)
-
-    dispatcher.takes[FrameKind.STOP] = on_stop
     tables: dict[str, Any] = {}
-    replaced = Replacements(
-        me,
-        lambda to, option: link.send(to, FrameHeader(FrameKind.REPLACED, origin=me, option=option)),
-        lambda: [table.note_replaced() for table in [*tables.values()]],
-    )
     dispatcher.link, dispatcher.client = link, client
     client.waits.tables = tables
     if me in layout.servers:
@@ -277,10 +257,10 @@ def _start(
     group = Group.of_job(of_role[layout.role_of(me)])
     dispatcher.deaths = Deaths(engine.watch.peers)
     current = Session(
-        engine, layout, group, dispatcher, client, training, replaced, names, tables=tables
+        engine, layout, group, dispatcher, client, EndOfTraining(), names, tables=tables
     )
     dispatcher.deaths.listeners.append(current.on_death)
-    dispatcher.takes[FrameKind.REPLACED] = partial(_hear_of_values, current)
+    dispatcher.takes[FrameKind.ORDER] = current.take_order
     dispatcher.takes[FrameKind.HOMES] = current.on_homes
     dispatcher.takes[FrameKind.NEWCOMER] = partial(hear, current)
     keep_queues(engine, layout.rank_of(layout.leader))
@@ -315,12 +295,6 @@ def _make_server(
         partial(make_pushes, pipes.endpoint),
     )
     dispatcher.homes.show_on(engine.page)
-
-
-def _hear_of_values(current: Session, frame: Delivery) -> None:
-    source, option = frame.source, frame.header.option
-    hears = current.replaced if option in (NEWS, KNOWN) else current.refusals
-    hears.on_frame(source, option)
 
 
 def _connect(engine: Engine, layout: Layout) -> Pipes:
@@ -414,9 +388,14 @@ def stop() -> None:
     current = session()
     if not is_chief():
         raise RingcommError("ps.stop: the chief decides when training ends; see ps.is_chief()")
-    layout = current.layout
-    current.training.begin(layout.workers, layout.evaluators, by_count=current.has_mode("sync"))
-    current.engine.nudge()
+    training = current.training
+    if training.is_begun():
+        return
+    try:
+        ask_leader(current.client, "ps.stop", "stop", by_count=current.has_mode("sync"))
+    except BaseException:
+        training.give_up()
+        raise
 
 
 def should_stop() -> bool:
@@ -431,32 +410,11 @@ def should_stop() -> bool:
     """
     current = session()
     current.client.listen()
-    training = current.training
-    is_over = training.is_over()
-    if is_over is None:
-        _await_end(current)
-        is_over = training.is_over()
-        assert is_over is not None
+    client, training = current.client, current.training
+    while (is_over := training.is_over()) is None:
+        client.wait_until(
+            lambda: training.is_decided, "ps.should_stop", lambda: (client.leader,)
+        )  # fmt: skip
     if is_over and current.layout.role_of(current.engine.job_rank) == "worker":
         current.rest()
     return is_over
-
-
-def _await_end(current: Session) -> None:
-    """Return once it is known which call of should_stop() is the last one."""
-    engine, training, label = current.engine, current.training, "ps.should_stop"
-    peers = engine.watch.peers
-
-    def is_known() -> bool:
-        training.decide(peers.gone)
-        return training.is_decided
-
-    if not current.client.drive_until(is_known, label, None):
-        late = training.undecided(peers.gone) or [current.layout.chief]
-        names = ", ".join(map(engine.transport.label, late))
-        raise CommTimeoutError(
-            f"{label}: the chief has called ps.stop(), and {names} did not answer within "
-            f"{current.client.deadline_s:g} s: it computes, or hangs. Call it again, or raise the "
-            "limit with ps.init(deadline_s=)",
-            missing=late,
-        )

@@ -28,12 +28,14 @@ from ringcomm.errors import (
     PeerFailedError,
     RingcommError,
 )
-from ringcomm.ps.checkpoint.notice_of_replaced_values import Refusals, Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
-from ringcomm.ps.client.json_requests import ask_servers, ignore
+from ringcomm.ps.client.json_requests import ask_leader, ask_servers, ignore
+from ringcomm.ps.control.agreement import OrdersTaken
+from ringcomm.ps.control.commands import COUNT, END, GO_ON, REFUSE, REPLACED
 from ringcomm.ps.end_of_job import EndOfTraining, leave, rest, serve
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
+from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import INLINE_MAX, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.protocol.lost_server import Loss
@@ -75,8 +77,11 @@ class Session:
         dispatcher: takes requests and replies.
         client: of this rank.
         training: when it ends.
-        replaced: how often the chief has replaced the values of tables.
-        refusals: whose end ends the job, because it could not restore a checkpoint.
+        n_replaced: how often the chief has replaced the values of tables.
+        refusing: ranks whose end ends the job, because they could not restore a checkpoint, or open
+            a table; see ringcomm.ps.control.commands.Refuse.
+        has_refused: this rank is one of them, as the others know.
+        orders: of the server that leads.
         functions: names of those that are marked @ps.function, by server's rank; of this one as -1.
         clock: steps that this worker has completed.
         snapshot: number of the one that pulls read; 0: the present values.
@@ -108,8 +113,10 @@ class Session:
     dispatcher: FrameDispatcher
     client: Client
     training: EndOfTraining
-    replaced: Replacements
     functions: dict[int, tuple[str, ...]]
+    n_replaced: int = 0
+    refusing: frozenset[int] = frozenset()
+    has_refused: bool = False
     clock: int = 0
     snapshot: int = 0
     lost_in: set[int] = field(default_factory=set)
@@ -127,7 +134,7 @@ class Session:
     begins: Mapping[int, int] = field(default_factory=dict)
     recovering: WeakSet[Recovering] = field(default_factory=WeakSet)
     takeovers: Takeovers = field(init=False)
-    refusals: Refusals = field(init=False)
+    orders: OrdersTaken = field(init=False)
     _how: dict[int, str] = field(default_factory=dict)  # servers died, by rank
     abandoned: deque[tuple[Any, list[ref[Any]]]] = field(default_factory=deque)
     opening: threading.Lock = field(default_factory=threading.Lock)
@@ -137,14 +144,15 @@ class Session:
         self.takeovers = Takeovers(self.layout)
         layout = self.layout  # an engine that is over is not to hold this session
         self.engine.control.workers = lambda: layout.workers
-
-        me, link = self.engine.job_rank, self.client.link
-        self.refusals = Refusals(
-            me,
-            lambda to, option: link.send(
-                to, FrameHeader(FrameKind.REPLACED, origin=me, option=option)
-            ),
-            self._note_survivable,
+        self.orders = OrdersTaken(
+            {
+                COUNT: lambda _: self.training.ask(),
+                END: self.training.end_at,
+                REPLACED: lambda _: self.note_replaced(),
+                REFUSE: lambda rank: self._note_refusing(self.refusing | {rank}),
+                GO_ON: lambda rank: self._note_refusing(self.refusing - {rank}),
+            },
+            lambda: layout.n_losses,
         )
 
     @property
@@ -244,35 +252,53 @@ class Session:
                     ", once ps.recover() has been called" if is_new_loss and layout.lost else "",
                     extra={"event": "death"},
                 )  # fmt: skip
-        self.training.decide(peers.gone)
-        if has_other_chief:
-            live = [each for each in layout.workers if each not in peers.gone]
-            evaluators = [each for each in layout.evaluators if each not in peers.gone]
-            self.training.succeed(layout.chief, live, evaluators)
-            if layout.chief == self.engine.job_rank:
-                _log.warning(
-                    "ps: rank %d is the chief now", self.engine.job_rank,
-                    extra={"event": "failover"},
-                )  # fmt: skip
-                self._begin_tables()
+        if has_other_chief and layout.chief == self.engine.job_rank:
+            _log.warning(
+                "ps: rank %d is the chief now", self.engine.job_rank, extra={"event": "failover"}
+            )
+            self._begin_tables()
+
+    def take_order(self, frame: Delivery) -> None:
+        """Carry out an order of the server that leads, and answer."""
+        order = json.loads(frame.meta)
+        is_valid, answer = self.orders.take(frame.header.clock, order["do"], order["content"])
+        if is_valid:
+            header = FrameHeader(
+                FrameKind.ANSWER, origin=self.engine.job_rank, clock=frame.header.clock
+            )  # fmt: skip
+            self.client.say(self.layout.leader, header, packed_json(answer))
+
+    def note_replaced(self) -> None:
+        """Take note that the values of tables were replaced."""
+        self.n_replaced += 1
+        for table in [*self.tables.values()]:
+            table.note_replaced()
 
     def refuse_for_all(self, label: str) -> None:
-        """Let all ranks know that this one cannot go on: if it ends now, they all do. See Refusals.
+        """Let all ranks know that this one cannot go on: if it ends now, they all do.
 
         Returns once they know. The end of a step takes it back: the program has caught the error.
         """
-        peers, refusals = self.engine.watch.peers, self.refusals
-        if not peers.survivable:
+        if not self.engine.watch.peers.survivable:
             return  # any death ends the job
-        refusals.begin([r for r in range(self.engine.job_size) if r not in peers.gone])
-        self.engine.nudge()
+        self.has_refused = True
         with contextlib.suppress(PeerFailedError):
-            self.client.drive_until(lambda: not refusals.unaware(peers.gone), label, None)
+            are_told = ask_leader(self.client, label, "refuse")
+            self.client.drive_until(are_told.done, label, None)
+
+    def take_back_refusal(self) -> None:
+        if self.has_refused:
+            self.has_refused = False
+            ask_leader(self.client, "step", "go on")
+
+    def _note_refusing(self, ranks: frozenset[int]) -> None:
+        self.refusing = ranks
+        self._note_survivable()
 
     def _note_survivable(self) -> None:
         peers = self.engine.watch.peers
         if self.engine.settings.elastic:
-            peers.survivable = self.layout.survivable - self.refusals.needed
+            peers.survivable = self.layout.survivable - self.refusing
 
     def on_homes(self, frame: Delivery) -> None:
         """A server says which homes it runs, after the death of another."""
@@ -317,6 +343,7 @@ class Session:
         for table in tables:
             table.lose(loss)
         self.client.lose(loss)
+        self.training.give_up()
 
     def _begin_tables(self) -> None:
         """Send the first values of tables that the chief before this one may not have sent."""

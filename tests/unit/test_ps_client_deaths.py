@@ -1,9 +1,7 @@
 """Clients of a parameter server die: the others go on, and what was acknowledged counts once."""
 
 import itertools
-import random
 import threading
-from collections import defaultdict, deque
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +14,6 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.ps.client.dense.table import Table
-from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.protocol.deaths import Deaths
 from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind
 from ringcomm.ps.roles import Layout
@@ -394,87 +391,3 @@ def test_deaths_are_told_once_and_only_those_that_the_job_survives():
         deaths.look()
         assert peers.is_fatal == (rank != 2)
     assert told == [(2, "died as 2")]
-
-
-class Workers:
-    """Workers that run should_stop() while the chief dies in the midst of ps.stop()."""
-
-    def __init__(self, rng, n):
-        self.rng, self.live = rng, list(range(n))
-        self.channels = defaultdict(deque)
-        self.ends = [
-            EndOfTraining(me, lambda to, option, clock, me=me: self.send(me, to, option, clock))
-            for me in range(n)
-        ]
-        self.counts, self.over = [0] * n, set()
-
-    def send(self, source, dest, option, clock):
-        self.channels[source, dest].append((option, clock))
-
-    def deliver(self):
-        busy = [pair for pair, channel in sorted(self.channels.items()) if channel]
-        if not busy:
-            return False
-        source, dest = self.rng.choice(busy)
-        option, clock = self.channels[source, dest].popleft()
-        if dest in self.live:
-            self.ends[dest].on_frame(source, option, clock)
-        return True
-
-    def call(self, me, *, limit):
-        """Call should_stop() on a worker, unless it waits."""
-        spread = self.counts[me] - min(self.counts[each] for each in self.live)
-        if me in self.over or spread >= limit:
-            return
-        is_over = self.ends[me].is_over()
-        if is_over is not None:
-            self.counts[me] += 1
-            if is_over:
-                self.over.add(me)
-
-    def kill_chief(self):
-        victim = self.live.pop(0)
-        for pair, channel in self.channels.items():
-            for _ in range(self.rng.randrange(len(channel) + 1) if pair[0] == victim else 0):
-                channel.pop()
-        for me in self.rng.sample(self.live, len(self.live)):
-            self.channels[victim, me].clear()  # see Link.forget()
-            self.ends[me].succeed(self.live[0], [*self.live], [])
-            for _ in range(self.rng.randrange(3)):
-                self.deliver()
-
-
-@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 200, 20)])
-def test_all_workers_end_at_one_call_though_chiefs_die_within_stop(seeds):
-    for seed in seeds:
-        end_though_chiefs_die(seed)
-
-
-def end_though_chiefs_die(seed):
-    rng = random.Random(seed)
-    workers = Workers(rng, rng.randint(3, 5))
-    by_count = seed % 2 == 0
-    workers.ends[0].begin(workers.live, [], by_count=by_count)
-    n_deaths = rng.randint(1, 2)
-    for _ in range(rng.randrange(25)):
-        if rng.random() < 0.5:
-            workers.deliver()
-        else:
-            workers.call(rng.choice(workers.live), limit=2)
-    for _ in range(n_deaths):
-        workers.kill_chief()
-        for _ in range(rng.randrange(10)):
-            workers.deliver()
-    if not any(workers.ends[me]._is_asked for me in workers.live) and not any(
-        workers.channels.values()
-    ):
-        return  # nobody had heard of it
-    for turn in itertools.count():
-        while workers.deliver():
-            pass
-        for me in workers.live:
-            workers.call(me, limit=2)
-        if workers.over >= {*workers.live}:
-            break
-        assert turn < 100, f"seed {seed}: somebody goes on, or waits, for ever"
-    assert len({workers.counts[me] for me in workers.live}) == 1 or not by_count, seed

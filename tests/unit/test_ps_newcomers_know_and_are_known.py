@@ -14,13 +14,10 @@ from ps_simulation_message_types import Request
 from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.data import WorkQueue
-from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.members import let_in
 from ringcomm.ps.members.stand_by import _Spare
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer, Newcomers
-from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Coming, FrameHeader, FrameKind
-from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Send
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
@@ -68,24 +65,6 @@ def test_a_newcomer_begins_once_all_workers_know_it(monkeypatch):
     results = run_all(3, body, 1, settings=ELASTIC, worker_spares=1)
     assert [each for each in ended(results, 1) if not isinstance(each, str)] == [1, 1, 1]
     assert was_early == [False]
-
-
-def test_a_newcomer_hears_of_the_end_before_it_may_begin():
-    heard = []
-    link = SimpleNamespace(send=lambda to, header, meta: heard.append((to, "seen")))
-    training = EndOfTraining(0, lambda to, option, clock: heard.append((to, "end")))
-    training.begin([0, 2], (), by_count=True)
-    current = SimpleNamespace(
-        layout=Layout((0, 1, 2), (8,), (), waiting=(3,)), newcomers={3}, training=training,
-        engine=SimpleNamespace(job_rank=0, transport=SimpleNamespace(label=str)),
-        client=SimpleNamespace(link=link),
-    )  # fmt: skip
-    heard.clear()
-    header = FrameHeader(FrameKind.NEWCOMER, origin=3, option=Coming.IN)
-    said = packed_json(Newcomer(3, "worker", 1, 1))
-    let_in.hear(current, SimpleNamespace(source=3, header=header, meta=said))
-    assert heard == [(3, "end"), (3, "seen")]
-    assert not current.newcomers
 
 
 def test_a_push_of_who_died_counts_no_more_once_its_place_is_taken():
@@ -150,7 +129,7 @@ def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_h
         client=SimpleNamespace(
             link=link, loss=None, wait_until_sent=lambda _: None,
             drive_until=lambda *_: True,
-        ), between_steps=None, refusals=SimpleNamespace(end=lambda: None),
+        ), between_steps=None, take_back_refusal=lambda: None,
     )  # fmt: skip
     let_in.end_step(current)
     (here,) = said

@@ -50,6 +50,21 @@ def test_what_was_acknowledged_is_there_once_whoever_dies(mode, numbers, **sizes
     net.require_all()
 
 
+@ANY_ORDER
+@given(
+    numbers=st.binary(min_size=100, max_size=900), n_servers=st.integers(2, 4),
+    n_workers=st.integers(2, 3), n_steps=st.integers(3, 12), n_deaths=st.integers(1, 3),
+)  # fmt: skip
+def test_commands_are_carried_out_once_whichever_server_dies(numbers, **sizes):
+    net = Net(MODES["async"], Choices(numbers), commands=True, **sizes)
+    net.run()
+    net.require_all()
+    if not net.is_lost:
+        chief, *others = [net.client(rank) for rank in net.workers]
+        assert not chief.asked
+        assert all(each.n_replaced <= chief.n_replaced for each in others)  # some have left
+
+
 @pytest.mark.parametrize("mode", MODES)
 @ANY_ORDER
 @given(
@@ -292,6 +307,29 @@ def test_clients_hear_of_a_move_of_which_a_dead_leader_was_about_to_tell():
     live = [net.ranks[rank].homes for rank in net.servers[1:]]
     for home_of_it in (each for process in live for each in process._homes.values()):
         assert not home_of_it.server.core.migration.state()["unnoted"]
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_a_command_goes_on_though_its_leader_dies_whether_or_not_its_orders_have_arrived(
+    has_arrived,
+):
+    net = Net(MODES["async"], Choices([0]), n_servers=3, n_workers=2, n_steps=9, n_deaths=0)
+    net.settle()
+    net.client(0).ask_leader()
+    from_leader = [net.channels[net.servers[0], rank] for rank in net.workers]
+    while not all(from_leader):
+        assert net.deliver_one()
+    for rank, channel in zip(net.workers, from_leader, strict=True):
+        if has_arrived:  # but no answer has
+            net.deliver_all(net.servers[0], rank)
+            assert net.client(rank).training.is_over() is None
+        channel.clear()
+    net.kill(0)
+    net.settle()
+    assert all(net.client(rank).training.ends for rank in net.workers)
+    assert not net.client(0).asked
+    net.run()
+    net.require_all()
 
 
 # --- its parts ----------------------------------------------------------------------------------

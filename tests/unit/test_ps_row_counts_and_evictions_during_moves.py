@@ -46,7 +46,7 @@ class Servers:
         _, view, _, sequence, *_ = header
         self.asked.append((server, sequence, view))
 
-    def _confirm(self, _rank, header):
+    def _confirm(self, _rank, header, _meta):
         self.confirmed.append(header.clock)
 
     @property

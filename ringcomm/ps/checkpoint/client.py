@@ -23,7 +23,7 @@ from ringcomm.ps.checkpoint.arguments import (
 from ringcomm.ps.checkpoint.files import SavedCheckpoint
 from ringcomm.ps.checkpoint.save_schedule import Periodic
 from ringcomm.ps.client.future import Future, FutureOfAll, require_timeout
-from ringcomm.ps.client.json_requests import ask_json, ask_servers, ignore
+from ringcomm.ps.client.json_requests import ask_json, ask_leader, ask_servers, ignore
 from ringcomm.ps.client.pauses import hold, new_id, pause, release
 from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, LOOK, PREPARE
 from ringcomm.ps.protocol.frames import FrameKind
@@ -435,7 +435,7 @@ def _require_unseen(current: Session, root: Path, label: str) -> None:
 
 @contextlib.contextmanager
 def _refused_by_all(current: Session, label: str) -> Iterator[None]:
-    """If the block fails, let all ranks know, for its error may end this one: see Refusals."""
+    """If the block fails, let all ranks know, for its error may end this one."""
     try:
         yield
     except PeerFailedError:
@@ -443,7 +443,7 @@ def _refused_by_all(current: Session, label: str) -> Iterator[None]:
     except Exception:
         current.refuse_for_all(label)
         raise
-    current.refusals.end()
+    current.take_back_refusal()
 
 
 def restore_tables(current: Session, root: Path, limit_s: float) -> dict[str, Any]:
@@ -459,10 +459,10 @@ def _tell_workers(current: Session, label: str) -> None:
     Those that wait in ringcomm know it once this returns: a barrier could be faster than the news.
     One that computes finds the news when it looks.
     """
-    replaced, peers = current.replaced, current.engine.watch.peers
-    replaced.begin([rank for rank in current.layout.workers if rank not in peers.gone])
-    current.engine.nudge()
-    current.client.drive_until(lambda: not replaced.unaware(peers.gone), label, _NEWS_S)
+    current.note_replaced()
+    with contextlib.suppress(ServerLostError):  # the next call raises it
+        are_told = ask_leader(current.client, label, "replaced")
+        current.client.drive_until(are_told.done, label, _NEWS_S)
 
 
 def limit_of(current: Session, timeout_s: float | None) -> float:

@@ -51,7 +51,9 @@ LISTEN_S: Final = 0.05  # between looks of a rank that only reads
 
 _NEWS: Final = frozenset((FrameKind.LEAVE, FrameKind.TICK, FrameKind.STATS, FrameKind.MISSING))
 _GO_ON: Final = frozenset((*_NEWS, FrameKind.SAVE))  # at servers that live, if another dies
-_ALLOWED: Final = frozenset((*_NEWS, FrameKind.SNAPSHOT, FrameKind.RECOVER))  # before ps.recover()
+_ALLOWED: Final = frozenset(  # before ps.recover()
+    (*_NEWS, FrameKind.SNAPSHOT, FrameKind.RECOVER, FrameKind.ASK)
+)
 
 
 def _awaits_step(request: AnyRequest) -> bool:
@@ -61,7 +63,8 @@ def _awaits_step(request: AnyRequest) -> bool:
 def _may_be_forgotten(request: AnyRequest) -> bool:
     """Return True if servers that begin anew would leave a request without a reply."""
     begins = request.kind == FrameKind.SNAPSHOT and request.option == Pausing.BEGINS
-    return begins or _awaits_step(request)
+    needs_tables = request.kind == FrameKind.ASK and request.option == 1
+    return begins or needs_tables or _awaits_step(request)
 
 
 def _require_answerable(request: AnyRequest, loss: Loss, lost: Collection[int]) -> None:
@@ -660,8 +663,12 @@ class Client:
         self.owners.confirmed[partition] = epoch
         layout = self.layout
         for home in layout.server_numbers if servers is None else servers:
-            header = header._replace(status=home + 1 if home in layout.hosts else 0)
-            self.link.send(layout.rank_of(home), header)
+            self.say(home, header)
+
+    def say(self, home: int, header: FrameHeader, meta: bytes = b"") -> None:
+        """Send a frame that gets no reply to a home, wherever it runs; called in the loop."""
+        header = header._replace(status=home + 1 if home in self.layout.hosts else 0)
+        self.link.send(self.layout.rank_of(home), header, meta)
 
     def _confirm_moves(self) -> None:
         for partition, epoch in self.owners.take_confirmed():

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import FrameKind
 
 if TYPE_CHECKING:
     from ringcomm.ps.client.future import Future
-    from ringcomm.ps.protocol.frames import FrameKind
     from ringcomm.ps.protocol.link import Delivery
 
 R = TypeVar("R")
@@ -22,6 +22,9 @@ class Asker(Protocol):
 
     @property
     def servers(self) -> tuple[int, ...]: ...
+
+    def call_one(self, label: str, request: Request, read: Callable[[Delivery], R]) -> Future[R]:
+        """Send a request; return a future of read(reply)."""
 
     def gather(
         self, label: str, requests: Sequence[Request], read: Callable[[Delivery], R]
@@ -59,6 +62,25 @@ def ask_json(
     servers = client.servers if servers is None else servers
     meta = packed_json(question)
     return ask_servers(client, kind.name.lower(), kind, servers, json_of, option=option, meta=meta)
+
+
+class Commander(Asker, Protocol):
+    @property
+    def leader(self) -> int: ...
+
+
+def ask_leader(
+    client: Commander, label: str, command: str, *, needs_tables: bool = False, **more: Any
+) -> Future[None]:
+    """Ask for a command, see ringcomm.ps.control.commands; return a future: it is over.
+
+    needs_tables: not between the loss of a server and ps.recover().
+    """
+    meta = packed_json({"command": command, **more})
+    request = Request(
+        FrameKind.ASK, server=client.leader, option=int(needs_tables), meta=meta
+    )  # fmt: skip
+    return client.call_one(label, request, ignore)
 
 
 def json_of(reply: Delivery) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.ps.client.future import Future, require_timeout
-from ringcomm.ps.client.json_requests import ignore, json_of
+from ringcomm.ps.client.json_requests import ask_leader, json_of
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import FrameKind
@@ -183,8 +183,9 @@ def begin_close(table: TableBase) -> None:
     if table._closed is not None:
         return
     client, session = table.client, table._session
-    request = Request(FrameKind.CLOSE, server=client.leader, table=table.number)
-    table._closed = client.call_one(f"close[{table.name}]", request, ignore)
+    table._closed = ask_leader(
+        client, f"close[{table.name}]", "close", needs_tables=True, table=table.number
+    )
     client.forget_table(table.number)
     del session.tables[table.name]
     for part in table.asking:

@@ -15,7 +15,8 @@ from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.engine.progress.deadlines import ANSWER_S
 from ringcomm.errors import CommTimeoutError
 from ringcomm.ps.client.json_requests import Asker, ask_json
-from ringcomm.ps.protocol.frames import CLOSING, FrameKind
+from ringcomm.ps.control.commands import CLOSING, STOPPING
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.transport.control_header import ControlKind
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ _ADVICE_IF_LATE: Final = (
     "at a number of rounds (while optimizer.n_rounds < n: or table.n_rounds), or once the chief "
     "has called ps.stop() (while not ps.should_stop():)."
 )
-_ADVICE_ON_CLOSING: Final = "Call close() on each rank that has opened the table."
+_ADVICE_OF: Final = {
+    CLOSING: "Call close() on each rank that has opened the table.",
+    STOPPING: "Each worker calls should_stop() after each step.",
+}
 _BUSY: Final = "It is busy, or waits for other workers."
 # A text says what at most so many workers do, names so many tables of one wait, and so many waits.
 _SHOWN, _TABLES, _WAITS = 16, 3, 4
@@ -197,8 +201,8 @@ def reasons_text(
         f"worker {index_of(rank)} (rank {rank} of the job) {_doing(doings.get(rank))}"
         for rank in named
     ]
-    is_closing = all(what == CLOSING for what, _ in missing)
-    advice = _ADVICE_ON_CLOSING if is_closing else _ADVICE
+    whats = {what for what, _ in missing}
+    advice = _ADVICE_OF.get(min(whats), _ADVICE) if len(whats) == 1 else _ADVICE
     if late:
         most = max(late, key=lambda each: each.n_missed)
         advice = (
@@ -214,7 +218,7 @@ def _shortened(texts: list[str], limit: int, separator: str = ", ") -> str:
 
 
 def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return text if text.startswith("ps.") else text[:1].upper() + text[1:]
 
 
 def _doing(label: str | None) -> str:

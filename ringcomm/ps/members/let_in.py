@@ -4,7 +4,7 @@
     worker -> newcomer    HERE: how many steps, rounds and calls of should_stop() it has made
     newcomer -> servers   TAKE: it counts from there on; the worker stands still meanwhile
     newcomer -> all       IN: it has a place, and which
-    workers -> newcomer   SEEN: they know; the chief also lets it know of ps.stop()
+    workers -> newcomer   SEEN: they know
 
 So the newcomer is at the same point as the worker, in all tables: their next step is the same.
 """
@@ -54,7 +54,7 @@ def end_if_too_few(current: Session) -> None:
 
 
 def end_step(current: Session) -> None:
-    current.refusals.end()
+    current.take_back_refusal()
     if current.between_steps is not None:
         current.between_steps()
     if current.newcomers:
@@ -113,8 +113,6 @@ def hear(current: Session, frame: Delivery) -> None:
                 newcomer.place,
                 extra={"event": "spare"},
             )  # fmt: skip
-            if is_chief:
-                current.training.include(rank, is_worker=newcomer.role == "worker")
         if is_worker:
             send(current, rank, Coming.SEEN)
         current.newcomers.discard(rank)

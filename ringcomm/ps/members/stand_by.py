@@ -149,6 +149,8 @@ class _Spare:
         current.group = GroupWithoutCollectives(current.engine, ranks, newcomer.place)
         if begins is not None:
             current.clock, current.begins = begins.clock, begins.rounds
+        elif current.training.ends:
+            current.training.end_at(0)  # it knows when workers end
         if current.engine.page is not None:
             current.engine.page.set_role(newcomer.role)
         self._tell(newcomer)

@@ -51,6 +51,10 @@ class WorkerMembers(Protocol):
     def leader(self) -> int: ...
     @property
     def waiting(self) -> tuple[int, ...]: ...  # stood by at first
+    @property
+    def ranks(self) -> Collection[int]: ...  # all of the job
+    @property
+    def n_losses(self) -> int: ...  # servers that had a place
 
 
 class Beginning(NamedTuple):
@@ -225,3 +229,11 @@ class Present:
     def waiting(self) -> tuple[int, ...]:
         """The ranks that stood by at first."""
         return self._members().waiting
+
+    @property
+    def ranks(self) -> Collection[int]:
+        return self._members().ranks
+
+    @property
+    def n_losses(self) -> int:
+        return self._members().n_losses

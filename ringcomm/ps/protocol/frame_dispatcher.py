@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.protocol.frames import FrameKind, StepOption
+from ringcomm.ps.protocol.frames import FrameKind, OrderOption, StepOption
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -115,7 +115,10 @@ class FrameDispatcher:
             ):
                 assert self.client is not None
                 self.client.on_notice(delivery)
-            elif (take := self.takes.get(delivery.header.kind)) is not None:
+            elif (take := self.takes.get(delivery.header.kind)) is not None and not (
+                delivery.header.kind == FrameKind.ORDER
+                and delivery.header.option == OrderOption.SERVER
+            ):
                 take(delivery)
             else:
                 assert self.server is not None

@@ -21,8 +21,7 @@ HEADER_NBYTES: Final = _HEADER.size
 STEPS_MAX: Final = 1 << 62  # of a worker: a header has room for them
 INLINE_MAX: Final = SHORT_MESSAGE_MAX - 1024  # bytes of a body in a frame; the rest: header, meta
 META_MAX: Final = 1024 - HEADER_NBYTES  # of the meta beside such a body
-CLOSING: Final = "closing"  # for what a request of FrameKind.CLOSE waits
-RECOVERING: Final = "ps.recover()"  # likewise, of FrameKind.RECOVER
+RECOVERING: Final = "ps.recover()"  # for what a request of FrameKind.RECOVER waits
 _EMPTY: Final = memoryview(b"")
 _GAPS: Final = tuple(bytes(n) for n in range(8))
 
@@ -45,13 +44,13 @@ class FrameKind(IntEnum):
     ERASE = 15
     STATE = 16
     ROWS = 17
-    STOP = 18
+    ASK = 18  # a command, of the server that leads; see ringcomm.ps.control
     PIECE = 19  # of a frame that is too long for a message, see ringcomm.ps.protocol.link
     ENTER = 20  # rounds of ps.FirstOf(k), see ringcomm.ps.client.first_of
     PULLS = 21  # of several hash tables, see ringcomm.ps.client.rows.pull_many
     MISSING = 22  # for which workers do requests of the sender wait?
-    REPLACED = 23  # see ringcomm.ps.checkpoint.notice_of_replaced_values
-    CLOSE = 24  # a client uses a table no more
+    ORDER = 23  # the server that leads: see ringcomm.ps.control.agreement
+    ANSWER = 24  # to that server
     RECOVER = 25  # see ringcomm.ps.server.core.recovery_meetings
     RECORD = 26  # between the copies of a home, see Copy
     HOMES = 27  # a server to all: a rank died, and these homes run here; of some there are copies
@@ -110,7 +109,7 @@ class CopyOption(IntEnum):
     FOLLOW = 0  # to the follower: carry out the frame that is within
     DONE = 1  # to the primary: carried out, up to this one
     CONFIRM = 2  # to another home: its message was carried out
-    DIED = 3  # within: a client died
+    DIED = 3  # within: a rank died
     TIME = 4  # within: time has passed
     NAME = 5  # within: the name of the job
     PIECE = 6  # to a server that is to be the follower: pieces of what the primary has
@@ -130,21 +129,19 @@ class EntryOption(IntEnum):
     OUT = 3
 
 
-class Stop(IntEnum):
-    """The option of a frame of FrameKind.STOP. See ringcomm.ps.end_of_job.EndOfTraining."""
+class OrderOption(IntEnum):
+    """The option of a frame of FrameKind.ORDER or FrameKind.ANSWER: who gets the order."""
 
-    NOW = 0  # the chief: training is over
-    ASK = 1  # the chief: training ends; how often has should_stop() said that it goes on?
-    COUNT = 2  # to the chief: `clock` times
-    AT = 3  # the chief: call number `clock` says that training is over
+    RANK = 0
+    SERVER = 1  # of that address, wherever it runs
 
 
 _ONE_WAY: Final = frozenset(
     (
         FrameKind.VIEW,
         FrameKind.REPORT,
-        FrameKind.STOP,
-        FrameKind.REPLACED,
+        FrameKind.ORDER,
+        FrameKind.ANSWER,
         FrameKind.RECORD,
         FrameKind.HOMES,
         FrameKind.NEWCOMER,

@@ -233,7 +233,7 @@ class Catalog:
             self._replies.fail(request, RingcommError(text))
 
     def discard(self, number: int) -> None:
-        self._forget(number)
+        self.forget(number)
         self._tell_others(number, DROP)
 
     def reopen(
@@ -284,7 +284,7 @@ class Catalog:
         if option == ADOPTED:
             self._adopted(delivery)
         elif option == DROP:
-            self._forget(delivery.header.sequence)
+            self.forget(delivery.header.sequence)
         else:
             self._adopt(delivery)
 
@@ -305,7 +305,7 @@ class Catalog:
 
     def clear(self) -> None:
         for number in [*self.contents]:
-            self._forget(number)
+            self.forget(number)
         self._opening.clear()
         self._loads.clear()
 
@@ -361,7 +361,7 @@ class Catalog:
                 f"machine has {available}. Use more servers on other machines, or a smaller table"
             )
 
-    def _forget(self, number: int) -> None:
+    def forget(self, number: int) -> None:
         """Drop a table that nobody uses: it is closed, or could not be made everywhere."""
         contents = self.contents.get(number)
         if contents is not None:

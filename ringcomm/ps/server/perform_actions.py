@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ringcomm.errors import RingcommError
 from ringcomm.ps.checkpoint.server import Store
 from ringcomm.ps.protocol.frame_meta import ASSIGN, INITIAL, flags_of, packed_json, packed_owners
-from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
+from ringcomm.ps.protocol.frames import (
+    EntryOption,
+    FrameHeader,
+    FrameKind,
+    OrderOption,
+    Status,
+    StepOption,
+)
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
@@ -116,7 +124,9 @@ class ActionPerformer:
             do.Export: self._export,
             do.Forget: lambda a: self.transfer.forget(a.key, a.part),
             do.Moved: self.catalog.note_moved,
-            do.Discard: lambda a: self.catalog.discard(a.table),
+            do.Discard: lambda a: self.catalog.forget(a.table),
+            do.Tell: self._tell,
+            do.Fail: lambda a: replies.fail(a.request, RingcommError(a.why)),
             do.Reopen: lambda a: self.catalog.reopen(a.requests, a.contents),
             do.Describe: lambda a: self.catalog.describe(*a),
             do.Notify: self._notify,
@@ -288,6 +298,13 @@ class ActionPerformer:
     def send_to_server(self, server: int, message: dict[str, Any]) -> None:
         header = FrameHeader(FrameKind.MOVE, option=StepOption.SERVERS)
         self.replies.send(self._layout.address_of(server), header, packed_json(message))
+
+    def _tell(self, action: do.Tell) -> None:
+        option = OrderOption.SERVER if action.is_server else OrderOption.RANK
+        dest = self._layout.address_of(action.dest) if action.is_server else action.dest
+        header = FrameHeader(FrameKind.ORDER, clock=action.number, option=option)
+        content = {"do": action.do, "content": action.content}
+        self.replies.send(dest, header, packed_json(content))
 
     def _export(self, action: do.Export) -> None:
         try:

@@ -14,9 +14,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
+from ringcomm.ps.control.agreement import Member
+from ringcomm.ps.control.commands import DROP, command_of
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Join, StepOption, is_one_way
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import (
+    FrameHeader,
+    FrameKind,
+    Join,
+    OrderOption,
+    StepOption,
+    is_one_way,
+)
 from ringcomm.ps.server.busy_time import OwnTime
 from ringcomm.ps.server.clock import Clock, OwnClock
 from ringcomm.ps.server.core import events as on
@@ -108,10 +118,13 @@ class Server:
             FrameKind.RESTORE: self._restore,
             FrameKind.MOVE: self._move,
             FrameKind.RECOVER: self._recover,
-            FrameKind.CLOSE: lambda r: self._handle(on.Closed(r, r.header.table)),
+            FrameKind.ASK: self._ask,
+            FrameKind.ORDER: self._carry_out,
+            FrameKind.ANSWER: self._hear_answer,
             FrameKind.LEAVE: self._leave,
             FrameKind.JOIN: lambda r: self._handle(_said_by_newcomer(r)),
         }
+        self._orders: dict[str, Callable[[Any], Any]] = {DROP: self.catalog.forget}
 
     def answers_for(self, number: int) -> bool:
         return number == self.index
@@ -189,13 +202,37 @@ class Server:
         self.store.give_up(rank)
         self._handle(on.Died(rank))
 
+    def on_process_death(self, rank: int) -> None:
+        """A process died that had servers, of which there are other copies."""
+        self._handle(on.ProcessDied(rank))
+
     def on_loss(self, number: int) -> None:
         self.layout.lost.add(number)
         self.on_death(self.layout.address_of(number))
 
     def notify_again(self) -> None:
-        """Tell clients of moves: the copy that answered before may have died before it did so."""
+        """Say again what the copy that answered before may not have said before it died."""
         self._performer.perform(self.core.migration.notices())
+        self._performer.perform(self.core.agreement.again())
+
+    # --- commands, see ringcomm.ps.control ------------------------------------------------------
+    def _ask(self, request: Delivery) -> None:
+        self._handle(on.Asked(request, command_of(json.loads(request.meta), request)))
+
+    def _carry_out(self, order: Delivery) -> None:
+        """Carry out an order of the server that leads."""
+        content = json.loads(order.meta)
+        answer = self._orders[content["do"]](content["content"])
+        header = FrameHeader(
+            FrameKind.ANSWER, clock=order.header.clock, option=OrderOption.SERVER
+        )  # fmt: skip
+        self._replies.send(order.source, header, packed_json(answer))
+
+    def _hear_answer(self, answer: Delivery) -> None:
+        member, rank = Member(answer.source), answer.source
+        if answer.header.option == OrderOption.SERVER:
+            member = Member(self.layout.number_of(rank), is_server=True)
+        self._handle(on.Answered(member, answer.header.clock, json.loads(answer.meta)))
 
     # --- clocks, snapshots, checkpoints ---------------------------------------------------------
     def _tick(self, request: Delivery) -> None:
@@ -303,6 +340,7 @@ class Server:
     def _missing(self, request: Delivery) -> None:
         missing = self.core.progress.missing(request.source, self.layout.chief)
         missing += self.core.recovery.missing(request.source)
+        missing += self.core.agreement.missing(request.source)
         self._replies.json(request, missing[:_MISSING_MAX])
 
     def _stats(self, request: Delivery) -> None:

@@ -474,7 +474,7 @@ class Feeder:
 
     def note_fetching(self) -> None:
         """Note that all values are about to be fetched: those of any checkpoint by now."""
-        self.n_replaced = self.session.replaced.count
+        self.n_replaced = self.session.n_replaced
 
     def begin_anew(self) -> None:
         self._is_spoiled = self._has_ticked = False
@@ -546,7 +546,7 @@ class Feeder:
         if self.options.class_name is None:
             return
         self.session.client.listen()
-        if self.n_replaced != self.session.replaced.count:
+        if self.n_replaced != self.session.n_replaced:
             raise RingcommError(
                 f"{WHO}: the chief has loaded a checkpoint since this worker fetched the "
                 "parameters, and the model still has those before. Call "

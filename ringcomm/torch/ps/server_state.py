@@ -29,7 +29,7 @@ _WITHOUT_STEP: Final = ("SGD",)  # torch counts no steps for it
 def require_between_steps(feeder: Feeder, what: str) -> None:
     """Raise RingcommError if gradients of this step have been pushed, and count."""
     feeder.session.client.listen()
-    has_new_values = feeder.n_replaced != feeder.session.replaced.count  # then they do not count
+    has_new_values = feeder.n_replaced != feeder.session.n_replaced  # then they do not count
     if feeder.n_pushed and not has_new_values:
         raise RingcommError(
             f"{WHO}: {what} between backward() and step(): gradients of this step have been "

@@ -86,9 +86,26 @@ class Describe(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Drop a table on all servers: nobody uses it any more."""
+    """Drop a table here: nobody uses it any more."""
 
     table: int
+
+
+class Tell(NamedTuple):
+    """Send an order to a rank, or a server; see ringcomm.ps.control.agreement."""
+
+    dest: int
+    is_server: bool
+    number: int
+    do: str
+    content: Any
+
+
+class Fail(NamedTuple):
+    """Answer a request with an error."""
+
+    request: Any
+    why: str
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -235,5 +252,5 @@ class Settled(NamedTuple):
 Action: TypeAlias = (
     Carry | Retry | Redirect | Acknowledge | Serve | Reply | Apply | Write | Hold | End | Late
     | ReleaseDone | Open | Close | Retire | Free | Take | Grant | Drop | Send | Export | Forget
-    | Moved | Notify | Settled | Discard | Reopen | Describe
+    | Moved | Notify | Settled | Discard | Reopen | Describe | Tell | Fail
 )  # fmt: skip

@@ -8,7 +8,7 @@
 | steps of workers, places in rounds | core.worker_clocks |
 | snapshots | core.snapshot_moments |
 | moves and pauses | core.migration_facade, core.migration_leader, core.migration_participant |
-| when a table that was closed goes | ClosedTables |
+| commands, which all who live carry out | control.agreement, control.commands |
 | what follows when a rank leaves, dies or joins | core.departures |
 | who takes the place of one that died | placement.replacement_workers |
 | when a job whose server died begins anew | core.recovery_meetings |
@@ -19,16 +19,16 @@ round) ends with Left, or with Died: each part has leave(rank), and some have di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
+from ringcomm.ps.control.agreement import Agreement, Member
 from ringcomm.ps.placement.replacement_workers import Newcomers, Present, WorkerMembers
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import (
     Action,
     Carry,
-    Discard,
     End,
     Hold,
     Key,
@@ -45,52 +45,7 @@ from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.server.core.worker_clocks import WorkerProgress
 
-
-# --- tables that are closed -----------------------------------------------------------------------
-# | event | what follows |
-# |---|---|
-# | Closed | the request waits |
-# | all who have opened the table have closed it, or left | Discard, and replies to all |
-# | something moves, or somebody has a pause | that waits until nothing does |
-#
-# Within a pause the table stays: a snapshot, or a checkpoint, says which tables there are.
-class ClosedTables:
-    """The tables that somebody has closed.
-
-    Args:
-        tables: by number.
-        left: ranks that ask nothing more.
-        is_quiet: returns True if nothing moves, and nobody has a pause.
-
-    Attributes:
-        numbers: of the tables.
-    """
-
-    def __init__(
-        self, tables: Mapping[int, ServedTable], left: Collection[int], is_quiet: Callable[[], bool]
-    ) -> None:
-        self._tables, self._left, self._is_quiet = tables, left, is_quiet
-        self.numbers: set[int] = set()
-
-    def on_closed(self, event: on.Closed, _: float) -> list[Action]:
-        """A rank uses a table no more. Raises KeyError: there is no such table."""
-        table = self._tables.get(event.table)
-        if table is None:
-            raise KeyError(f"there is no table {event.table}")
-        table.openers.discard(event.request.source)
-        table.closing.append(event.request)
-        self.numbers.add(table.number)
-        return []
-
-    def due(self) -> list[Action]:
-        """Return the actions that drop the tables which may go now; after each event."""
-        actions: list[Action] = []
-        for number in sorted(self.numbers) if self._is_quiet() else ():
-            table = self._tables[number]
-            if all(rank in self._left for rank in table.openers):
-                actions += [Discard(number), *map(Reply, table.closing)]
-                self.numbers.discard(number)
-        return actions
+_PARTINGS: Final = frozenset((on.Left, on.Died, on.ProcessDied))
 
 
 class Core:
@@ -111,6 +66,7 @@ class Core:
         moments: that are held.
         migration: what moves.
         departures: what follows when somebody leaves.
+        agreement: the commands that it runs, if it leads.
         recovery: after the death of a server.
     """
 
@@ -122,6 +78,7 @@ class Core:
         self._begin()
         self.recovery = Recovery(self._members, self.left)
         self._handlers[on.Met] = self.recovery.on_met
+        self.agreement = Agreement(self, lambda: present.n_losses)
 
     def _begin(self) -> None:
         index, members = self._index, self._members
@@ -136,7 +93,6 @@ class Core:
             migration=self.migration, units=self, newcomers=self.newcomers,
         )  # fmt: skip
         self.left, self.dead, self.rested = departures.left, departures.dead, departures.rested
-        self._closed = ClosedTables(self.tables, self.left, lambda: self.migration.is_quiet)
         self._handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
             **self.migration.handlers,
             **self.progress.handlers,
@@ -155,7 +111,9 @@ class Core:
             ],
             on.Held: self._on_held,
             on.MomentEnded: self._on_let,
-            on.Closed: self._closed.on_closed,
+            on.Asked: self._on_asked,
+            on.Answered: self._on_answered,
+            on.ProcessDied: lambda event, _: [],
             **departures.handlers,
         }
 
@@ -171,10 +129,12 @@ class Core:
         """
         if self.dead and self.departures.voids(event):
             return []
+        if type(event) in _PARTINGS and not getattr(event, "still_asks", False):
+            self.agreement.lose(Member(event.rank))  # type: ignore[union-attr]
         actions = self._handlers[type(event)](event, now)
         done = actions if type(actions) is list else list(actions)
-        if self._closed.numbers:
-            done = done + self._closed.due()
+        if self.agreement.is_running:
+            done = done + self.agreement.due()
         if self.newcomers.waiting or self.newcomers.alone:
             done = [*done, *self.departures.due(len(self.live_workers))]
         return done + self.recovery.due() if self.recovery.n_waiting else done
@@ -230,6 +190,35 @@ class Core:
     def clients(self) -> list[int]:
         members = self._members()
         return sorted({*members.workers, *members.evaluators} - self.left)
+
+    # --- commands, see ringcomm.ps.control.commands.Job -------------------------------------------
+    @property
+    def evaluators(self) -> set[int]:
+        return {*self._members().evaluators} - self.left
+
+    @property
+    def standing_by(self) -> set[int]:
+        return {*self._members().waiting} - self.left - self.dead
+
+    @property
+    def ranks(self) -> set[int]:
+        return {*self._members().ranks} - self.left - self.dead
+
+    @property
+    def other_servers(self) -> list[int]:
+        return [n for n in self._members().server_numbers if n != self._index]
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.migration.is_quiet
+
+    def _on_asked(self, event: on.Asked, _: float) -> list[Action]:
+        self.agreement.ask(event.request, event.command)
+        return []
+
+    def _on_answered(self, event: on.Answered, _: float) -> list[Action]:
+        self.agreement.answered(*event)
+        return []
 
     def clocks_of(self, unit: Unit) -> dict[int, int]:
         """Return how many steps of each worker are in a unit for sure."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ringcomm.ps.server.core.actions import CoreRequest, Key
+from ringcomm.ps.server.core.actions import Key
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.update_modes import Mode
 
@@ -22,7 +22,6 @@ class ServedTable:
         epochs: of units that have moved, by partition or 0: number of the view in which they did.
         units: of this server, by partition or 0.
         openers: ranks that have opened it, and use it; for the leader.
-        closing: requests that are answered once it is gone; likewise.
         without: of FirstOf, dead workers that were let in, by round.
     """
 
@@ -34,7 +33,6 @@ class ServedTable:
     epochs: dict[int, int] = field(default_factory=dict)
     units: dict[int, Unit] = field(default_factory=dict)
     openers: set[int] = field(default_factory=set)
-    closing: list[CoreRequest] = field(default_factory=list)
     without: dict[int, set[int]] = field(default_factory=dict)
 
     def key_of(self, partition: int) -> Key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from ringcomm.ps.control.agreement import Command, Member
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.server.core.actions import CoreRequest, Key
@@ -155,11 +156,25 @@ class Noted(NamedTuple):
     epoch: int
 
 
-class Closed(NamedTuple):
-    """A client uses a table no more; it is answered once the table is gone. For the leader."""
+class Asked(NamedTuple):
+    """A rank asks for a command; for the leader."""
 
     request: CoreRequest
-    table: int
+    command: Command
+
+
+class Answered(NamedTuple):
+    """A rank, or a server, has carried out an order; for the leader."""
+
+    member: Member
+    number: int
+    answer: Any
+
+
+class ProcessDied(NamedTuple):
+    """A process died, which had servers: others have copies of them."""
+
+    rank: int
 
 
 class Met(NamedTuple):
@@ -241,6 +256,6 @@ class TimePassed(NamedTuple):
 Event: TypeAlias = (
     Arrived | Initialized | Assigned | Contributed | Released | Read | Decided | Loaded | Entered
     | Joined | Ticked | ClockAwaited | Stopped | Held | MomentEnded | Paused | Settling | MovesAsked
-    | Noted | Closed | Met | Awaits | Alone | TookPlace | Retracted
+    | Noted | Asked | Answered | ProcessDied | Met | Awaits | Alone | TookPlace | Retracted
     | Died | Left | ServerMessage | Taken | Finished | TimePassed
 )  # fmt: skip

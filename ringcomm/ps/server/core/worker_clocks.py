@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ringcomm.ps.protocol.frames import CLOSING
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, CoreRequest, Reply
 from ringcomm.ps.server.core.core_table import ServedTable
@@ -86,9 +85,6 @@ class WorkerProgress:
                 waits = unit.missing(rank, self.clocks, chief)
                 if waits is not None:
                     found.append((waits[0], table.name, sorted(waits[1])))
-            if any(request.source == rank for request in table.closing):
-                users = sorted(table.openers.intersection(self.clocks.all()))
-                found.append((CLOSING, table.name, users))
         wanted = [wanted for wanted, request in self._awaiting if request.source == rank]
         if wanted:
             found.append((f"step {min(wanted):g}", "", self.clocks.behind(min(wanted))))

@@ -287,7 +287,6 @@ class Home:
         self._pushes.lead(None)
         self._behind_s = self._own_clock.monotonic() - self._clock.monotonic_s
         self.server.is_copy = False
-        self.server.notify_again()
 
     def drop(self) -> None:
         self._pushes.drop()
@@ -307,6 +306,8 @@ class Home:
                 link.note_outcome(self.server.store.has_restored)
             if is_letter(header):
                 link.carried_out_letter(self._layout.number_of(delivery.source), header.letter)
+        elif header.option == CopyOption.DIED and header.clock in self._layout.servers:
+            self.server.on_process_death(header.clock)
         elif header.option == CopyOption.DIED:
             link.answers.forget(header.clock)
             self.server.on_death(header.clock)

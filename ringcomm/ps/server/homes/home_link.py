@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind, Status, StepOption
+from ringcomm.ps.protocol.frames import (
+    CopyOption,
+    FrameHeader,
+    FrameKind,
+    OrderOption,
+    Status,
+    StepOption,
+)
 from ringcomm.ps.server.homes.replication import Answers, Letters
 
 if TYPE_CHECKING:
@@ -61,7 +68,7 @@ class HomeLink:
         self, dest: int, header: FrameHeader, meta: bytes = b"", body: Bytes = NO_BODY
     ) -> None:
         sent = Sent(header, meta, body)
-        if dest in self._layout.servers:
+        if dest in self._layout.servers and not _is_order_to_a_rank(header):
             home = self._layout.number_of(dest)
             number = self.letters.write(home, sent)
             self.outcome = zlib.crc32(meta, self.outcome)
@@ -151,6 +158,12 @@ class HomeLink:
 
 def is_letter(header: FrameHeader) -> bool:
     """Return True for a message of a home to another."""
+    if header.kind in (FrameKind.ORDER, FrameKind.ANSWER):
+        return header.option == OrderOption.SERVER
     return header.kind == FrameKind.VIEW or (
         header.kind == FrameKind.MOVE and header.option == StepOption.SERVERS
     )
+
+
+def _is_order_to_a_rank(header: FrameHeader) -> bool:
+    return header.kind == FrameKind.ORDER and header.option == OrderOption.RANK

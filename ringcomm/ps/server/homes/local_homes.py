@@ -185,6 +185,7 @@ class Homes:
                 if home.is_primary:
                     home.say(CopyOption.DIED, rank)
             return
+        promoted = []
         for home in [*homes]:
             if home.is_primary and home.follower == rank:
                 home.lose_follower()
@@ -194,13 +195,18 @@ class Homes:
                     self._drop(home)
                     continue
                 home.promote()
-                for client in self._dead - {*layout.servers}:
-                    home.say(CopyOption.DIED, client)
+                promoted.append(home)
+                for each in self._dead - {rank}:
+                    home.say(CopyOption.DIED, each)
                 for lost in layout.lost:
                     home.say(CopyOption.LOST, lost)
         for home in homes:
+            if home.is_primary:
+                home.say(CopyOption.DIED, rank)
             home.on_copied = partial(self._say_homes, rank)
         self._say_homes(rank)
+        for home in promoted:  # behind that: what is said again is answered here
+            home.server.notify_again()
 
     def on_loss(self, number: int) -> None:
         """Go on without a home of which no copy is left, until all recover."""

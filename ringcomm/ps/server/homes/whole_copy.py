@@ -83,6 +83,8 @@ def may_be_copied(server: Server, link: HomeLink) -> bool:
     core = server.core
     if core.migration.is_under_way or not (core.moments.is_quiet and server.store.is_quiet):
         return False
+    if core.agreement.awaits_answers:
+        return False
     left = server.core.left
     known = {(each.source, each.header.sequence) for each in _waiting(server)}
     asked = link.answers.waiting()
@@ -102,9 +104,9 @@ def _waiting(server: Server) -> list[Delivery]:
 
 def _waiting_for_no_unit(server: Server) -> list[Delivery]:
     core = server.core
-    requests = [*core.progress.requests(), *core.newcomers.requests()]
-    requests += [request for table in core.tables.values() for request in table.closing]
-    return _changes(requests)
+    return _changes(
+        [*core.progress.requests(), *core.newcomers.requests(), *core.agreement.requests()]
+    )
 
 
 def _changes(requests: Iterable[Any]) -> list[Delivery]:
@@ -152,7 +154,7 @@ def _what_is_of_no_unit(server: Server, link: HomeLink) -> PartitionState:
         "gone": [sorted(each) for each in (core.left, core.dead, core.rested)],
         "lost": sorted(server.layout.lost), "tables": tables, "last": catalog.last,
         "progress": core.progress.state(), "moves": core.migration.state(),
-        "newcomers": core.newcomers.state(),
+        "newcomers": core.newcomers.state(), "orders": core.agreement.state(),
         "recovered": core.recovery.state(), "vacant": sorted(catalog.places.vacant),
         "job": server.job, "n_requests": server.n_requests,
         "written": [*letters.written.items()], "heard": [*letters.heard.items()],
@@ -280,6 +282,7 @@ def _load_what_is_of_no_unit(server: Server, link: HomeLink, piece: PartitionSta
     server.layout.lost.update(meta["lost"])
     server.core.departures.lose(*meta["gone"])
     server.core.recovery.load(meta["recovered"])
+    server.core.agreement.load(meta["orders"])
     server.core.departures.load_newcomers(meta["newcomers"])
     for each in meta["tables"]:
         number = each["number"]

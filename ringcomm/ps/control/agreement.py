@@ -1,0 +1,264 @@
+"""The server that leads runs commands; all who live carry out their orders, and answer. Pure.
+
+| message | from -> to | the receiver |
+|---|---|---|
+| request | a rank -> leader | begins a command, or joins that of its key; replies when it is over |
+| ORDER n | leader -> rank, or server | carries it out once, and answers |
+| ANSWER n | to the leader | goes on with the command once all have answered who live |
+
+A command is a script (commands.py): a generator that yields orders, and gets the answers. So each
+reads from its first order to its last, and none of them knows of deaths: lose() is the one place
+where those count. Commands run side by side; one that must not waits in Until.
+
+Both copies of a leader run the same scripts, for they hear the same in the same order. The one that
+goes on in the place of the other sends the orders again that are not answered: again(). If a server
+is lost of which there is no copy, all begin anew: commands end there, and their orders are void
+everywhere, for numbers of orders begin with the number of losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+
+from ringcomm.ps.server.core.actions import Action, CoreRequest, Fail, Reply, Tell
+
+_NUMBERS: Final = 32  # bits of a number of an order, below the number of losses
+_KEPT: Final = 64  # answers of a member, for orders that come again; a leader awaits fewer
+
+
+class Member(NamedTuple):
+    """A rank; or the server of that number, wherever it runs."""
+
+    number: int
+    is_server: bool = False
+
+
+class Order(NamedTuple):
+    """A step of a command: what its members are to do.
+
+    Attributes:
+        to: what each member is told beside.
+        do: the name of what it does.
+    """
+
+    to: Mapping[Member, Any]
+    do: str
+
+
+class Until(NamedTuple):
+    """A step of a command that waits: looked at after each event."""
+
+    is_so: Callable[[], bool]
+
+
+class Do(NamedTuple):
+    """A step of a command that the leader itself carries out at once."""
+
+    actions: list[Action]
+
+
+Answers: TypeAlias = dict[Member, Any]
+Script: TypeAlias = Generator[Order | Until | Do, Answers, Any]
+
+
+class Command(Protocol):
+    """What a rank asks of the leader; commands of one key are one, which all who ask join."""
+
+    @property
+    def key(self) -> Hashable: ...
+
+    def script(self, job: Any, requests: list[CoreRequest]) -> Script:
+        """Return what is to be done.
+
+        It returns what the requests are replied with, and raises RefusedError if they are refused.
+
+        Args:
+            job: who lives, and what there is.
+            requests: for the command; more may come while it runs.
+        """
+
+    def awaited(self, job: Any) -> tuple[str, str, list[int]]:
+        """Return for what it waits in Until: what, of which table, and which workers."""
+
+
+class RefusedError(Exception):
+    """A command cannot be carried out; nothing has changed."""
+
+
+@dataclass
+class _Running:
+    command: Command
+    script: Script
+    requests: list[CoreRequest]
+    until: Callable[[], bool] | None = None
+    orders: dict[Member, tuple[int, str, Any]] = field(default_factory=dict)  # not answered
+    answers: Answers | None = None  # None: nobody was told anything
+
+    @property
+    def is_due(self) -> bool:
+        return not self.orders and (self.until is None or self.until())
+
+
+class Agreement:
+    """The commands that the server that leads runs.
+
+    Args:
+        job: see Command.script().
+        n_losses: returns how many servers were lost.
+    """
+
+    def __init__(self, job: Any, n_losses: Callable[[], int]) -> None:
+        self._job, self._n_losses = job, n_losses
+        self._running: dict[Hashable, _Running] = {}
+        self._last = 0  # number of the last order
+        self._gone: set[Member] = set()
+        self._n_known = n_losses()
+
+    # --- events ---------------------------------------------------------------------------------
+    def ask(self, request: CoreRequest, command: Command) -> None:
+        """A rank asks for a command; due() follows, as after each event."""
+        if not self._running:
+            self._n_known = self._n_losses()
+        running = self._running.get(command.key)
+        if running is None:
+            requests: list[CoreRequest] = []
+            script = command.script(self._job, requests)
+            running = self._running[command.key] = _Running(command, script, requests)
+        running.requests.append(request)
+
+    def answered(self, member: Member, number: int, answer: Any) -> None:
+        for running in self._running.values():
+            if running.orders.get(member, (0,))[0] == number:
+                del running.orders[member]
+                running.answers = {**(running.answers or {}), member: answer}
+
+    def lose(self, member: Member) -> None:
+        """Wait no more for a member, which has left, or died."""
+        self._gone.add(member)
+        for running in self._running.values():
+            running.orders.pop(member, None)
+            running.requests[:] = [
+                each for each in running.requests if member != Member(each.source)
+            ]
+
+    def due(self) -> list[Action]:
+        """Return what follows from the last event."""
+        if self._n_known != self._n_losses():
+            self._n_known = self._n_losses()
+            return self._end_all()
+        actions: list[Action] = []
+        while due := [(key, each) for key, each in self._running.items() if each.is_due]:
+            for key, running in due:
+                actions += self._advance(key, running)
+        return actions
+
+    def again(self) -> list[Action]:
+        """Return the orders that are not answered: whoever sent them may have died before."""
+        orders = [
+            (number, member, do, content)
+            for running in self._running.values()
+            for member, (number, do, content) in running.orders.items()
+        ]
+        return [
+            Tell(*member, number, do, content) for number, member, do, content in sorted(orders)
+        ]
+
+    def _end_all(self) -> list[Action]:
+        """End all commands: a server was lost, and members take no more orders of before."""
+        requests = self.requests()
+        self._running.clear()
+        return [Reply(each, is_late=True) for each in requests]
+
+    # --- what there is --------------------------------------------------------------------------
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def awaits_answers(self) -> bool:
+        return any(running.orders for running in self._running.values())
+
+    def requests(self) -> list[CoreRequest]:
+        return [each for running in self._running.values() for each in running.requests]
+
+    def missing(self, rank: int) -> list[tuple[str, str, list[int]]]:
+        """Return for what commands wait that concern a rank; see WorkerProgress.missing()."""
+        found = []
+        for running in self._running.values():
+            told = {Member(each.source) for each in running.requests} | (
+                running.answers or {}
+            ).keys()
+            if Member(rank) not in told:
+                continue
+            what, table, ranks = running.command.awaited(self._job)
+            if running.orders:
+                ranks = sorted(each.number for each in running.orders if not each.is_server)
+            found.append((what, table, ranks))
+        return found
+
+    def state(self) -> tuple[int, list[Member]]:
+        """Return what a copy is to know beside the requests, which ask there anew."""
+        return self._last, sorted(self._gone)
+
+    def load(self, state: tuple[int, Iterable[Iterable[Any]]]) -> None:
+        self._last, self._gone = state[0], {Member(*each) for each in state[1]}
+
+    # --- a command ------------------------------------------------------------------------------
+    def _advance(self, key: Hashable, running: _Running) -> list[Action]:
+        answers, running.until = running.answers, None
+        try:
+            step = running.script.send(answers)  # type: ignore[arg-type]
+        except StopIteration as end:
+            del self._running[key]
+            return [Reply(each, content=end.value) for each in running.requests]
+        except RefusedError as error:
+            del self._running[key]
+            return [Fail(each, str(error)) for each in running.requests]
+        if isinstance(step, Do):
+            return step.actions
+        if isinstance(step, Until):
+            running.until = step.is_so
+            return []
+        return self._send(running, step)
+
+    def _send(self, running: _Running, order: Order) -> list[Action]:
+        tell: list[Action] = []
+        running.answers = {}
+        for member, content in order.to.items():
+            if member in self._gone:
+                continue
+            self._last = max(self._last, self._n_losses() << _NUMBERS) + 1
+            running.orders[member] = self._last, order.do, content
+            tell.append(Tell(*member, self._last, order.do, content))
+        return tell
+
+
+class OrdersTaken:
+    """The orders that a member has got: each is carried out once, and answered again if need be.
+
+    Args:
+        handlers: carry out orders, by name: content -> answer.
+        n_losses: returns how many servers were lost, as far as this member knows.
+    """
+
+    def __init__(
+        self, handlers: Mapping[str, Callable[[Any], Any]], n_losses: Callable[[], int]
+    ) -> None:
+        self._handlers, self._n_losses = handlers, n_losses
+        self._answers: dict[int, Any] = {}  # in the order in which they were made
+
+    def take(self, number: int, do: str, content: Any) -> tuple[bool, Any]:
+        """Carry out an order; return whether it is to be answered, and the answer.
+
+        One that is older than a loss is void: its command is over.
+        """
+        if number >> _NUMBERS < self._n_losses():
+            return False, None
+        if number not in self._answers:
+            answer = self._handlers[do](content)
+            self._answers[number] = answer
+            if len(self._answers) > _KEPT:
+                del self._answers[next(iter(self._answers))]
+        return True, self._answers[number]

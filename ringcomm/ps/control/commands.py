@@ -1,0 +1,205 @@
+"""The commands that ranks agree on; each is a script of the server that leads. Pure.
+
+| command | who asks | what follows |
+|---|---|---|
+| Stop | the chief | all workers end after the same number of calls of should_stop(), or soon |
+| Replaced | the chief | all workers know that the values of tables were replaced |
+| Refuse | a rank that could not restore a checkpoint, or open a table | if it ends, all end |
+| GoOn | the same rank, once it has caught that error | the others survive its end again |
+| Close | each rank that uses a table | the table is gone on all servers |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from ringcomm.ps.control.agreement import Command, Do, Member, Order, RefusedError, Script, Until
+from ringcomm.ps.server.core.actions import CoreRequest, Discard
+from ringcomm.ps.server.core.core_table import ServedTable
+
+# What ranks do, see ringcomm.ps.session.
+COUNT: Final = "count"
+END: Final = "end"
+REPLACED: Final = "replaced"
+REFUSE: Final = "refuse"
+GO_ON: Final = "go on"
+# What servers do.
+DROP: Final = "drop"
+
+# For what a rank waits, see ringcomm.ps.client.waits.
+CLOSING: Final = "closing"
+STOPPING: Final = "ps.stop()"
+_Awaited = tuple[str, str, list[int]]
+
+
+class Job(Protocol):
+    """The job as the server that leads knows it."""
+
+    @property
+    def live_workers(self) -> Collection[int]: ...
+    @property
+    def evaluators(self) -> Collection[int]: ...
+    @property
+    def standing_by(self) -> Collection[int]:
+        """Ranks that may take the place of a worker or an evaluator."""
+
+    @property
+    def ranks(self) -> Collection[int]: ...
+    @property
+    def other_servers(self) -> Collection[int]: ...
+    @property
+    def left(self) -> Collection[int]: ...
+    @property
+    def tables(self) -> Mapping[int, ServedTable]: ...
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing moves, and nobody has a pause."""
+
+
+def _told(ranks: Collection[int], content: Any = None) -> dict[Member, Any]:
+    return {Member(rank): content for rank in sorted(ranks)}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Training ends; by_count: after equally many calls of should_stop() on all workers.
+
+    Where workers must push in each round, one that ended a step earlier would leave the others
+    waiting. So the next call after the largest number is the last one on each of them; a call in
+    between waits.
+    """
+
+    by_count: bool
+
+    @property
+    def key(self) -> Hashable:
+        return "stop"
+
+    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
+        del requests
+        counts: dict[Member, int] = {}
+        while self.by_count and (new := {*_told(job.live_workers)} - counts.keys()):
+            answers = yield Order(dict.fromkeys(sorted(new)), COUNT)
+            counts |= {member: answers.get(member, 0) for member in new}  # 0: it is gone
+        last = max(counts.values(), default=0) + 1 if self.by_count else 0
+        workers = {*job.live_workers, *job.standing_by}
+        yield Order({**_told(workers, last), **_told(job.evaluators, 0)}, END)
+
+    def awaited(self, job: Job) -> _Awaited:
+        del job
+        return STOPPING, "", []
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """The values of tables were replaced: what workers fetched before is stale.
+
+    Args:
+        number: of the request: each is for itself.
+    """
+
+    number: int
+
+    @property
+    def key(self) -> Hashable:
+        return "replaced", self.number
+
+    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
+        yield Order(_told({*job.live_workers} - {requests[0].source}), REPLACED)
+
+    def awaited(self, job: Job) -> _Awaited:
+        del job
+        return "ps.restore()", "", []
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """A rank could not restore a checkpoint, or open a table: if it ends now, the job ends.
+
+    Its end would be taken for a death: the others would train from the first values, or with
+    another table, and their saves would remove the checkpoints.
+    """
+
+    rank: int
+
+    @property
+    def key(self) -> Hashable:
+        return "refuse", self.rank
+
+    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
+        del requests
+        yield Order(_told({*job.ranks} - {self.rank}, self.rank), REFUSE)
+
+    def awaited(self, job: Job) -> _Awaited:
+        del job
+        return "an error", "", []
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """The program of a rank has caught that error, and trains."""
+
+    rank: int
+
+    @property
+    def key(self) -> Hashable:
+        return "go on", self.rank
+
+    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
+        del requests
+        yield Order(_told({*job.ranks} - {self.rank}, self.rank), GO_ON)
+
+    def awaited(self, job: Job) -> _Awaited:
+        del job
+        return "an error", "", []
+
+
+@dataclass(frozen=True)
+class Close:
+    """A table goes once all who have opened it have closed it, or left.
+
+    Not within a pause: a snapshot, or a checkpoint, says which tables there are.
+    """
+
+    table: int
+
+    @property
+    def key(self) -> Hashable:
+        return "close", self.table
+
+    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
+        if self.table not in job.tables:
+            raise RefusedError(f"there is no table {self.table}")
+        table = job.tables[self.table]
+
+        def is_unused() -> bool:
+            table.openers -= {each.source for each in requests}
+            return all(rank in job.left for rank in table.openers)
+
+        yield Until(lambda: is_unused() and job.is_quiet)
+        yield Do([Discard(self.table)])
+        yield Order(dict.fromkeys((Member(n, True) for n in job.other_servers), self.table), DROP)
+
+    def awaited(self, job: Job) -> _Awaited:
+        table = job.tables.get(self.table)
+        if table is None:  # other servers are about to drop it
+            return CLOSING, "", []
+        return CLOSING, table.name, sorted({*table.openers} & {*job.live_workers})
+
+
+def command_of(content: Mapping[str, Any], request: CoreRequest) -> Command:
+    """Return the command that a request asks for. Raises ValueError: there is none."""
+    name = content["command"]
+    if name == "stop":
+        return Stop(content["by_count"])
+    if name == "replaced":
+        return Replaced(request.header.sequence)
+    if name == "refuse":
+        return Refuse(request.source)
+    if name == "go on":
+        return GoOn(request.source)
+    if name == "close":
+        return Close(content["table"])
+    raise ValueError(f"there is no command {name!r}")

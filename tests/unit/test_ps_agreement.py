@@ -1,0 +1,487 @@
+"""Commands that the leader of a parameter server runs: each is carried out once, whoever dies."""
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis_for_event_orders import hypothesis_settings
+from ps_simulation import Choices
+
+from ringcomm.ps.control.agreement import Agreement, Do, Member, Order, OrdersTaken, Until
+from ringcomm.ps.control.commands import (
+    CLOSING,
+    COUNT,
+    DROP,
+    END,
+    GO_ON,
+    REFUSE,
+    REPLACED,
+    STOPPING,
+    Close,
+    GoOn,
+    Refuse,
+    Replaced,
+    Stop,
+    command_of,
+)
+from ringcomm.ps.end_of_job import EndOfTraining
+from ringcomm.ps.server.core.actions import Discard, Fail, Reply, Tell
+
+ANY_ORDER = hypothesis_settings(5_000, 20)
+EVALUATOR, SPARE = 90, 91
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for a command."""
+
+    source: int
+    number: int = 0
+    content: Any = field(default=None, compare=False)
+
+    @property
+    def header(self):
+        return SimpleNamespace(sequence=self.number)
+
+
+class Job:
+    """What the leader knows: ranks 0 to n - 1 are workers; servers 0 and 1 have tables 1 and 2."""
+
+    def __init__(self, n):
+        self.workers, self.left, self.is_quiet = {*range(n)}, set(), True
+        self.evaluators, self.standing_by = {EVALUATOR}, {SPARE}
+        self.other_servers = [1]
+        self.tables = {
+            number: SimpleNamespace(name=f"t{number}", openers={0, 1}) for number in (1, 2)
+        }
+
+    @property
+    def live_workers(self):
+        return self.workers - self.left
+
+    @property
+    def ranks(self):
+        return self.live_workers | self.evaluators | self.standing_by
+
+
+class Leader:
+    """A server that leads, as far as commands go; of copies each has one, and hears the same."""
+
+    def __init__(self, n, n_losses):
+        self.job = Job(n)
+        self.agreement = Agreement(self.job, n_losses)
+
+    def hear(self, what, *more):
+        if what == "ask":
+            (request,) = more
+            if request.source not in self.job.left:
+                self.agreement.ask(request, command_of(request.content, request))
+        elif what == "answer":
+            self.agreement.answered(*more)
+        elif what == "gone":
+            self.job.left.add(more[0])
+            self.agreement.lose(Member(*more))
+        else:
+            self.job.is_quiet = more[0]
+        actions = self.agreement.due()
+        for each in actions:
+            if isinstance(each, Discard):
+                del self.job.tables[each.table]
+        return actions
+
+
+class Rank:
+    """A rank: it asks for commands, carries out orders, and calls should_stop()."""
+
+    def __init__(self, world, rank):
+        self.world, self.rank = world, rank
+        self.training, self.n_replaced, self.refusing = EndOfTraining(), 0, set()
+        self.calls, self.is_over, self.n_asked, self.open = 0, False, 0, {}
+        self.replies, self.did = [], Counter()
+        self.n_losses = 0
+        do = {
+            COUNT: lambda _: self.training.ask(),
+            END: self.training.end_at,
+            REPLACED: self.note_replaced,
+            REFUSE: self.refusing.add,
+            GO_ON: self.refusing.discard,
+        }
+        self.orders = OrdersTaken(
+            {name: self.counted(name, act) for name, act in do.items()}, lambda: self.n_losses
+        )
+
+    def counted(self, name, act):
+        def carry_out(content):
+            self.did[name] += 1
+            return act(content)
+
+        return carry_out
+
+    def note_replaced(self, _):
+        self.n_replaced += 1
+
+    def ask(self, command, **more):
+        self.n_asked += 1
+        self.open[self.n_asked] = request = Asked(
+            self.rank, self.n_asked, {"command": command, **more}
+        )
+        self.world.to_leader[self.rank].append(("ask", request))
+
+    def receive(self, message):
+        if isinstance(message, Tell):
+            is_valid, answer = self.orders.take(message.number, message.do, message.content)
+            if is_valid:
+                told = "answer", Member(self.rank), message.number, answer
+                self.world.to_leader[self.rank].append(told)
+        elif self.open.pop(message.request.number, None) is not None:
+            self.replies.append(message)
+
+    def call(self):
+        """A step of a worker, unless it is more than a round ahead of another, or waits."""
+        live = self.world.live_workers
+        if self.is_over or self.calls > min(each.calls for each in live if not each.is_over):
+            return
+        over = self.training.is_over()
+        if over is not None:
+            self.is_over = over
+            self.calls += not over
+
+
+class World:
+    """Ranks, a leader, perhaps its copy, and what is on its way between them, in order."""
+
+    def __init__(self, choices, n, *, has_copy=True):
+        self.choices, self.n, self.n_losses, self.has_copy = choices, n, 0, has_copy
+        self.ranks = {r: Rank(self, r) for r in (*range(n), EVALUATOR, SPARE)}
+        self.to_leader, self.to_rank = defaultdict(deque), defaultdict(deque)
+        self.heard, self.dead, self.replies = [], set(), {}
+        self.server = OrdersTaken({DROP: self.drop}, lambda: self.n_losses)
+        self.dropped = []
+        self.leader = Leader(n, lambda: self.n_losses)
+
+    def drop(self, table):
+        self.dropped.append(table)
+
+    @property
+    def live_workers(self):
+        return [self.ranks[rank] for rank in range(self.n) if rank not in self.dead]
+
+    def let_leader_hear(self, what, *more):
+        if what == "ask" and more[0] in self.replies:  # it comes again; see replication.Answers
+            if (reply := self.replies[more[0]]) is not None:
+                self.to_rank[more[0].source].append(reply)
+            return
+        if what == "ask":
+            self.replies[more[0]] = None
+        self.heard.append((what, *more))
+        actions = self.leader.hear(what, *more)
+        self.replies |= {each.request: each for each in actions if isinstance(each, Reply | Fail)}
+        self.send(actions)
+
+    def send(self, actions):
+        for each in actions:
+            if isinstance(each, Tell):
+                self.to_rank[("server" if each.is_server else each.dest)].append(each)
+            elif isinstance(each, Reply | Fail):
+                self.to_rank[each.request.source].append(each)
+
+    def deliver(self):
+        busy = [(False, k) for k, channel in self.to_leader.items() if channel]
+        busy += [(True, k) for k, channel in self.to_rank.items() if channel]
+        if not busy:
+            return False
+        is_to_rank, key = busy[self.choices.below(len(busy))]
+        if not is_to_rank:
+            self.let_leader_hear(*self.to_leader[key].popleft())
+            return True
+        message = self.to_rank[key].popleft()
+        if key == "server":
+            is_valid, answer = self.server.take(message.number, message.do, message.content)
+            if is_valid:
+                told = "answer", Member(1, is_server=True), message.number, answer
+                self.to_leader[key].append(told)
+        elif key not in self.dead:
+            self.ranks[key].receive(message)
+        return True
+
+    def kill(self, rank):
+        """A rank dies; what it has sent last is lost, and its death is heard behind the rest."""
+        self.dead.add(rank)
+        channel = self.to_leader[rank]
+        for _ in range(self.choices.below(len(channel) + 1)):
+            channel.pop()
+        channel.append(("gone", rank))
+
+    def kill_leader(self):
+        """Its copy goes on, which has heard the same; what was on its way is lost, but letters."""
+        for key, channel in self.to_rank.items():
+            for _ in range(self.choices.below(len(channel) + 1) if key != "server" else 0):
+                channel.pop()
+        for key, channel in self.to_leader.items():
+            kept = [each for each in channel if each[0] == "gone" or key == "server"]
+            channel.clear()
+            channel.extend(kept)
+        self.leader = Leader(self.n, lambda: self.n_losses)
+        for each in self.heard:
+            self.leader.hear(*each)
+        self.send(self.leader.agreement.again())
+        for rank in self.ranks.values():  # see Client.take_over()
+            self.to_leader[rank.rank].extend(("ask", each) for each in rank.open.values())
+
+    def run(self, act, *, lives=None):
+        """Let all go on in any order; rank `lives` does not die."""
+        while not self.choices.are_over:
+            what = self.choices.below(16)
+            if what < 7:
+                self.deliver()
+            elif what < 12:
+                self.live_workers[self.choices.below(len(self.live_workers))].call()
+            elif what == 12 and len(self.live_workers) > 2:
+                victims = [each.rank for each in self.live_workers if each.rank != lives]
+                self.kill(victims[self.choices.below(len(victims))])
+            elif what == 13 and self.has_copy:
+                self.kill_leader()
+            else:
+                act()
+        while self.deliver():
+            pass
+
+
+@given(numbers=st.binary(min_size=20, max_size=300), n=st.integers(1, 5), by_count=st.booleans())
+@ANY_ORDER
+def test_all_workers_end_at_one_call_of_should_stop_whoever_dies(numbers, n, by_count):
+    world = World(Choices(numbers), n)
+
+    def act():
+        asker = world.live_workers[world.choices.below(len(world.live_workers))]
+        if not asker.training.is_begun():
+            asker.ask("stop", by_count=by_count)
+
+    world.run(act)
+    act()
+    while world.deliver():
+        pass
+    for _ in range(10_000):
+        if all(each.is_over for each in world.live_workers):
+            break
+        for each in world.live_workers:
+            each.call()
+    assert all(each.is_over for each in world.live_workers), "some train on"
+    if by_count:
+        assert len({each.calls for each in world.live_workers}) == 1
+    assert world.ranks[EVALUATOR].training.is_over()
+    assert not world.leader.agreement.is_running
+    assert all(not each.open for each in world.live_workers)
+
+
+@given(numbers=st.binary(min_size=20, max_size=300), n=st.integers(2, 5))
+@ANY_ORDER
+def test_who_asks_is_answered_once_all_who_live_have_done_it_and_each_has_once(numbers, n):
+    world, n_asked = World(Choices(numbers), n), Counter()
+    chief = world.ranks[0]
+
+    def act():
+        what = world.choices.below(4)
+        if what < 2:
+            n_asked["replaced"] += 1
+            chief.ask("replaced")
+        elif what == 2 and not chief.open:
+            chief.ask(["refuse", "go on"][n_asked["refusals"] % 2])
+            n_asked["refusals"] += 1
+        else:
+            is_quiet = bool(world.choices.below(2))
+            world.let_leader_hear("quiet", is_quiet)
+
+    world.run(act, lives=0)
+    assert not chief.open
+    assert not world.leader.agreement.is_running
+    others = [each for rank, each in world.ranks.items() if rank not in {0, *world.dead}]
+    for each in others:
+        assert each.refusing == ({0} if n_asked["refusals"] % 2 else set())
+        if each.rank < n:
+            assert each.n_replaced == n_asked["replaced"]
+
+
+@given(numbers=st.binary(min_size=20, max_size=300), n=st.integers(2, 4))
+@ANY_ORDER
+def test_a_table_goes_once_when_all_who_use_it_have_closed_it_or_are_gone(numbers, n):
+    world = World(Choices(numbers), n)
+    to_close = [(rank, table) for rank in (0, 1) for table in (1, 2)]
+
+    def act():
+        if world.choices.below(2):
+            world.let_leader_hear("quiet", bool(world.choices.below(2)))
+        elif to_close:
+            rank, table = to_close.pop(world.choices.below(len(to_close)))
+            if rank not in world.dead:
+                world.ranks[rank].ask("close", table=table)
+        for table in {1, 2} - world.leader.job.tables.keys():
+            assert not [each for each in to_close if each[1] == table and each[0] not in world.dead]
+
+    world.run(act)
+    world.let_leader_hear("quiet", True)
+    while world.deliver():
+        pass
+    open_to = {table for rank, table in to_close if rank not in world.dead}
+    asked = {each.content["table"] for what, each, *_ in world.heard if what == "ask"}
+    assert world.leader.job.tables.keys() == {1, 2} - (asked - open_to)
+    assert sorted(world.dropped) == sorted(asked - open_to)
+    waits = {request.content["table"] for each in world.ranks.values() for request in
+             each.open.values() if each.rank not in world.dead}  # fmt: skip
+    assert waits <= open_to
+
+
+# --- one by one -----------------------------------------------------------------------------------
+def agreement(n=3):
+    job = Job(n)
+    return job, Agreement(job, lambda: 0)
+
+
+def told(actions):
+    return [(each.dest, each.do, each.content) for each in actions if isinstance(each, Tell)]
+
+
+def answer_all(leader, actions, answer=None):
+    for each in actions:
+        if isinstance(each, Tell):
+            leader.answered(Member(each.dest, each.is_server), each.number, answer)
+    return leader.due()
+
+
+def test_the_next_call_after_the_largest_number_is_the_last():
+    _, leader = agreement()
+    leader.ask(Asked(0), Stop(by_count=True))
+    asked = leader.due()
+    assert told(asked) == [(rank, COUNT, None) for rank in range(3)]
+    for each, count in zip(asked, (4, 7, 5), strict=True):
+        leader.answered(Member(each.dest), each.number, count)
+    ended = leader.due()
+    assert told(ended) == [*((rank, END, 8) for rank in (0, 1, 2, SPARE)), (EVALUATOR, END, 0)]
+    assert answer_all(leader, ended) == [Reply(Asked(0))]
+
+
+def test_a_worker_that_comes_meanwhile_is_asked_too():
+    job, leader = agreement(2)
+    leader.ask(Asked(0), Stop(by_count=True))
+    asked = leader.due()
+    job.workers.add(SPARE)
+    again = answer_all(leader, asked, 3)
+    assert told(again) == [(SPARE, COUNT, None)]
+    assert {content for _, _, content in told(answer_all(leader, again, 6))} == {7, 0}
+
+
+def test_where_nobody_waits_for_others_each_ends_at_once():
+    _, leader = agreement(2)
+    leader.ask(Asked(0), Stop(by_count=False))
+    assert {each[1:] for each in told(leader.due())} == {(END, 0)}
+
+
+def test_nobody_waits_for_who_is_gone_and_it_is_told_nothing():
+    job, leader = agreement()
+    leader.ask(Asked(0, 1), Replaced(1))
+    assert [each.dest for each in leader.due()] == [1, 2]
+    job.left.add(1)
+    leader.lose(Member(1))
+    assert leader.due() == []
+    assert leader.missing(0) == [("ps.restore()", "", [2])]
+    leader.lose(Member(2))
+    assert leader.due() == [Reply(Asked(0, 1))]
+    leader.ask(Asked(0, 2), Refuse(0))
+    assert told(leader.due()) == [(EVALUATOR, REFUSE, 0), (SPARE, REFUSE, 0)]
+
+
+def test_requests_for_one_command_join_it_and_all_are_answered():
+    job, leader = agreement()
+    leader.ask(Asked(0), Close(1))
+    assert leader.due() == []
+    assert leader.missing(0) == [(CLOSING, "t1", [1])]
+    assert leader.missing(1) == []
+    job.is_quiet = False
+    leader.ask(Asked(1), Close(1))
+    assert leader.due() == []
+    job.is_quiet = True
+    dropped = leader.due()
+    assert dropped == [Discard(1), Tell(1, True, 1, DROP, 1)]
+    del job.tables[1]
+    assert leader.missing(0) == [(CLOSING, "", [])]
+    assert answer_all(leader, dropped) == [Reply(Asked(0)), Reply(Asked(1))]
+
+
+def test_a_command_that_cannot_be_is_refused():
+    _, leader = agreement()
+    leader.ask(Asked(0), Close(7))
+    assert leader.due() == [Fail(Asked(0), "there is no table 7")]
+    with pytest.raises(ValueError, match="no command 'sing'"):
+        command_of({"command": "sing"}, Asked(0))
+
+
+def test_commands_that_wait_hold_up_no_others():
+    _, leader = agreement()
+    leader.ask(Asked(0), Close(1))
+    leader.ask(Asked(2), GoOn(2))
+    assert {each[1] for each in told(leader.due())} == {GO_ON}
+
+
+def test_a_loss_ends_all_commands_and_orders_of_before_are_void():
+    losses = [0]
+    leader = Agreement(Job(2), lambda: losses[0])
+    leader.ask(Asked(0), Stop(by_count=True))
+    first, second = leader.due()
+    member = OrdersTaken({COUNT: lambda _: 3}, lambda: losses[0])
+    assert member.take(first.number, COUNT, None) == (True, 3)
+    losses[0] = 1
+    assert member.take(second.number, COUNT, None) == (False, None)
+    assert leader.due() == [Reply(Asked(0), is_late=True)]
+    leader.answered(Member(0), first.number, 3)
+    assert leader.due() == []
+    leader.ask(Asked(0), Stop(by_count=True))
+    again = leader.due()
+    assert member.take(again[0].number, COUNT, None) == (True, 3)
+
+
+def test_an_order_that_comes_again_is_answered_and_not_carried_out_again():
+    done = []
+    member = OrdersTaken({"add": lambda x: done.append(x) or len(done)}, lambda: 0)
+    assert [member.take(n, "add", n) for n in (1, 2, 1, 2, 3)] == [
+        (True, 1), (True, 2), (True, 1), (True, 2), (True, 3)
+    ]  # fmt: skip
+    assert done == [1, 2, 3]
+
+
+def test_who_goes_on_in_the_place_of_a_leader_sends_what_is_not_answered_in_order():
+    _, leader = agreement(2)
+    leader.ask(Asked(0, 1), Replaced(1))
+    leader.ask(Asked(0, 2), Refuse(0))
+    sent = leader.due()
+    assert leader.awaits_answers
+    leader.answered(Member(sent[0].dest), sent[0].number, None)
+    assert leader.again() == sent[1:]
+    assert leader.state() == (len(sent), [])
+
+
+def test_steps_that_the_leader_carries_out_itself_go_on_at_once():
+    class Two:
+        key = "two"
+
+        def script(self, job, requests):
+            yield Do(["a"])
+            yield Until(lambda: job.is_quiet)
+            yield Do(["b"])
+            answers = yield Order({Member(1): None}, "c")
+            return len(answers)
+
+        def awaited(self, job):
+            return STOPPING, "", []
+
+    job, leader = agreement()
+    job.is_quiet = False
+    leader.ask(Asked(0), Two())
+    assert leader.due() == ["a"]
+    job.is_quiet = True
+    b, tell = leader.due()
+    assert b == "b"
+    assert answer_all(leader, [tell]) == [Reply(Asked(0), content=1)]
