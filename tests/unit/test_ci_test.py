@@ -194,7 +194,7 @@ def run_gate_with_real_pytest(folder, **files):
     return run_gate(folder, "-none-", pytest="pytest")
 
 
-@pytest.mark.long
+@pytest.mark.at_length  # a verdict, which test_ci_verdict.py shows
 def test_a_test_that_passes_alone_is_flaky_and_does_not_fail_the_gate(tmp_path):
     done = run_gate_with_real_pytest(tmp_path, weather=FAILS_ONCE)
     assert done.returncode == 0, done

@@ -76,7 +76,7 @@ def test_import_takes_less_than_60_ms_more_than_numpy():
         "import time, numpy, subprocess, logging, pickle, threading\n"
         "t = time.process_time(); import ringcomm; print(time.process_time() - t)"
     )
-    assert min(float(run_python(code).stdout) for _ in range(5)) < 0.060
+    assert any(float(run_python(code).stdout) < 0.060 for _ in range(5))
 
 
 @pytest.mark.long
@@ -91,7 +91,7 @@ def test_what_the_first_call_imports_takes_about_as_long_as_numpy():
         "for name in ringcomm.__all__: getattr(ringcomm, name)\n"
         "print((time.process_time() - began) / took)"
     )
-    assert min(float(run_python(code).stdout) for _ in range(5)) < 1.5
+    assert any(float(run_python(code).stdout) < 1.5 for _ in range(5))
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():
@@ -104,11 +104,14 @@ def test_every_public_name_has_a_docstring(face):
     assert undocumented(importlib.import_module(f"ringcomm{face}")) == []
 
 
-@pytest.mark.parametrize("call", ["rank()", "size()", "local_rank()", "barrier()"])
-def test_before_init_every_call_says_what_is_missing(call):
-    done = run_python(f"import ringcomm; ringcomm.{call}")
-    assert done.returncode == 1
-    assert "NotInitializedError: ringcomm is not initialized: call ringcomm.init()" in done.stderr
+def test_before_init_every_call_says_what_is_missing():
+    done = run_python(
+        "import ringcomm\n"
+        "for call in (ringcomm.rank, ringcomm.size, ringcomm.local_rank, ringcomm.barrier):\n"
+        "    try: call()\n"
+        "    except ringcomm.NotInitializedError as error: print(error)"
+    )
+    assert done.stdout.count("ringcomm is not initialized: call ringcomm.init()") == 4, done
 
 
 def test_a_misspelt_setting_is_refused_at_init():
