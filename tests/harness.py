@@ -101,16 +101,16 @@ def wait_until(is_so, what, timeout_s=DEADLINE_S):
     """Return once is_so(); fail with `what` after timeout_s.
 
     For news of other processes, in files and in /proc: nothing can be waited for there, so they are
-    looked at again and again; half of the time at most, for the job needs the cores, too.
+    looked at again and again; a fifth of the time at most, for the job needs the cores, too.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        began_at = time.thread_time()
+        began_at = time.monotonic()
         if is_so():
             return
         assert time.monotonic() < deadline, what() if callable(what) else what
         # Nobody tells of a file or of another process.
-        time.sleep(max(0.01, time.thread_time() - began_at))
+        time.sleep(min(max(0.01, 4 * (time.monotonic() - began_at)), 0.2))
 
 
 def is_running(pid):

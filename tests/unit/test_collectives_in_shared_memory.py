@@ -278,10 +278,10 @@ def test_the_deadline_names_the_missing_rank():
 def test_memory_is_used_again_and_given_back():
     def body(rank):
         x = np.zeros(4 * MIB, np.uint8)
-        for _ in range(20):
+        for _ in range(10):
             rc.allreduce_(x)
         first = rc.node_memory()
-        for _ in range(200):
+        for _ in range(at_length(200, 40)):
             rc.allreduce_(x)
             rc.allreduce(rc.zeros(MIB, np.uint8))
         assert rc.node_memory().in_use <= first.in_use + 2 * MIB

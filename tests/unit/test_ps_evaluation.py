@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import wait_until
+from harness import at_length, wait_until
 from ps_ranks_as_threads import run_all, run_workers
 
 import ringcomm as rc
@@ -211,7 +211,7 @@ def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_ser
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("n_servers", [1, 2])
+@pytest.mark.parametrize("n_servers", at_length([1, 2], [2]))
 def test_tables_that_open_beside_a_snapshot_need_no_second_attempt(monkeypatch, n_servers):
     monkeypatch.setattr(pauses, "_TRIES", 1)
     are_open = threading.Event()

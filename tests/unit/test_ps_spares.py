@@ -170,7 +170,7 @@ def test_a_spare_takes_the_place_of_a_server_with_copies_while_all_go_on(mode, v
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", at_length(MODES, ["async", MODES[3]]), ids=str)  # 3 s each
+@pytest.mark.parametrize("mode", at_length(MODES, MODES[3:]), ids=str)  # 3 s each
 def test_servers_are_removed_and_added_while_workers_push(mode):
     def body(rank):
         opened = tables(mode)
