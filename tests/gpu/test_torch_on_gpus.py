@@ -11,7 +11,7 @@ import pytest
 from harness import at_length, run_job
 
 JOB = Path(__file__).with_name("torch_on_gpus_job.py")
-N_RANKS = 3
+N_RANKS = at_length(3, 2)
 TRANSPORTS = ("ipc", "nccl", "staged")
 
 # The group of c10d asks for no transport, and each moves data between processes in

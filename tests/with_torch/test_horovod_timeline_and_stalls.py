@@ -103,9 +103,9 @@ def test_a_stall_ends_after_its_deadline_and_names_who_is_missing(tmp_path):
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4",
     }
-    job = run_script(3, TRAINING + LATE.format(seconds=600), cwd=tmp_path, env=environment)
+    job = run_script(2, TRAINING + LATE.format(seconds=600), cwd=tmp_path, env=environment)
     assert job.code != 0
     assert job.seconds < PROMPTLY_S
     assert "CommTimeoutError: allreduce[layer3.weight]: rank 0 has waited" in job.output
-    assert "for ranks 1, 2, which did not answer or did not enter it" in job.output
+    assert "for rank 1, which did not answer or did not enter it" in job.output
     assert "went on" not in job.output
