@@ -170,9 +170,9 @@ print("<script>alert(1)</script>", flush=True)
 for step in range(10**9):
     if os.path.exists("fail") and rc.rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.02 if rc.rank() == 2 else 0)
+    time.sleep(0.1 if rc.rank() == 2 else 0)
     rc.allreduce(np.ones(1000), name="w")
-    if step % 10 == 0:
+    if step % 2 == 0:
         rc.log(step=step, loss=1 / (step + 1))
 """
 
@@ -756,10 +756,10 @@ def train(state):
     while True:
         if me == 2 and os.path.exists("fail"):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.02 if rc.rank() == 2 else 0)
+        time.sleep(0.1 if rc.rank() == 2 else 0)
         state.x += rc.allreduce(np.ones(1000), name="w")
         state.step += 1
-        if state.step % 10 == 0:
+        if state.step % 2 == 0:
             rc.log(step=state.step, loss=1 / state.step)
         state.commit()
         if rc.broadcast_object(os.path.exists("enough")):
