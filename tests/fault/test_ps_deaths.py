@@ -141,7 +141,7 @@ moment, folder = sys.argv[1:]
 ps.init(servers=1)
 table = ps.table("t", 4, updater=ps.optim.Add(), mode="sync")
 both = rc.Group([0, 2])
-values = np.random.default_rng(rc.rank()).integers(-99, 99, 3_000_017).astype(np.float32)
+values = np.random.default_rng(rc.rank()).integers(-99, 99, 1_000_017).astype(np.float32)
 others = sum(np.random.default_rng(r).integers(-99, 99, values.size) for r in (0, 2))
 rc.allreduce(values)
 step, group, n_failed = 0, None, 0

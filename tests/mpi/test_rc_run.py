@@ -124,9 +124,11 @@ def test_what_a_rank_raises_comes_back_with_its_traceback():
 
 
 def test_who_raises_before_init_is_not_waited_for_there():
+    # MPICH's other rank burns a core until this one ends: see below.
+    patience_s = 0.3 if IS_MPICH else 2
 
     def work():
-        launcher, deadline = f"/proc/{os.getppid()}/task", time.monotonic() + 2
+        launcher, deadline = f"/proc/{os.getppid()}/task", time.monotonic() + patience_s
 
         def other_has_memory_of_mpi():
             ranks = {pid for t in Path(launcher).iterdir() for pid in read(t / "children").split()}
