@@ -537,7 +537,7 @@ def test_a_manifest_of_which_a_bit_or_the_end_has_changed_is_not_used(tmp_path):
     path = saved(tmp_path)[-1] / "manifest.json"
     whole = path.read_bytes()
     assert read_all(tmp_path) == (2, 2.0)
-    for data in damaged(whole, *at_length([4000, 400], [400, 40])):
+    for data in damaged(whole, *at_length([4000, 400], [150, 20])):
         path.write_bytes(data)
         assert read_all(tmp_path) == (1, 1.0), data
     path.write_bytes(whole)
@@ -553,7 +553,7 @@ def test_a_manifest_of_before_is_read_and_what_is_no_manifest_is_not_used(tmp_pa
     path.write_bytes(whole)
     assert read_all(tmp_path) == (2, 2.0)
     values = []
-    for data in damaged(whole, *at_length([4000, 400], [400, 40])):
+    for data in damaged(whole, *at_length([4000, 400], [150, 20])):
         path.write_bytes(data)
         values.append(read_all(tmp_path)[1])
     assert set(values) == {1.0, 2.0}

@@ -73,7 +73,7 @@ def test_servers_apply_what_the_codec_makes_of_each_block(c, mode):
 
 @pytest.mark.usefixtures("wire")
 def test_int8_is_right_on_average_and_each_push_rounds_anew():
-    x, n = gradients(1)[0, 0], 600
+    x, n = gradients(1)[0, 0], harness.at_length(600, 200)
 
     def body(_):
         t = table(compression="int8")
@@ -456,7 +456,7 @@ def test_pulls_are_compressed_and_the_servers_values_stay_exact(c):
 
 
 def test_an_int8_pull_is_right_on_average():
-    x, n = gradients(1)[0, 0], 400
+    x, n = gradients(1)[0, 0], harness.at_length(400, 150)
 
     def body(_):
         t = table(pull_compression="int8", init=x)
