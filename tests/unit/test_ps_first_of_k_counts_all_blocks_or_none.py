@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from harness import at_length
 from ps_ranks_as_threads import cross_gradients, run_workers
 
 import ringcomm as rc
@@ -97,7 +98,7 @@ def test_tables_that_share_rounds_take_a_gradient_all_or_none(crossed):
 @pytest.mark.parametrize("n_servers", [1, 3])
 def test_k_are_in_each_round_of_every_block_and_the_same_k(n_servers):
     """Each pushes to an element of its own of every block: a round adds 1/k to those of k."""
-    n_workers, n_rounds, k = 3, 12, 2
+    n_workers, n_rounds, k = 3, at_length(12, 6), 2
     is_over, have_left = threading.Event(), threading.Barrier(n_workers)
 
     def body(rank):

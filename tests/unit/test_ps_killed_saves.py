@@ -24,8 +24,14 @@ def save_again_and_again(root, note):
         note(step)
 
 
-def states_of(root, monkeypatch):
+@pytest.fixture(scope="module")
+def states(tmp_path_factory):
     """Return each state of the files, with the number of saves that were complete before it."""
+    with pytest.MonkeyPatch.context() as patch:
+        return states_of(tmp_path_factory.mktemp("states") / "saves", patch)
+
+
+def states_of(root, monkeypatch):
     disk, states, saved = Disk(root, monkeypatch), [], [0]
 
     def look(_name):
@@ -59,8 +65,7 @@ def require_last_or_the_one_before(root, n_saved):
 
 
 @pytest.mark.long
-def test_after_each_operation_on_files_the_newest_checkpoint_is_whole(tmp_path, monkeypatch):
-    states = states_of(tmp_path / "saves", monkeypatch)
+def test_after_each_operation_on_files_the_newest_checkpoint_is_whole(states, tmp_path):
     for number, (n_saved, state) in enumerate(states):
         for k, how in enumerate(("killed", "without power")):
             root = tmp_path / f"{number} {how}"
@@ -71,8 +76,7 @@ def test_after_each_operation_on_files_the_newest_checkpoint_is_whole(tmp_path, 
 
 
 @pytest.mark.long
-def test_the_next_save_removes_what_a_killed_one_has_left(tmp_path, monkeypatch):
-    states = states_of(tmp_path / "saves", monkeypatch)
+def test_the_next_save_removes_what_a_killed_one_has_left(states, tmp_path):
     root = tmp_path / "left"
     state = next(state for n_saved, state in states if n_saved == 1 and len(folders(state)) == 2)
     write({path: content[0] for path, content in state.items()}, root)
