@@ -318,7 +318,7 @@ class Client:
                 self.know(number, *reply.owners, {})
 
         leader = [self.world.members.leader]
-        self.ask_servers(FrameKind.CREATE, note, leader, table=number)
+        self.ask_servers(FrameKind.ASK, note, leader, table=number)
 
     def begin(self, number):
         for part in range(self.world.shapes[number].n_partitions):

@@ -115,7 +115,7 @@ class Server:
             self.handle(on.TookPlace(request, *content))
         elif kind == FrameKind.JOIN:
             self.handle(on.Retracted(request))
-        elif kind == FrameKind.CREATE:
+        elif kind == FrameKind.ASK:
             self.create(request)
         elif kind == FrameKind.MOVE:
             self.on_move(request)

@@ -150,7 +150,8 @@ class Client(Process):
             REPLACED: self.note_replaced,
         }  # fmt: skip
         self.orders = OrdersTaken(do, lambda: self.layout.n_losses)
-        self.ask(0, FrameKind.CREATE, meta=packed_json(net.spec.to_json()), take=self.created)
+        meta = packed_json({"command": "open", "spec": net.spec.to_json()})
+        self.ask(0, FrameKind.ASK, meta=meta, take=self.created)
 
     def created(self, reply):
         self.know(json.loads(reply.body.tobytes() or reply.meta))

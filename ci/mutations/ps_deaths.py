@@ -132,6 +132,15 @@ PS_DEATHS = [
         ("unit/test_ps_replication_model.py",),
     ),
     Mutation(
+        "ps-a-table-is-used-before-all-servers-have-it",
+        "ps",
+        "ps/control/commands.py",
+        "        if not table.is_open:\n",
+        "        if False:\n",
+        "a push comes to a server that knows no such table",
+        _OF_COMMANDS,
+    ),
+    Mutation(
         "ps-a-table-goes-while-others-use-it",
         "ps",
         "ps/control/commands.py",

@@ -221,7 +221,7 @@ PS_REPLACEMENTS = [
     Mutation(
         "ps-a-spare-that-leads-gives-numbers-again",
         "ps",
-        "ps/server/open_table_on_all_servers.py",
+        "ps/server/catalog.py",
         "1 + max([self.last, *(number for number, _ in used.values())])",
         "1 + self.last",
         "a table has a number that another had before the recovery",

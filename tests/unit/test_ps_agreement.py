@@ -18,11 +18,15 @@ from ringcomm.ps.control.commands import (
     DROP,
     END,
     GO_ON,
+    MAKE,
+    MAKE_ALL,
     REFUSE,
     REPLACED,
     STOPPING,
     Close,
     GoOn,
+    MakeAll,
+    Open,
     Refuse,
     Replaced,
     Stop,
@@ -30,6 +34,8 @@ from ringcomm.ps.control.commands import (
 )
 from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.server.core.actions import Discard, Fail, Reply, Tell
+from ringcomm.ps.server.core.core_table import ServedTable
+from ringcomm.ps.update_modes import Mode
 
 ANY_ORDER = hypothesis_settings(5_000, 20)
 EVALUATOR, SPARE = 90, 91
@@ -55,8 +61,9 @@ class Job:
         self.workers, self.left, self.is_quiet = {*range(n)}, set(), True
         self.evaluators, self.standing_by = {EVALUATOR}, {SPARE}
         self.other_servers = [1]
+        self.server_numbers, self.taken = (0, 1), {SPARE: [SPARE, "worker", 7, 1]}
         self.tables = {
-            number: SimpleNamespace(name=f"t{number}", openers={0, 1}) for number in (1, 2)
+            n: ServedTable(n, f"t{n}", Mode("async"), True, [0, 1], openers={0, 1}) for n in (1, 2)
         }
 
     @property
@@ -409,6 +416,53 @@ def test_requests_for_one_command_join_it_and_all_are_answered():
     del job.tables[1]
     assert leader.missing(0) == [(CLOSING, "", [])]
     assert answer_all(leader, dropped) == [Reply(Asked(0)), Reply(Asked(1))]
+
+
+def test_a_table_is_open_once_all_servers_have_made_it():
+    job, leader = agreement()
+    job.tables[1].is_open = False
+    described = {"number": 1, "spec": {}, "owners": [0, 1], "epochs": {}}
+    leader.ask(Asked(0), Open(1))
+    makes = leader.due()
+    assert told(makes) == [(1, MAKE, [described])]
+    leader.ask(Asked(1), Open(1))
+    assert leader.due() == []
+    replies = [Reply(Asked(0), content=described), Reply(Asked(1), content=described)]
+    assert answer_all(leader, makes, "") == replies
+    assert job.tables[1].is_open
+    leader.ask(Asked(2), Open(1))
+    assert leader.due() == [Reply(Asked(2), content=described)]
+
+
+def test_a_table_that_one_server_cannot_make_goes_everywhere_and_all_who_asked_hear_why():
+    job, leader = agreement()
+    job.tables[1].is_open = False
+    leader.ask(Asked(0), Open(1))
+    makes = leader.due()
+    leader.ask(Asked(1), Open(1))
+    dropped = answer_all(leader, makes, "MemoryError: no room")
+    assert dropped[0] == Discard(1)
+    assert told(dropped) == [(1, DROP, 1)]
+    del job.tables[1]
+    why = "table[t1]: cannot be made: server 1: MemoryError: no room"
+    assert answer_all(leader, dropped) == [Fail(Asked(0), why), Fail(Asked(1), why)]
+
+
+@pytest.mark.parametrize("why", ["", "MemoryError: no room"])
+def test_all_begin_anew_with_all_tables_or_hear_why_not(why):
+    job, leader = agreement()
+    job.tables[2].is_open = False  # nobody has it for sure
+    for rank in range(3):
+        leader.ask(Asked(rank), MakeAll())
+    (make,) = makes = leader.due()
+    taken, (table,) = make.content
+    assert (make.dest, make.do, taken, table["number"]) == (1, MAKE_ALL, job.taken, 1)
+    replies = answer_all(leader, makes, why)
+    assert [each.request for each in replies] == [Asked(rank) for rank in range(3)]
+    if why:
+        assert replies[0].why == f"ps.recover: tables cannot be made anew: server 1: {why}"
+    else:
+        assert replies[0].content == {"servers": (0, 1), "tables": [table]}
 
 
 def test_a_command_that_cannot_be_is_refused():

@@ -11,7 +11,7 @@ from ringcomm import ps
 from ringcomm.ps.job import session
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.server import open_table_on_all_servers as opening
+from ringcomm.ps.server import catalog as opening
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.partition_transfer import Transfer
 from ringcomm.ps.server.rows.hash_shard import Shard

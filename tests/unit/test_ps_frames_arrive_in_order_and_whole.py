@@ -268,7 +268,7 @@ def test_a_meta_of_any_length_arrives_and_nothing_overtakes_it(n_meta, n_body, n
         other = 1 - rank
         for i in range(3):
             link.send(other, FrameHeader(FrameKind.PULL, sequence=i))
-            link.send(other, FrameHeader(FrameKind.CREATE, sequence=i), meta, body)
+            link.send(other, FrameHeader(FrameKind.ASK, sequence=i), meta, body)
         is_over = lambda: len(came[rank]) == 6 and not link.is_busy  # noqa: E731
         wait_until(lambda: came[rank].extend(link.poll()) or is_over(), "frames are missing")
         both.wait(60)
@@ -282,14 +282,14 @@ def test_a_meta_of_any_length_arrives_and_nothing_overtakes_it(n_meta, n_body, n
         thread.join()
     for deliveries in came:
         kinds = [(d.header.kind, d.header.sequence) for d in deliveries]
-        assert kinds == [(kind, i) for i in range(3) for kind in (FrameKind.PULL, FrameKind.CREATE)]
+        assert kinds == [(kind, i) for i in range(3) for kind in (FrameKind.PULL, FrameKind.ASK)]
         for each in deliveries[1::2]:
             assert each.meta == meta
             assert each.body.tobytes() == body.tobytes()
 
 
 def test_a_frame_of_which_a_piece_is_missing_is_refused():
-    frame = packed(FrameHeader(FrameKind.CREATE), b"m" * 1000)
+    frame = packed(FrameHeader(FrameKind.ASK), b"m" * 1000)
     joiner = Joiner()
     first, _, third = [next(frames(each)) for each in pieces(frame, 7, 512)]
     assert joiner.add(3, first) is None
@@ -298,7 +298,7 @@ def test_a_frame_of_which_a_piece_is_missing_is_refused():
 
 
 def test_pieces_of_two_senders_are_not_mixed_up():
-    whole = [packed(FrameHeader(FrameKind.CREATE, sequence=k), bytes([k]) * 1000) for k in range(2)]
+    whole = [packed(FrameHeader(FrameKind.ASK, sequence=k), bytes([k]) * 1000) for k in range(2)]
     joiner, came = Joiner(), {}
     for parts in zip(*(pieces(each, 7, 512) for each in whole), strict=True):
         for source, piece in enumerate(parts):
@@ -315,7 +315,7 @@ def test_a_message_that_is_too_long_is_refused_where_it_is_sent():
 def test_meta_that_fills_a_message_has_no_room_for_a_body():
     _, (a, b) = links((0, 1))
     meta = b"m" * (SHORT_MESSAGE_MAX - HEADER_NBYTES)
-    a.send(1, FrameHeader(FrameKind.CREATE), meta)
+    a.send(1, FrameHeader(FrameKind.ASK), meta)
     a.poll()
     assert b.poll()[0].meta == meta
 

@@ -360,8 +360,10 @@ SENSELESS = {  # what no client of ours sends: (kind, table: 0 none, 1 dense, 2 
     "no hyper-parameters": (FrameKind.PUSH, 1, push_meta(hyper=HYPER[:0]), raw(4)),
     "those of another updater": (FrameKind.PUSH, 1, push_meta(hyper=HYPER[:2]), raw(4)),
     "a meta that is cut off": (FrameKind.PUSH, 1, push_meta()[:-3], raw(4)),
-    "a table that is no JSON": (FrameKind.CREATE, 0, b"{", NOTHING),
-    "a table of nothing": (FrameKind.CREATE, 0, b"{}", NOTHING),
+    "a command that is no JSON": (FrameKind.ASK, 0, b"{", NOTHING),
+    "a command of nothing": (FrameKind.ASK, 0, b"{}", NOTHING),
+    "a command that is none": (FrameKind.ASK, 0, b'{"command": "dance"}', NOTHING),
+    "a table of nothing": (FrameKind.ASK, 0, b'{"command": "open", "spec": {}}', NOTHING),
     "a snapshot that is none": (FrameKind.SNAPSHOT, 0, b'{"do": "dance"}', NOTHING),
     "rows: too few bytes": (FrameKind.PUSH, 2, push_meta(2), KEY),
     "rows: no hyper-parameters": (

@@ -228,9 +228,9 @@ def open_once(session: Session, spec: Spec, make: Callable[[dict[str, Any]], T])
         if known is not None:
             known.require_same(spec)
             return known
-        client, meta = session.client, packed_json(spec.to_json())
-        request = Request(FrameKind.CREATE, server=client.leader, meta=meta)
-        label = f"table[{spec.name}]"
+        client, label = session.client, f"table[{spec.name}]"
+        meta = packed_json({"command": "open", "spec": spec.to_json()})
+        request = Request(FrameKind.ASK, server=client.leader, option=1, meta=meta)
         try:
             created = client.call_one(label, request, json_of).wait()
         except MismatchError:

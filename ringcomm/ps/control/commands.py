@@ -6,6 +6,8 @@
 | Replaced | the chief | all workers know that the values of tables were replaced |
 | Refuse | a rank that could not restore a checkpoint, or open a table | if it ends, all end |
 | GoOn | the same rank, once it has caught that error | the others survive its end again |
+| Open | each rank that uses a table | all servers have the table; or none, if one cannot make it |
+| MakeAll | all who live, in ps.recover() | all servers have all tables, under new numbers |
 | Close | each rank that uses a table | the table is gone on all servers |
 """
 
@@ -15,7 +17,18 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from ringcomm.ps.control.agreement import Command, Do, Member, Order, RefusedError, Script, Until
+from ringcomm.ps.control.agreement import (
+    Answers,
+    Command,
+    Do,
+    Member,
+    Order,
+    RefusedError,
+    Script,
+    Until,
+)
+from ringcomm.ps.placement.replacement_workers import Newcomer
+from ringcomm.ps.protocol.frames import RECOVERING
 from ringcomm.ps.server.core.actions import CoreRequest, Discard
 from ringcomm.ps.server.core.core_table import ServedTable
 
@@ -26,6 +39,8 @@ REPLACED: Final = "replaced"
 REFUSE: Final = "refuse"
 GO_ON: Final = "go on"
 # What servers do.
+MAKE: Final = "make"
+MAKE_ALL: Final = "make all"
 DROP: Final = "drop"
 
 # For what a rank waits, see ringcomm.ps.client.waits.
@@ -48,11 +63,17 @@ class Job(Protocol):
     @property
     def ranks(self) -> Collection[int]: ...
     @property
+    def server_numbers(self) -> tuple[int, ...]: ...
+    @property
     def other_servers(self) -> Collection[int]: ...
     @property
     def left(self) -> Collection[int]: ...
     @property
     def tables(self) -> Mapping[int, ServedTable]: ...
+    @property
+    def taken(self) -> Mapping[int, Newcomer]:
+        """Who has the place of a rank that died, by rank."""
+
     @property
     def is_quiet(self) -> bool:
         """True if nothing moves, and nobody has a pause."""
@@ -156,6 +177,63 @@ class GoOn:
         return "an error", "", []
 
 
+def _servers(job: Job, content: Any) -> dict[Member, Any]:
+    return dict.fromkeys((Member(number, True) for number in job.other_servers), content)
+
+
+def _problems(answers: Answers) -> str:
+    return "; ".join(f"server {each.number}: {why}" for each, why in answers.items() if why)
+
+
+@dataclass(frozen=True)
+class Open:
+    """A rank opens a table; the leader has made its own part, if it is new."""
+
+    number: int
+
+    @property
+    def key(self) -> Hashable:
+        return "open", self.number
+
+    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
+        del requests
+        table = job.tables[self.number]
+        if not table.is_open:
+            answers = yield Order(_servers(job, [table.described()]), MAKE)
+            if problems := _problems(answers):
+                yield Do([Discard(self.number)])
+                yield Order(_servers(job, self.number), DROP)
+                raise RefusedError(f"table[{table.name}]: cannot be made: {problems}")
+            table.is_open = True
+        return table.described()
+
+    def awaited(self, job: Job) -> _Awaited:
+        table = job.tables.get(self.number)
+        return "opening", "" if table is None else table.name, []
+
+
+@dataclass(frozen=True)
+class MakeAll:
+    """All begin anew after the loss of a server; the leader has made its own part of all tables."""
+
+    @property
+    def key(self) -> Hashable:
+        return "make all"
+
+    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
+        del requests
+        tables = [table.described() for table in job.tables.values() if table.is_open]
+        answers = yield Order(_servers(job, [dict(job.taken), tables]), MAKE_ALL)
+        if problems := _problems(answers):
+            raise RefusedError(f"ps.recover: tables cannot be made anew: {problems}")
+        tables = [table.described() for table in job.tables.values() if table.is_open]
+        return {"servers": job.server_numbers, "tables": tables}
+
+    def awaited(self, job: Job) -> _Awaited:
+        del job
+        return RECOVERING, "", []
+
+
 @dataclass(frozen=True)
 class Close:
     """A table goes once all who have opened it have closed it, or left.
@@ -180,7 +258,7 @@ class Close:
 
         yield Until(lambda: is_unused() and job.is_quiet)
         yield Do([Discard(self.table)])
-        yield Order(dict.fromkeys((Member(n, True) for n in job.other_servers), self.table), DROP)
+        yield Order(_servers(job, self.table), DROP)
 
     def awaited(self, job: Job) -> _Awaited:
         table = job.tables.get(self.table)

@@ -28,7 +28,6 @@ _GAPS: Final = tuple(bytes(n) for n in range(8))
 
 class FrameKind(IntEnum):
     REPLY = 1
-    CREATE = 2
     PUSH = 3
     PULL = 4
     TICK = 5
@@ -38,7 +37,6 @@ class FrameKind(IntEnum):
     SAVE = 9
     RESTORE = 10
     MOVE = 11
-    VIEW = 12
     REPORT = 13
     LEAVE = 14
     ERASE = 15
@@ -138,7 +136,6 @@ class OrderOption(IntEnum):
 
 _ONE_WAY: Final = frozenset(
     (
-        FrameKind.VIEW,
         FrameKind.REPORT,
         FrameKind.ORDER,
         FrameKind.ANSWER,

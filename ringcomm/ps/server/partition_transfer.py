@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.catalog import Catalog
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.core.core import Core
-    from ringcomm.ps.server.open_table_on_all_servers import Catalog
     from ringcomm.ps.server.replies import Replies
     from ringcomm.ps.server.rows.hash_shard import Shard
 

@@ -16,12 +16,12 @@ from ringcomm.ps.protocol.frames import (
     Status,
     StepOption,
 )
+from ringcomm.ps.server.catalog import Catalog
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.dense.requests import DenseRequests
-from ringcomm.ps.server.open_table_on_all_servers import Catalog
 from ringcomm.ps.server.partition_transfer import Transfer
 from ringcomm.ps.server.replies import Replies
 from ringcomm.ps.server.rows.requests import RowRequests

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
 from ringcomm.ps.control.agreement import Member
-from ringcomm.ps.control.commands import DROP, command_of
+from ringcomm.ps.control.commands import DROP, MAKE, MAKE_ALL, MakeAll, Open, command_of
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frame_meta import packed_json
@@ -33,6 +33,7 @@ from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.perform_actions import ActionPerformer
 from ringcomm.ps.server.user_functions import Function
 from ringcomm.ps.snapshot_numbers_and_phases import HOLD, PAUSE, RELEASE, STOP
+from ringcomm.ps.table_spec import Spec
 from ringcomm.status.page_enums import BUSY
 
 if TYPE_CHECKING:
@@ -107,8 +108,6 @@ class Server:
         self.own_time = OwnTime()
         self._shows_at = 0.0
         self._handlers: dict[int, Callable[[Delivery], None]] = {
-            FrameKind.CREATE: self.catalog.create,
-            FrameKind.VIEW: self.catalog.on_view,
             FrameKind.PULLS: performer.pull_many,
             FrameKind.TICK: self._tick,
             FrameKind.STATS: self._stats,
@@ -124,7 +123,10 @@ class Server:
             FrameKind.LEAVE: self._leave,
             FrameKind.JOIN: lambda r: self._handle(_said_by_newcomer(r)),
         }
-        self._orders: dict[str, Callable[[Any], Any]] = {DROP: self.catalog.forget}
+        self._orders: dict[str, Callable[[Any], Any]] = {
+            MAKE: self.catalog.make, MAKE_ALL: self.catalog.make_all, DROP: self.catalog.forget,
+        }  # fmt: skip
+        self.catalog.on_reopened = lambda request: self._handle(on.Asked(request, MakeAll()))
 
     def answers_for(self, number: int) -> bool:
         return number == self.index
@@ -217,7 +219,12 @@ class Server:
 
     # --- commands, see ringcomm.ps.control ------------------------------------------------------
     def _ask(self, request: Delivery) -> None:
-        self._handle(on.Asked(request, command_of(json.loads(request.meta), request)))
+        content = json.loads(request.meta)
+        if content["command"] == "open":
+            number = self.catalog.begin(Spec.of_json(content["spec"]), request.source)
+            self._handle(on.Asked(request, Open(number)))
+        else:
+            self._handle(on.Asked(request, command_of(content, request)))
 
     def _carry_out(self, order: Delivery) -> None:
         """Carry out an order of the server that leads."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from ringcomm.ps.control.agreement import Agreement, Member
-from ringcomm.ps.placement.replacement_workers import Newcomers, Present, WorkerMembers
+from ringcomm.ps.placement.replacement_workers import Newcomer, Newcomers, Present, WorkerMembers
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import (
@@ -203,6 +203,14 @@ class Core:
     @property
     def ranks(self) -> set[int]:
         return {*self._members().ranks} - self.left - self.dead
+
+    @property
+    def server_numbers(self) -> tuple[int, ...]:
+        return self._members().server_numbers
+
+    @property
+    def taken(self) -> dict[int, Newcomer]:
+        return self.newcomers.taken
 
     @property
     def other_servers(self) -> list[int]:

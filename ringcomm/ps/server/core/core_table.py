@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ringcomm.ps.server.core.actions import Key
 from ringcomm.ps.server.core.unit import Unit
@@ -19,6 +21,8 @@ class ServedTable:
         mode: when pushes become updates.
         is_dense: its partitions are units by themselves; else all that a server has are one.
         owners: server of each partition.
+        spec: the table in JSON.
+        is_open: all servers have it; for the leader.
         epochs: of units that have moved, by partition or 0: number of the view in which they did.
         units: of this server, by partition or 0.
         openers: ranks that have opened it, and use it; for the leader.
@@ -30,10 +34,17 @@ class ServedTable:
     mode: Mode
     is_dense: bool
     owners: list[int]
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    is_open: bool = True
     epochs: dict[int, int] = field(default_factory=dict)
     units: dict[int, Unit] = field(default_factory=dict)
     openers: set[int] = field(default_factory=set)
     without: dict[int, set[int]] = field(default_factory=dict)
+
+    def described(self) -> dict[str, Any]:
+        """Return what a client that opens it is told, or a server that is to make it."""
+        owned = {"owners": self.owners, "epochs": self.epochs}
+        return {"number": self.number, "spec": self.spec, **owned}
 
     def key_of(self, partition: int) -> Key:
         return self.number, partition if self.is_dense else 0

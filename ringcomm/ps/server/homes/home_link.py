@@ -160,9 +160,7 @@ def is_letter(header: FrameHeader) -> bool:
     """Return True for a message of a home to another."""
     if header.kind in (FrameKind.ORDER, FrameKind.ANSWER):
         return header.option == OrderOption.SERVER
-    return header.kind == FrameKind.VIEW or (
-        header.kind == FrameKind.MOVE and header.option == StepOption.SERVERS
-    )
+    return header.kind == FrameKind.MOVE and header.option == StepOption.SERVERS
 
 
 def _is_order_to_a_rank(header: FrameHeader) -> bool:

@@ -141,7 +141,7 @@ def _what_is_of_no_unit(server: Server, link: HomeLink) -> PartitionState:
     core, catalog, letters = server.core, server.catalog, link.letters.state()
     tables = [
         {
-            **catalog.described(number), "openers": sorted(table.openers),
+            **table.described(), "openers": sorted(table.openers),
             "without": [(n, sorted(workers)) for n, workers in table.without.items()],
         }
         for number, table in core.tables.items()

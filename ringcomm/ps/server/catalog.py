@@ -1,18 +1,14 @@
-"""Opens tables: the leader places one, and all servers know it before it is used. Closes them.
+"""The tables of one server: makes and drops them, and places new ones if it leads.
 
-The leader makes its own part, sends the others the spec (VIEW), and answers once all have made
-theirs. If one cannot, the table is dropped everywhere, and the client that opens it gets the error.
-After the death of a server it opens all tables anew, under new numbers, on the servers that live.
+See ringcomm.ps.control.commands for how a table is made on all servers, or goes.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,15 +23,12 @@ from ringcomm.ps.placement.partitions import (
     some_of,
 )
 from ringcomm.ps.placement.places import Places
-from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.row_policies import Evict
 from ringcomm.ps.server.contents import Contents
 from ringcomm.ps.server.core.actions import Close, Moved
 from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.unit import Applied, AppliedHere, Unit
 from ringcomm.ps.server.dense.partition import DensePartition
-from ringcomm.ps.server.replies import NOTHING, as_body
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.table_spec import Spec
 from ringcomm.system_text import host_name, read_text
@@ -68,20 +61,6 @@ def available_nbytes() -> int:
     return min(available, int(limit)) if limit.isdecimal() else available
 
 
-ADOPT, ADOPT_ALL, ADOPTED, DROP = range(4)  # options of FrameKind.VIEW
-
-
-@dataclass
-class _Opening:
-    """A table that the leader is about to make known to all servers; or all tables, anew."""
-
-    number: int  # of the first
-    is_all: bool
-    awaited: set[int]
-    asked: list[Delivery]
-    problems: list[str] = field(default_factory=list)
-
-
 class Catalog:
     """The tables of one server, and how they are opened.
 
@@ -98,6 +77,7 @@ class Catalog:
         contents: of the tables, by number.
         on_forget: called with the number of a table that is dropped; set before the first is.
         on_restart: called when all that there is goes; likewise.
+        on_reopened: called for each client once all tables were made anew here, with its request.
         last: number of the table that was opened last.
         places: which servers have partitions; for the leader.
         is_copy: another server, which has the same, has seen to it that there is room for both.
@@ -105,6 +85,7 @@ class Catalog:
 
     on_forget: Callable[[int], object]
     on_restart: Callable[[], object]
+    on_reopened: Callable[[Delivery], object]
 
     def __init__(
         self,
@@ -122,32 +103,31 @@ class Catalog:
         self._time_of_rows, self.is_copy, self.last = time_of_rows, False, 0
         self.contents: dict[int, Contents] = {}
         self._by_name: dict[str, int] = {}
-        self._opening: dict[int, _Opening] = {}
         self._loads: Counter[int] = Counter()  # bytes of dense tables, by server
         self.places = Places(layout)
 
     def known(self) -> dict[int, Spec]:
         """Return the tables that all servers know; for the leader."""
-        new = {each.number for each in self._opening.values() if not each.is_all}
-        return {n: contents.spec for n, contents in self.contents.items() if n not in new}
+        tables = self._core.tables
+        return {n: contents.spec for n, contents in self.contents.items() if tables[n].is_open}
 
     # --- the leader -----------------------------------------------------------------------------
-    def create(self, request: Delivery) -> None:
-        """Open a table for a client; the first one makes it."""
-        spec = Spec.of_json(json.loads(request.meta))
+    def begin(self, spec: Spec, opener: int) -> int:
+        """Return the number of a table that a rank opens; if it is new, make this server's part.
+
+        Raises:
+            MismatchError: it is there, with another spec.
+            RingcommError, MemoryError: it cannot be made.
+        """
         number = self._by_name.get(spec.name)
-        if number is not None:
-            self.contents[number].spec.require_same(spec, request.source)
-            self._core.tables[number].openers.add(request.source)
-            if number in self.known():
-                self._replies.json(request, self.described(number))
-            else:
-                self._opening[number].asked.append(request)
-            return
-        number = self.last + 1
-        self.install(number, spec, self._place(spec))
-        self._core.tables[number].openers.add(request.source)
-        self._open(number, ADOPT, [self.described(number)], [request])
+        if number is None:
+            number = self.last + 1
+            self.install(number, spec, self._place(spec))
+            self._core.tables[number].is_open = False
+        else:
+            self.contents[number].spec.require_same(spec, opener)
+        self._core.tables[number].openers.add(opener)
+        return number
 
     def _place(self, spec: Spec) -> list[int]:
         servers = self.places.taken()
@@ -188,60 +168,12 @@ class Catalog:
             self._loads[source] -= nbytes
             self._loads[dest] += nbytes
 
-    def _open(
-        self, number: int, option: int, tables: list[dict[str, Any]], asked: list[Delivery]
-    ) -> None:
-        """Make tables known to all other servers, then answer those who have asked for them."""
-        others = self._tell_others(number, option, as_body([self._core.newcomers.taken, tables]))
-        opening = _Opening(number, option == ADOPT_ALL, others, asked)
-        self._opening[number] = opening
-        self._end_if_known(opening)
-
-    def _tell_others(self, number: int, option: int, body: Bytes = NOTHING) -> set[int]:
-        others = {*self._layout.server_numbers} - {self._index}
-        header = FrameHeader(FrameKind.VIEW, sequence=number, option=option)
-        for other in sorted(others):
-            self._replies.send(self._layout.address_of(other), header, body=body)
-        return others
-
-    def _adopted(self, delivery: Delivery) -> None:
-        """Note that another server knows what is opened, or why not. For the leader."""
-        content = json.loads(delivery.meta)
-        opening = self._opening.get(delivery.header.sequence)
-        if opening is None:
-            return  # a server has died since
-        if content["why"]:
-            opening.problems.append(f"server {content['server']}: {content['why']}")
-        opening.awaited.discard(content["server"])
-        self._end_if_known(opening)
-
-    def _end_if_known(self, opening: _Opening) -> None:
-        if opening.awaited:
-            return
-        number, problems = opening.number, "; ".join(opening.problems)
-        del self._opening[number]
-        if not problems:
-            answer = self._all_described() if opening.is_all else self.described(number)
-            for request in opening.asked:
-                self._replies.json(request, answer)
-            return
-        text = f"ps.recover: tables cannot be made anew: {problems}"
-        if not opening.is_all:
-            text = f"table[{self.contents[number].spec.name}]: cannot be made: {problems}"
-            self.discard(number)
-        for request in opening.asked:
-            self._replies.fail(request, RingcommError(text))
-
-    def discard(self, number: int) -> None:
-        self.forget(number)
-        self._tell_others(number, DROP)
-
     def reopen(
         self,
         requests: Sequence[Delivery],
         users: Sequence[Mapping[str, tuple[int, dict[str, Any]]]],
     ) -> None:
-        """Open all tables anew on the servers that live, and answer clients.
+        """Open all tables anew on the servers that live: this one's part, then see on_reopened.
 
         Args:
             requests: of the clients.
@@ -260,53 +192,39 @@ class Catalog:
             for request, names in zip(requests, users, strict=True):
                 if spec.name in names:
                     self._core.tables[number].openers.add(request.source)
-        tables = [self.described(number) for number in self.known()]
-        self._open(first, ADOPT_ALL, tables, [*requests])
+        for request in requests:
+            self.on_reopened(request)
 
-    def _all_described(self) -> dict[str, Any]:
-        tables = [*map(self.described, self.known())]
+    def all_described(self) -> dict[str, Any]:
+        tables = [self._core.tables[number].described() for number in self.known()]
         return {"servers": self._layout.server_numbers, "tables": tables}
 
     def describe(self, request: Delivery, used: Iterable[str], said: Any) -> None:
         for number in self.known():
             if self.contents[number].spec.name in used:
                 self._core.tables[number].openers.add(request.source)
-        self._replies.json(request, {**self._all_described(), "said": said})
-
-    def described(self, number: int) -> dict[str, Any]:
-        table, spec = self._core.tables[number], self.contents[number].spec
-        owned = {"owners": table.owners, "epochs": table.epochs}
-        return {"number": number, "spec": spec.to_json(), **owned}
+        self._replies.json(request, {**self.all_described(), "said": said})
 
     # --- all servers ----------------------------------------------------------------------------
-    def on_view(self, delivery: Delivery) -> None:
-        option = delivery.header.option
-        if option == ADOPTED:
-            self._adopted(delivery)
-        elif option == DROP:
-            self.forget(delivery.header.sequence)
-        else:
-            self._adopt(delivery)
-
-    def _adopt(self, request: Delivery) -> None:
-        """Note tables that the leader has placed, and maybe no other; or reply why that fails."""
-        why, (taken, tables) = "", json.loads(request.body.tobytes())
-        if request.header.option == ADOPT_ALL:
-            self.on_restart()
-            self._core.departures.keep(taken.values())
+    def make(self, tables: Iterable[Mapping[str, Any]]) -> str:
+        """Make this server's part of tables that the leader has placed; return why not, or ""."""
         try:
             for each in tables:
                 self.install(each["number"], Spec.of_json(each["spec"]), each["owners"])
         except Exception as error:  # noqa: BLE001 - the clients that have asked get it
-            why = f"{type(error).__name__}: {error}"
-        header = FrameHeader(FrameKind.VIEW, sequence=request.header.sequence, option=ADOPTED)
-        meta = packed_json({"server": self._index, "why": why[:2000]})
-        self._replies.send(request.source, header, meta)
+            return f"{type(error).__name__}: {error}"[:2000]
+        return ""
+
+    def make_all(self, content: Sequence[Any]) -> str:
+        """Make all tables anew, after a loss: who has a place by now, and the tables."""
+        taken, tables = content
+        self.on_restart()
+        self._core.departures.keep(taken.values())
+        return self.make(tables)
 
     def clear(self) -> None:
         for number in [*self.contents]:
             self.forget(number)
-        self._opening.clear()
         self._loads.clear()
 
     def install(
@@ -327,7 +245,9 @@ class Catalog:
         self.contents[number] = contents
         self._by_name[spec.name] = number
         self._count(spec, owners, 1)
-        core.add_table(ServedTable(number, spec.name, spec.mode, spec.kind == "dense", owners))
+        is_dense = spec.kind == "dense"
+        table = ServedTable(number, spec.name, spec.mode, is_dense, owners, spec.to_json())
+        core.add_table(table)
         if contents.shard is not None:
             self.add_unit(number, 0)
         for part in contents.parts:
