@@ -30,7 +30,8 @@ OF_REQUESTS = {
     "moving": (FrameKind.MOVE,),
     "snapshot": (FrameKind.SNAPSHOT,),
     "saving": (FrameKind.SAVE,),
-    "recovering": (FrameKind.RECOVER, FrameKind.RESTORE, FrameKind.VIEW),
+    "recovering": (FrameKind.RECOVER, FrameKind.RESTORE, FrameKind.ORDER),
+    "opening": (FrameKind.ASK, FrameKind.ORDER, FrameKind.ANSWER),
 }
 
 
