@@ -15,6 +15,7 @@ from typing import Final
 from ringcomm.system_text import read_text
 
 _FOLDER: Final = "/dev/shm/"
+_MAPS: Final = "/proc/self/maps"
 _SEGMENT: Final = re.compile(r"/(?:sm|vader)_segment\.[^/]*$")
 # Of a line of /proc/PID/maps, for memory that is shared: inode and path.
 _SHARED: Final = re.compile(r"^\S+ \S\S\Ss \S+ \S+ (\d+) +(/.*)$", re.MULTILINE)
@@ -29,7 +30,11 @@ def why_segments_untrusted(local_rank: int | None = None) -> str:
     Args:
         local_rank: the rank among those of its host, if MPI has made a file for it; else None.
     """
-    found = {match.groups() for match in _SHARED.finditer(read_text("/proc/self/maps"))}
+    try:
+        maps = read_text(_MAPS)
+    except OSError:  # a sandbox hides /proc, which no other user can do
+        return ""
+    found = {match.groups() for match in _SHARED.finditer(maps)}
     segments = {path for _, path in found if _SEGMENT.search(path)}
     for inode, path in sorted(found):
         if text := _distrust(path, inode, is_segment=path in segments):

@@ -10,6 +10,7 @@ from other_users import OTHER, give_to_another, shared_folder, write_as_another
 
 from ringcomm.errors import ConfigError
 from ringcomm.launched import mpi_defaults
+from ringcomm.transport import mpi_segments
 from ringcomm.transport.mpi_segments import why_segments_untrusted
 from ringcomm.transport.start_mpi import refuse_memory_of_others
 
@@ -116,3 +117,8 @@ def test_a_rank_must_have_such_memory_if_it_has_no_other_way(environ, shares, fo
     environ = dict(environ)
     added = mpi_defaults.set_mpi_defaults(environ, lambda _: shares)
     assert mpi_defaults.rank_with_segment(added, environ) == found
+
+
+def test_a_sandbox_that_hides_proc_stops_no_job(monkeypatch, tmp_path):
+    monkeypatch.setattr(mpi_segments, "_MAPS", str(tmp_path / "none"))
+    assert why_segments_untrusted(0) == ""
