@@ -60,10 +60,17 @@ inline std::uint32_t round_bfloat16(float value) {
 struct Pair {
   using Word = std::uint32_t;
   using Part = float;
+#ifdef __clang__  // each compiler vectorises loops with its own form alone: the other's take 9 times as long
+  using Noted = std::uint32_t;
+  static Noted note_nan(Noted noted, Part a, Part b) {
+    return noted | static_cast<std::uint32_t>(__builtin_isunordered(a, b));
+  }
+#else
   using Noted = float;
   static Noted note_nan(Noted noted, Part a, Part b) {
     return __builtin_isunordered(a, b) ? 1.0f : noted;
   }
+#endif
   static bool is_any(Noted noted) { return noted != 0; }
   // Words may lie at any address: an element's alignment is less than theirs.
   static Word load(const void* base, std::size_t i) {
