@@ -32,8 +32,13 @@ nb::object attribute(PyObject* x, PyObject* which) {
   return nb::steal(found);
 }
 
+// PyObject_CallMethodNoArgs, which the stable ABI of Python 3.12 lacks.
+PyObject* try_call(PyObject* x, PyObject* method) {
+  return PyObject_VectorcallMethod(method, &x, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+}
+
 nb::object call(PyObject* x, PyObject* method) {
-  PyObject* result = PyObject_CallMethodNoArgs(x, method);
+  PyObject* result = try_call(x, method);
   if (result == nullptr) nb::raise_python_error();
   return nb::steal(result);
 }
@@ -59,7 +64,7 @@ struct Names {
 
 // The address of the first element; 0 if a tensor is missing, empty or sparse.
 std::uintptr_t address_of(PyObject* x) {
-  PyObject* address = PyObject_CallMethodNoArgs(x, Names::get().data_ptr);
+  PyObject* address = try_call(x, Names::get().data_ptr);
   if (address == nullptr) {  // sparse tensors have none
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) nb::raise_python_error();
     PyErr_Clear();
