@@ -480,21 +480,48 @@ def test_commands_that_wait_hold_up_no_others():
     assert {each[1] for each in told(leader.due())} == {GO_ON}
 
 
-def test_a_loss_ends_all_commands_and_orders_of_before_are_void():
-    losses = [0]
+def test_orders_of_before_a_loss_are_void_and_commands_begin_again():
+    losses, refusing = [0], []
     leader = Agreement(Job(2), lambda: losses[0])
-    leader.ask(Asked(0), Stop(by_count=True))
-    first, second = leader.due()
-    member = OrdersTaken({COUNT: lambda _: 3}, lambda: losses[0])
-    assert member.take(first.number, COUNT, None) == (True, 3)
+    leader.ask(Asked(0), Refuse(0))
+    sent = leader.due()
+    member = OrdersTaken({REFUSE: refusing.append}, lambda: losses[0])
     losses[0] = 1
-    assert member.take(second.number, COUNT, None) == (False, None)
-    assert leader.due() == [Reply(Asked(0), is_late=True)]
-    leader.answered(Member(0), first.number, 3)
-    assert leader.due() == []
-    leader.ask(Asked(0), Stop(by_count=True))
+    assert member.take(sent[0].number, REFUSE, 0) == (False, None)
     again = leader.due()
-    assert member.take(again[0].number, COUNT, None) == (True, 3)
+    assert told(again) == told(sent)
+    leader.answered(Member(sent[0].dest), sent[0].number, None)
+    assert len(leader.again()) == len(again)
+    assert member.take(again[0].number, REFUSE, 0) == (True, None)
+    assert refusing == [0]
+    assert answer_all(leader, again) == [Reply(Asked(0))]
+
+
+def test_what_a_dead_rank_has_asked_for_begins_again_too():
+    losses, job = [0], Job(2)
+    leader = Agreement(job, lambda: losses[0])
+    leader.ask(Asked(0), GoOn(0))
+    leader.due()
+    job.left.add(0)
+    leader.lose(Member(0))
+    losses[0] = 1
+    assert {each[1] for each in told(leader.due())} == {GO_ON}
+
+
+@pytest.mark.parametrize(
+    "command", [Close(1), Open(1), MakeAll(), Replaced(4), Stop(by_count=True)]
+)
+def test_a_loss_drops_commands_about_tables_without_a_reply(command):
+    """Who has asked for one fails by itself; a reply could come before it hears of the loss."""
+    losses, job = [0], Job(2)
+    job.tables[1].is_open = False
+    leader = Agreement(job, lambda: losses[0])
+    leader.ask(Asked(0), command)
+    leader.due()
+    assert leader.is_running
+    losses[0] = 1
+    assert leader.due() == []
+    assert not leader.is_running
 
 
 def test_an_order_that_comes_again_is_answered_and_not_carried_out_again():
@@ -519,7 +546,7 @@ def test_who_goes_on_in_the_place_of_a_leader_sends_what_is_not_answered_in_orde
 
 def test_steps_that_the_leader_carries_out_itself_go_on_at_once():
     class Two:
-        key = "two"
+        key, is_about_tables = "two", False
 
         def script(self, job, requests):
             yield Do(["a"])

@@ -12,8 +12,9 @@ where those count. Commands run side by side; one that must not waits in Until.
 
 Both copies of a leader run the same scripts, for they hear the same in the same order. The one that
 goes on in the place of the other sends the orders again that are not answered: again(). If a server
-is lost of which there is no copy, all begin anew: commands end there, and their orders are void
-everywhere, for numbers of orders begin with the number of losses.
+is lost of which there is no copy, all begin anew. Orders of before are void everywhere, for their
+numbers begin with the number of losses; commands about tables are dropped, without a reply: who has
+asked for them fails by itself, as it hears of the loss. Other commands run again from the start.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class Command(Protocol):
     @property
     def key(self) -> Hashable: ...
 
+    @property
+    def is_about_tables(self) -> bool:
+        """True if it makes no sense any more once a server is lost."""
+
     def script(self, job: Any, requests: list[CoreRequest]) -> Script:
         """Return what is to be done.
 
@@ -121,12 +126,15 @@ class Agreement:
         """A rank asks for a command; due() follows, as after each event."""
         if not self._running:
             self._n_known = self._n_losses()
+        self._begin([request], command)
+
+    def _begin(self, asked: list[CoreRequest], command: Command) -> None:
         running = self._running.get(command.key)
         if running is None:
             requests: list[CoreRequest] = []
             script = command.script(self._job, requests)
             running = self._running[command.key] = _Running(command, script, requests)
-        running.requests.append(request)
+        running.requests += asked
 
     def answered(self, member: Member, number: int, answer: Any) -> None:
         for running in self._running.values():
@@ -147,7 +155,7 @@ class Agreement:
         """Return what follows from the last event."""
         if self._n_known != self._n_losses():
             self._n_known = self._n_losses()
-            return self._end_all()
+            self._begin_anew()
         actions: list[Action] = []
         while due := [(key, each) for key, each in self._running.items() if each.is_due]:
             for key, running in due:
@@ -165,11 +173,12 @@ class Agreement:
             Tell(*member, number, do, content) for number, member, do, content in sorted(orders)
         ]
 
-    def _end_all(self) -> list[Action]:
-        """End all commands: a server was lost, and members take no more orders of before."""
-        requests = self.requests()
-        self._running.clear()
-        return [Reply(each, is_late=True) for each in requests]
+    def _begin_anew(self) -> None:
+        """Take note that a server was lost: members take no more orders of before."""
+        before, self._running = self._running, {}
+        for running in before.values():
+            if not running.command.is_about_tables:
+                self._begin(running.requests, running.command)
 
     # --- what there is --------------------------------------------------------------------------
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from ringcomm.ps.control.agreement import (
     Answers,
@@ -94,6 +94,8 @@ class Stop:
 
     by_count: bool
 
+    is_about_tables: ClassVar[bool] = True  # ps.recover() forgets it
+
     @property
     def key(self) -> Hashable:
         return "stop"
@@ -123,6 +125,8 @@ class Replaced:
 
     number: int
 
+    is_about_tables: ClassVar[bool] = True
+
     @property
     def key(self) -> Hashable:
         return "replaced", self.number
@@ -145,6 +149,8 @@ class Refuse:
 
     rank: int
 
+    is_about_tables: ClassVar[bool] = False
+
     @property
     def key(self) -> Hashable:
         return "refuse", self.rank
@@ -163,6 +169,8 @@ class GoOn:
     """The program of a rank has caught that error, and trains."""
 
     rank: int
+
+    is_about_tables: ClassVar[bool] = False
 
     @property
     def key(self) -> Hashable:
@@ -191,6 +199,8 @@ class Open:
 
     number: int
 
+    is_about_tables: ClassVar[bool] = True
+
     @property
     def key(self) -> Hashable:
         return "open", self.number
@@ -215,6 +225,8 @@ class Open:
 @dataclass(frozen=True)
 class MakeAll:
     """All begin anew after the loss of a server; the leader has made its own part of all tables."""
+
+    is_about_tables: ClassVar[bool] = True
 
     @property
     def key(self) -> Hashable:
@@ -242,6 +254,8 @@ class Close:
     """
 
     table: int
+
+    is_about_tables: ClassVar[bool] = True
 
     @property
     def key(self) -> Hashable:
