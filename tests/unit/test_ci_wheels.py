@@ -1,9 +1,12 @@
 """ci/wheels names wheels as pip reads them, and builds again exactly what has changed."""
 
+import base64
+import hashlib
 import importlib.machinery
 import importlib.util
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,24 @@ def test_a_wheel_for_311_and_one_of_the_stable_abi_for_all_newer_versions():
     assert (OLD.tag, OLD.extension) == ("cp311-cp311", "cpython-311")
     assert (NEW.tag, NEW.extension) == ("cp312-abi3", "abi3")
     assert wheels.tag_of("aarch64") == "manylinux_2_28_aarch64"
+
+
+def test_the_platform_stands_in_the_name_in_wheel_and_in_record(tmp_path):
+    raw = tmp_path / "x-1-cp311-cp311-linux_x86_64.whl"
+    old = b"Root-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n\n"
+    with zipfile.ZipFile(raw, "w") as file:
+        file.writestr("x.py", "")
+        file.writestr("x-1.dist-info/WHEEL", old)
+        file.writestr("x-1.dist-info/RECORD", "x.py,sha256=a,0\nx-1.dist-info/WHEEL,sha256=b,9\n")
+    made = wheels.retagged(raw, "linux_x86_64", "manylinux_2_28_x86_64", tmp_path)
+    assert made.name == "x-1-cp311-cp311-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(made) as file:
+        text = file.read("x-1.dist-info/WHEEL")
+        first, second = file.read("x-1.dist-info/RECORD").decode().splitlines()
+    assert b"Tag: cp311-cp311-manylinux_2_28_x86_64\n" in text
+    digest = base64.urlsafe_b64encode(hashlib.sha256(text).digest()).decode().rstrip("=")
+    assert first == "x.py,sha256=a,0"
+    assert second == f"x-1.dist-info/WHEEL,sha256={digest},{len(text)}"
 
 
 def test_of_many_interpreters_one_makes_each_wheel(monkeypatch):
