@@ -252,7 +252,7 @@ run_build() {
 sources_id() {
   (
     cd "$ROOT"
-    find ringcomm csrc CMakeLists.txt pyproject.toml README.md LICENSE -type f \
+    find ringcomm csrc CMakeLists.txt pyproject.toml README.md LICENSE licenses ci/build_backend.py -type f \
       ! -name '*.pyc' ! -name '*.so' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
   ) | digest
 }
