@@ -630,8 +630,8 @@ print("ended with", *train(state))
     ],
 )
 def test_a_job_that_loses_a_rank_before_init_does_not_wait_for_it(end, code, options, tmp_path):
-    # Rank 0 is killed if it does not end within 3 s, which it may need to start beside others. If it
-    # has begun MPI when rank 1 ends, Open MPI ends the job itself.
+    # Rank 0 is killed if it does not end within 3 s, which it may need to start beside others. Open
+    # MPI itself ends the job if rank 0 has begun MPI when rank 1 ends.
     body = f"""
     import contextlib, pathlib
     if os.environ["RANK"] == "1":
