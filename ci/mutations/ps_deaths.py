@@ -141,6 +141,15 @@ PS_DEATHS = [
         _OF_COMMANDS,
     ),
     Mutation(
+        "ps-who-rests-hears-of-no-new-values",
+        "ps",
+        "ps/control/commands.py",
+        "_told({*job.workers} - {requests[0].source})",
+        "_told({*job.live_workers} - {requests[0].source})",
+        "a worker that has ended its loop evaluates with values of before ps.restore()",
+        _OF_COMMANDS,
+    ),
+    Mutation(
         "ps-a-table-goes-while-others-use-it",
         "ps",
         "ps/control/commands.py",

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_for_event_orders import hypothesis_settings
+from ps_core_steps import core_of, push
 from ps_simulation import Choices
 
 from ringcomm.ps.control.agreement import Agreement, Do, Member, Order, OrdersTaken, Until
@@ -24,7 +25,6 @@ from ringcomm.ps.control.commands import (
     REPLACED,
     STOPPING,
     Close,
-    GoOn,
     MakeAll,
     Open,
     Refuse,
@@ -33,6 +33,7 @@ from ringcomm.ps.control.commands import (
     command_of,
 )
 from ringcomm.ps.end_of_job import EndOfTraining
+from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Discard, Fail, Reply, Tell
 from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.update_modes import Mode
@@ -58,7 +59,8 @@ class Job:
     """What the leader knows: ranks 0 to n - 1 are workers; servers 0 and 1 have tables 1 and 2."""
 
     def __init__(self, n):
-        self.workers, self.left, self.is_quiet = {*range(n)}, set(), True
+        self.all_workers, self.left, self.is_quiet = {*range(n)}, set(), True
+        self.rested = set()
         self.evaluators, self.standing_by = {EVALUATOR}, {SPARE}
         self.other_servers = [1]
         self.server_numbers, self.taken = (0, 1), {SPARE: [SPARE, "worker", 7, 1]}
@@ -67,12 +69,16 @@ class Job:
         }
 
     @property
+    def workers(self):
+        return self.all_workers - self.left
+
+    @property
     def live_workers(self):
-        return self.workers - self.left
+        return self.workers - self.rested
 
     @property
     def ranks(self):
-        return self.live_workers | self.evaluators | self.standing_by
+        return self.workers | self.evaluators | self.standing_by
 
 
 class Leader:
@@ -375,7 +381,7 @@ def test_a_worker_that_comes_meanwhile_is_asked_too():
     job, leader = agreement(2)
     leader.ask(Asked(0), Stop(by_count=True))
     asked = leader.due()
-    job.workers.add(SPARE)
+    job.all_workers.add(SPARE)
     again = answer_all(leader, asked, 3)
     assert told(again) == [(SPARE, COUNT, None)]
     assert {content for _, _, content in told(answer_all(leader, again, 6))} == {7, 0}
@@ -399,6 +405,24 @@ def test_nobody_waits_for_who_is_gone_and_it_is_told_nothing():
     assert leader.due() == [Reply(Asked(0, 1))]
     leader.ask(Asked(0, 2), Refuse(0))
     assert told(leader.due()) == [(EVALUATOR, REFUSE, 0), (SPARE, REFUSE, 0)]
+
+
+def test_who_completes_no_more_steps_still_hears_of_new_values_and_is_not_asked_when_to_end():
+    """It may pull, and evaluate, after its loop."""
+    job, leader = agreement()
+    job.rested.add(2)
+    leader.ask(Asked(0, 1), Replaced(1))
+    assert [each.dest for each in leader.due()] == [1, 2]
+    leader.ask(Asked(0, 2), Stop(by_count=True))
+    assert [each[:2] for each in told(leader.due())] == [(0, COUNT), (1, COUNT)]
+
+
+def test_a_core_tells_workers_that_rest_and_none_that_have_left():
+    core = core_of(Mode("ssp", 1), (1, 2, 3))
+    core.handle(on.Left(2, still_asks=True), 0.0)
+    core.handle(on.Left(3), 0.0)
+    told_of = core.handle(on.Asked(push(1, 5), Replaced(5)), 0.0)
+    assert [(each.dest, each.do) for each in told_of] == [(2, REPLACED)]
 
 
 def test_requests_for_one_command_join_it_and_all_are_answered():
@@ -476,7 +500,7 @@ def test_a_command_that_cannot_be_is_refused():
 def test_commands_that_wait_hold_up_no_others():
     _, leader = agreement()
     leader.ask(Asked(0), Close(1))
-    leader.ask(Asked(2), GoOn(2))
+    leader.ask(Asked(2), Refuse(2, goes_on=True))
     assert {each[1] for each in told(leader.due())} == {GO_ON}
 
 
@@ -500,7 +524,7 @@ def test_orders_of_before_a_loss_are_void_and_commands_begin_again():
 def test_what_a_dead_rank_has_asked_for_begins_again_too():
     losses, job = [0], Job(2)
     leader = Agreement(job, lambda: losses[0])
-    leader.ask(Asked(0), GoOn(0))
+    leader.ask(Asked(0), Refuse(0, goes_on=True))
     leader.due()
     job.left.add(0)
     leader.lose(Member(0))

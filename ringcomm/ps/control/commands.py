@@ -5,7 +5,7 @@
 | Stop | the chief | all workers end after the same number of calls of should_stop(), or soon |
 | Replaced | the chief | all workers know that the values of tables were replaced |
 | Refuse | a rank that could not restore a checkpoint, or open a table | if it ends, all end |
-| GoOn | the same rank, once it has caught that error | the others survive its end again |
+| Refuse, goes_on | the same rank, which has caught that error | the others survive its end again |
 | Open | each rank that uses a table | all servers have the table; or none, if one cannot make it |
 | MakeAll | all who live, in ps.recover() | all servers have all tables, under new numbers |
 | Close | each rank that uses a table | the table is gone on all servers |
@@ -53,7 +53,13 @@ class Job(Protocol):
     """The job as the server that leads knows it."""
 
     @property
-    def live_workers(self) -> Collection[int]: ...
+    def workers(self) -> Collection[int]:
+        """Those that have not left, nor died."""
+
+    @property
+    def live_workers(self) -> Collection[int]:
+        """Those of them that may complete more steps."""
+
     @property
     def evaluators(self) -> Collection[int]: ...
     @property
@@ -132,7 +138,7 @@ class Replaced:
         return "replaced", self.number
 
     def script(self, job: Job, requests: list[CoreRequest]) -> Script:
-        yield Order(_told({*job.live_workers} - {requests[0].source}), REPLACED)
+        yield Order(_told({*job.workers} - {requests[0].source}), REPLACED)
 
     def awaited(self, job: Job) -> _Awaited:
         del job
@@ -145,40 +151,25 @@ class Refuse:
 
     Its end would be taken for a death: the others would train from the first values, or with
     another table, and their saves would remove the checkpoints.
+
+    Args:
+        rank: see above.
+        goes_on: its program has caught the error, and trains.
     """
 
     rank: int
+    goes_on: bool = False
 
     is_about_tables: ClassVar[bool] = False
 
     @property
     def key(self) -> Hashable:
-        return "refuse", self.rank
+        return "go on" if self.goes_on else "refuse", self.rank
 
     def script(self, job: Job, requests: list[CoreRequest]) -> Script:
         del requests
-        yield Order(_told({*job.ranks} - {self.rank}, self.rank), REFUSE)
-
-    def awaited(self, job: Job) -> _Awaited:
-        del job
-        return "an error", "", []
-
-
-@dataclass(frozen=True)
-class GoOn:
-    """The program of a rank has caught that error, and trains."""
-
-    rank: int
-
-    is_about_tables: ClassVar[bool] = False
-
-    @property
-    def key(self) -> Hashable:
-        return "go on", self.rank
-
-    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
-        del requests
-        yield Order(_told({*job.ranks} - {self.rank}, self.rank), GO_ON)
+        do = GO_ON if self.goes_on else REFUSE
+        yield Order(_told({*job.ranks} - {self.rank}, self.rank), do)
 
     def awaited(self, job: Job) -> _Awaited:
         del job
@@ -291,7 +282,7 @@ def command_of(content: Mapping[str, Any], request: CoreRequest) -> Command:
     if name == "refuse":
         return Refuse(request.source)
     if name == "go on":
-        return GoOn(request.source)
+        return Refuse(request.source, goes_on=True)
     if name == "close":
         return Close(content["table"])
     raise ValueError(f"there is no command {name!r}")

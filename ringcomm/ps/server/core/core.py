@@ -193,6 +193,10 @@ class Core:
 
     # --- commands, see ringcomm.ps.control.commands.Job -------------------------------------------
     @property
+    def workers(self) -> set[int]:
+        return {*self._members().workers} - self.left
+
+    @property
     def evaluators(self) -> set[int]:
         return {*self._members().evaluators} - self.left
 
