@@ -1,5 +1,8 @@
 """What one rank cannot set up, no rank uses: all of them go on to the next transport together."""
 
+import threading
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import simulated_gpu as sim
@@ -177,3 +180,30 @@ def test_what_ends_the_job_meanwhile_is_no_reason_for_another_transport(tmp_path
         assert isinstance(each, rc.PeerFailedError)
         assert "rank 1" in str(each)
         assert "KeyboardInterrupt" in str(each)
+
+
+def test_the_end_waits_for_a_team_that_is_about_to_be_closed(monkeypatch):
+    """Its thread may have begun a moment before: memory that it uses goes last."""
+    ended, may_end, enders = [], threading.Event(), []
+
+    def close(*, is_clean):
+        assert may_end.wait(60)
+        ended.append("team")
+
+    engine = SimpleNamespace(extensions=SimpleNamespace(drop=lambda _: None))
+    gpus = Gpus(engine, None)
+    gpus._teams[1] = SimpleNamespace(close=close)
+    gpus._memories[0] = SimpleNamespace(close=lambda **_: ended.append("memory"))
+    start = threading.Thread.start
+
+    def start_beside_the_end(thread):
+        start(thread)
+        enders.append(threading.Thread(target=gpus.close, kwargs={"is_clean": True}))
+        start(enders[0])
+        enders[0].join(0.2)  # if it did not wait, it would be over
+        may_end.set()
+
+    monkeypatch.setattr(threading.Thread, "start", start_beside_the_end)
+    gpus._close_team(1)
+    enders[0].join(60)
+    assert ended == ["team", "memory"]

@@ -99,12 +99,12 @@ class Gpus:
 
     def _close_team(self, group_id: int) -> None:
         """Close a team, whose streams are idle on all ranks, in a thread: CUDA may block it."""
-        with self._lock:
+        with self._lock:  # close() waits for each thread that has begun
             team = self._teams.pop(group_id, None)
-        if team is not None:
-            thread = threading.Thread(target=team.close, kwargs={"is_clean": True}, daemon=True)
-            thread.start()
-            self._closing = [*(each for each in self._closing if each.is_alive()), thread]
+            if team is not None:
+                thread = threading.Thread(target=team.close, kwargs={"is_clean": True}, daemon=True)
+                thread.start()
+                self._closing = [*(each for each in self._closing if each.is_alive()), thread]
 
     @property
     def provider(self) -> NcclBinding:
@@ -157,13 +157,15 @@ class Gpus:
 
     def close(self, *, is_clean: bool) -> None:
         """Free everything; `is_clean`: no rank of the job has an operation under way."""
-        for thread in self._closing if is_clean else ():
+        with self._lock:
+            closing, teams = self._closing, [*self._teams.values()]
+            self._teams.clear()
+        for thread in closing if is_clean else ():
             thread.join()
-        for team in self._teams.values():
+        for team in teams:
             team.close(is_clean=is_clean)
         for memory in self._memories.values():
             memory.close(is_clean=is_clean)
-        self._teams.clear()
         self._engine.extensions.drop(_GPUS)  # ends the reference cycle with the engine
 
 
