@@ -82,13 +82,7 @@ def test_a_version_in_a_second_place_is_refused(text):
 
 def test_this_tree_has_its_version_in_one_place_and_something_to_release():
     version = release.version_of(ROOT)
-    release.require_one_place(
-        version,
-        {
-            str(path): path.read_text()
-            for path in (ROOT / "README.md", ROOT / "pyproject.toml", ROOT / "CMakeLists.txt")
-        },
-    )
+    release.require_one_place(version, release.texts_of(ROOT))
     text = (ROOT / "CHANGELOG.md").read_text()
     assert f"\n{release.UNRELEASED}\n" in text
     assert all(
