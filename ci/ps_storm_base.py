@@ -30,7 +30,7 @@ OF_REQUESTS = {
     "moving": (FrameKind.MOVE,),
     "snapshot": (FrameKind.SNAPSHOT,),
     "saving": (FrameKind.SAVE,),
-    "recovering": (FrameKind.RECOVER, FrameKind.RESTORE, FrameKind.ORDER),
+    "recovering": (FrameKind.ASK, FrameKind.RESTORE, FrameKind.ORDER),
     "opening": (FrameKind.ASK, FrameKind.ORDER, FrameKind.ANSWER),
 }
 
@@ -137,6 +137,8 @@ def plan_deaths_of_servers(args):
         number = current.layout.number_of(current.engine.job_rank)
         at, (kinds, _, moment) = plans.get(number, (0, ("push", "", "")))
         is_counted = request.header.kind in OF_REQUESTS[kinds] and may_die(number)
+        if kinds == "recovering" and request.header.kind == FrameKind.ASK:
+            is_counted = is_counted and b'"recover' in request.meta + request.body.tobytes()
         if server.index == number:
             is_due = is_counted and next(counts) == at
         else:  # another server's, of which this process has a copy

@@ -24,7 +24,7 @@ from ps_simulation_with_copies import (
 
 from ringcomm.ps import optim
 from ringcomm.ps.protocol.frame_meta import COMMIT, PushMeta, packed_json
-from ringcomm.ps.protocol.frames import FrameKind, MeetingOption, Status
+from ringcomm.ps.protocol.frames import FrameKind, Status
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.snapshot_numbers_and_phases import (
     HOLD,
@@ -170,16 +170,13 @@ class RecoveringClient(Client):
         ):
             return False
         self.has_met = True
-        self.come(
-            MeetingOption.BEGIN,
-            {"tables": {"w": [self.table, self.net.spec.to_json()]}, "found": True},
-            self.reopened,
-        )
+        tables = {"w": [self.table, self.net.spec.to_json()]}
+        self.come(self.reopened, "recover", tables=tables, has_checkpoint=True)
         return True
 
-    def come(self, meeting, said, take):
-        meta = packed_json({"servers": self.layout.server_numbers, "said": said})
-        self.ask(self.layout.leader, FrameKind.RECOVER, meta, option=meeting, take=take)
+    def come(self, take, command, **more):
+        asked = {"command": command, "servers": self.layout.server_numbers, **more}
+        self.ask(self.layout.leader, FrameKind.ASK, packed_json(asked), take=take)
 
     def reopened(self, reply):
         answer = json.loads(reply.body.tobytes() or reply.meta)
@@ -193,7 +190,7 @@ class RecoveringClient(Client):
     def restore(self, rank):
         """Restore if this is the worker to do so, then meet the others; see ps.recover()."""
         if rank != self.rank:
-            self.come(MeetingOption.DONE, None, self.go_on)
+            self.come(self.go_on, "recovered", said=None)
             return
         self.n_moments += 1
         number = moment_number(self.rank, self.n_moments)
@@ -215,7 +212,7 @@ class RecoveringClient(Client):
 
         def meet():
             said = {"manifest": {"clock": self.net.checkpoint.step}}
-            self.come(MeetingOption.DONE, said, self.go_on)
+            self.come(self.go_on, "recovered", said=said)
 
         pause()
 

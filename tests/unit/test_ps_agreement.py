@@ -25,8 +25,8 @@ from ringcomm.ps.control.commands import (
     REPLACED,
     STOPPING,
     Close,
-    MakeAll,
     Open,
+    Recover,
     Refuse,
     Replaced,
     Stop,
@@ -34,7 +34,7 @@ from ringcomm.ps.control.commands import (
 )
 from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.actions import Discard, Fail, Reply, Tell
+from ringcomm.ps.server.core.actions import Discard, Fail, Perform, Reopen, Reply, Tell
 from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.update_modes import Mode
 
@@ -60,7 +60,7 @@ class Job:
 
     def __init__(self, n):
         self.all_workers, self.left, self.is_quiet = {*range(n)}, set(), True
-        self.rested = set()
+        self.rested, self.following, self.recovered = set(), set(), None
         self.evaluators, self.standing_by = {EVALUATOR}, {SPARE}
         self.other_servers = [1]
         self.server_numbers, self.taken = (0, 1), {SPARE: [SPARE, "worker", 7, 1]}
@@ -100,11 +100,20 @@ class Leader:
             self.agreement.lose(Member(*more))
         else:
             self.job.is_quiet = more[0]
-        actions = self.agreement.due()
+        return self.carried_out(self.agreement.due())
+
+    def carried_out(self, actions):
+        """Carry out the steps of the leader itself; return all other actions."""
+        others = []
         for each in actions:
-            if isinstance(each, Discard):
-                del self.job.tables[each.table]
-        return actions
+            if not isinstance(each, Perform):
+                others.append(each)
+                continue
+            for step in each.actions:
+                del self.job.tables[step.table]
+            self.agreement.performed(each.key, "")
+            others += self.carried_out(self.agreement.due())
+        return others
 
 
 class Rank:
@@ -242,8 +251,9 @@ class World:
         for each in self.heard:
             self.leader.hear(*each)
         self.send(self.leader.agreement.again())
-        for rank in self.ranks.values():  # see Client.take_over()
-            self.to_leader[rank.rank].extend(("ask", each) for each in rank.open.values())
+        for number, rank in self.ranks.items():  # see Client.take_over()
+            if number not in self.dead:
+                self.to_leader[number].extend(("ask", each) for each in rank.open.values())
 
     def run(self, act, *, lives=None):
         """Let all go on in any order; rank `lives` does not die."""
@@ -435,9 +445,13 @@ def test_requests_for_one_command_join_it_and_all_are_answered():
     leader.ask(Asked(1), Close(1))
     assert leader.due() == []
     job.is_quiet = True
-    dropped = leader.due()
-    assert dropped == [Discard(1), Tell(1, True, 1, DROP, 1)]
+    (step,) = leader.due()
+    assert step.actions == [Discard(1)]
     del job.tables[1]
+    assert leader.due() == []
+    leader.performed(step.key, "")
+    dropped = leader.due()
+    assert dropped == [Tell(1, True, 1, DROP, 1)]
     assert leader.missing(0) == [(CLOSING, "", [])]
     assert answer_all(leader, dropped) == [Reply(Asked(0)), Reply(Asked(1))]
 
@@ -464,10 +478,12 @@ def test_a_table_that_one_server_cannot_make_goes_everywhere_and_all_who_asked_h
     leader.ask(Asked(0), Open(1))
     makes = leader.due()
     leader.ask(Asked(1), Open(1))
-    dropped = answer_all(leader, makes, "MemoryError: no room")
-    assert dropped[0] == Discard(1)
-    assert told(dropped) == [(1, DROP, 1)]
+    (step,) = answer_all(leader, makes, "MemoryError: no room")
+    assert step.actions == [Discard(1)]
     del job.tables[1]
+    leader.performed(step.key, "")
+    dropped = leader.due()
+    assert told(dropped) == [(1, DROP, 1)]
     why = "table[t1]: cannot be made: server 1: MemoryError: no room"
     assert answer_all(leader, dropped) == [Fail(Asked(0), why), Fail(Asked(1), why)]
 
@@ -477,7 +493,10 @@ def test_all_begin_anew_with_all_tables_or_hear_why_not(why):
     job, leader = agreement()
     job.tables[2].is_open = False  # nobody has it for sure
     for rank in range(3):
-        leader.ask(Asked(rank), MakeAll())
+        leader.ask(Asked(rank), Recover((0, 1), {"t1": rank}, has_checkpoint=True))
+    (step,) = leader.due()
+    assert step.actions == [Reopen({rank: {"t1": rank} for rank in range(3)})]
+    leader.performed(step.key, "")
     (make,) = makes = leader.due()
     taken, (table,) = make.content
     assert (make.dest, make.do, taken, table["number"]) == (1, MAKE_ALL, job.taken, 1)
@@ -532,9 +551,7 @@ def test_what_a_dead_rank_has_asked_for_begins_again_too():
     assert {each[1] for each in told(leader.due())} == {GO_ON}
 
 
-@pytest.mark.parametrize(
-    "command", [Close(1), Open(1), MakeAll(), Replaced(4), Stop(by_count=True)]
-)
+@pytest.mark.parametrize("command", [Close(1), Open(1), Replaced(4), Stop(by_count=True)])
 def test_a_loss_drops_commands_about_tables_without_a_reply(command):
     """Who has asked for one fails by itself; a reply could come before it hears of the loss."""
     losses, job = [0], Job(2)
@@ -568,25 +585,28 @@ def test_who_goes_on_in_the_place_of_a_leader_sends_what_is_not_answered_in_orde
     assert leader.state() == (len(sent), [])
 
 
-def test_steps_that_the_leader_carries_out_itself_go_on_at_once():
+def test_a_command_goes_on_once_the_leader_has_carried_out_its_own_step():
     class Two:
         key, is_about_tables = "two", False
 
-        def script(self, job, requests):
-            yield Do(["a"])
+        def script(self, job, asked):
+            found = [(yield Do(["a"]))]
             yield Until(lambda: job.is_quiet)
-            yield Do(["b"])
-            answers = yield Order({Member(1): None}, "c")
-            return len(answers)
+            found.append((yield Do(["b"])))
+            found.append(len((yield Order({Member(1): None}, "c"))))
+            return found
 
-        def awaited(self, job):
+        def awaited(self, job, asked):
             return STOPPING, "", []
 
     job, leader = agreement()
     job.is_quiet = False
     leader.ask(Asked(0), Two())
-    assert leader.due() == ["a"]
+    assert leader.due() == [Perform("two", ["a"])]
+    assert leader.due() == []
+    leader.performed("two", "")
+    assert leader.due() == []
     job.is_quiet = True
-    b, tell = leader.due()
-    assert b == "b"
-    assert answer_all(leader, [tell]) == [Reply(Asked(0), content=1)]
+    assert leader.due() == [Perform("two", ["b"])]
+    leader.performed("two", "no room")
+    assert answer_all(leader, leader.due()) == [Reply(Asked(0), content=["", "no room", 1])]

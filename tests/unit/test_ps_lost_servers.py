@@ -7,8 +7,9 @@ import numpy as np
 import ps_training_of_two_tables
 import pytest
 from harness import DEADLINE_S
-from ps_core_steps import core_of, names, push
+from ps_core_steps import core_of, push
 from ps_ranks_as_threads import Boom, Killed, ended, kill_server, run_all
+from ps_simulation import Members
 from ps_training_of_two_tables import KEYS
 
 import ringcomm as rc
@@ -19,9 +20,14 @@ from ringcomm.ps.checkpoint import files, recover
 from ringcomm.ps.checkpoint.client import restore_tables
 from ringcomm.ps.checkpoint.save_schedule import Periodic
 from ringcomm.ps.client.rows.rows_ahead import Prefetched
+from ringcomm.ps.control.agreement import Member
+from ringcomm.ps.control.commands import MAKE_ALL, Follow, GoOn, Recover
 from ringcomm.ps.job import session
-from ringcomm.ps.protocol.frames import FrameKind, MeetingOption
+from ringcomm.ps.protocol.frames import RECOVERING, FrameKind
 from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.core.actions import Reopen
+from ringcomm.ps.server.core.core import Core
+from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.update_modes import Mode
 
@@ -367,43 +373,100 @@ def test_workers_end_training_at_one_step_after_a_recovery(tmp_path):
 
 
 # --- the core, step by step ---------------------------------------------------------------------
-def meet(core, rank, meeting, servers=(0, 1), said=None):
-    request = push(rank, 1)
-    event = on.Met(request, meeting, servers, said)
-    return core.handle(event, 0.0)
+MINE = {"w": [1, {}]}
+
+
+def come(core, rank, *, servers=(0, 1), has_checkpoint=True):
+    return core.handle(on.Asked(push(rank, 1), Recover(servers, MINE, has_checkpoint)), 0.0)
+
+
+def go_on(core, rank, said=None):
+    return core.handle(on.Asked(push(rank, 1), GoOn((0, 1), said)), 0.0)
 
 
 def test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers():
     core = core_of(Mode("sync"))
-    mine = {"tables": ["w"], "found": True}
-    assert meet(core, 1, MeetingOption.BEGIN, said=mine) == []
-    assert (
-        meet(core, 2, MeetingOption.BEGIN, servers=(0, 1, 2), said=mine) == []
-    )  # about to hear of it
-    assert meet(core, 9, MeetingOption.FOLLOW, said=["w"]) == []
-    (reopen,) = meet(core, 2, MeetingOption.BEGIN, said=mine)
-    assert [each.source for each in reopen.requests] == [1, 2]
-    assert reopen.contents == [["w"], ["w"]]
+    assert come(core, 1) == []
+    assert come(core, 2, servers=(0, 1, 2)) == []  # about to hear of it
+    assert core.agreement.missing(1) == [(RECOVERING, "", [2])]
+    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",))), 0.0) == []
+    (step,) = come(core, 2)
+    assert step.actions == [Reopen({1: MINE, 2: MINE})]
     core.restart()
     assert core.tables == {}
-    assert meet(core, 2, MeetingOption.DONE) == []
-    assert names(core.handle(on.Died(1), 0.0)) == ["Reply"]  # the chief: its heir restores
-    reply, describe = meet(core, 2, MeetingOption.DONE, said={"manifest": {}})
-    assert reply.content == {"said": {"manifest": {}}, "restores": 2}
-    assert (describe.request.source, describe.said) == (9, {"manifest": {}})
+    (make,) = core.handle(on.Performed(step.key, ""), 0.0)
+    assert (make.dest, make.do, make.content) == (1, MAKE_ALL, [{}, []])
+    replies = core.handle(on.Answered(Member(1, is_server=True), make.number, ""), 0.0)
+    assert [each.request.source for each in replies] == [1, 2, 2]
+    assert {str(each.content) for each in replies} == {"{'servers': (0, 1), 'tables': []}"}
+    assert go_on(core, 2) == []
+    (reply,) = core.handle(on.Died(1), 0.0)  # the chief: its heir restores
+    assert reply.content == {"said": None, "restores": 2}
+    said = {"manifest": {}}
+    follows, reply = sorted(go_on(core, 2, said), key=lambda each: -each.request.source)
+    assert reply.content == {"said": said, "restores": 2}
+    assert (follows.request.source, follows.content["said"]) == (9, said)
+
+
+def test_a_server_that_cannot_make_its_part_of_all_tables_lets_the_recovery_fail():
+    core = core_of(Mode("sync"), (1,))
+    (step,) = come(core, 1)
+    (fail,) = core.handle(on.Performed(step.key, "server 0: no room"), 0.0)
+    assert fail.why == "ps.recover: tables cannot be made anew: server 0: no room"
+    assert not core.agreement.is_running
+
+
+def test_a_death_within_a_recovery_lets_all_come_again():
+    members = [Members((1, 2), (9,), (0, 1), 0)]
+    core = Core(0, lambda: members[0])
+    come(core, 1)
+    (step,) = come(core, 2)
+    core.restart()
+    core.handle(on.Performed(step.key, ""), 0.0)
+    members[0] = members[0]._replace(server_numbers=(0,), n_losses=1)
+    assert core.handle(on.Died(7), 0.0) == []
+    assert come(core, 1, servers=(0,)) == []
+    (step,) = come(core, 2, servers=(0,))
+    core.restart()
+    replies = core.handle(on.Performed(step.key, ""), 0.0)  # there is no other server to tell
+    assert {each.content["servers"] for each in replies} == {(0,)}
 
 
 def test_who_follows_hears_that_no_worker_is_left():
     core = core_of(Mode("sync"))
-    assert meet(core, 9, MeetingOption.FOLLOW, said=["w"]) == []
+    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",))), 0.0) == []
     assert core.handle(on.Left(1), 0.0) == []
-    (late,) = core.handle(on.Left(2), 0.0)
-    assert late.is_late
+    (reply,) = core.handle(on.Left(2), 0.0)
+    assert reply.content == {"tables": None}
+
+
+def test_who_follows_waits_for_a_recovery_that_has_begun_and_its_tables_stay():
+    core = core_of(Mode("sync"), (1,))
+    go_on(core, 1, {"manifest": {"step": 1}})
+    (step,) = come(core, 1)
+    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",))), 0.0) == []
+    core.restart()
+    for number, name in ((2, "w"), (3, "other")):
+        core.add_table(ServedTable(number, name, Mode("sync"), True, [0]))
+    (make,) = core.handle(on.Performed(step.key, ""), 0.0)
+    core.handle(on.Answered(Member(1, is_server=True), make.number, ""), 0.0)
+    go_on(core, 1, {"manifest": {"step": 2}})
+    assert core.tables[2].openers == {9}
+    assert core.tables[3].openers == set()
+
+
+def test_a_recovery_without_a_worker_is_over():
+    core = core_of(Mode("sync"))
+    come(core, 1)
+    go_on(core, 2)
+    core.handle(on.Died(1), 0.0)
+    assert core.handle(on.Died(2), 0.0) == []
+    assert not core.agreement.is_running
 
 
 def test_without_a_checkpoint_nothing_is_opened_anew():
     core = core_of(Mode("sync"), (1,))
-    (reply,) = meet(core, 1, MeetingOption.BEGIN, said={"tables": ["w"], "found": False})
+    (reply,) = come(core, 1, has_checkpoint=False)
     assert reply.content == {"tables": None}
     assert core.tables.keys() == {1}
 

@@ -1,10 +1,12 @@
 """ps.recover(): after the death of a server, all go back to the newest checkpoint, and go on.
 
-    workers -> leader     BEGIN: all who live have come
-    leader -> servers     all tables are opened anew, under new numbers, on the servers that live:
-                          a spare in the place of each that was lost, if there are enough of them
+    workers -> leader     Recover: once all have come who live, all tables are opened anew, under
+                          new numbers, on the servers that live: a spare in the place of each that
+                          was lost, if there are enough of them
     chief -> servers      restore; if it has left or dies, the lowest worker that has come does so
-    workers -> leader     DONE: all go on
+    workers -> leader     GoOn: all have come again
+
+See ringcomm.ps.control.commands.
 
 What is under way for the old numbers is refused. If another server dies meanwhile, all begin again.
 """
@@ -22,7 +24,7 @@ from ringcomm.ps.checkpoint.arguments import folder_of
 from ringcomm.ps.checkpoint.client import limit_of, restore_tables
 from ringcomm.ps.client.json_requests import json_of
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.protocol.frames import FrameKind, MeetingOption, Status
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.session import Session, is_chief, session
 
@@ -95,10 +97,10 @@ def follow(current: Session) -> dict[str, Any] | None:
     """
     while True:
         try:
-            answer = _meet(current, MeetingOption.FOLLOW, [*current.tables], float("inf"))
+            answer = _ask(current, float("inf"), "follow", tables=[*current.tables])
         except ServerLostError:
             continue  # another one
-        if answer is None:
+        if answer["tables"] is None:
             return None
         _reopen(current, answer["tables"])
         manifest: dict[str, Any] = answer["said"]["manifest"]
@@ -119,9 +121,9 @@ def _recover(current: Session, root: Path, limit_s: float) -> Recovered:
     before, client = current.clock, current.client
     client.wait_until(lambda: not _has_ticks(current), _LABEL, lambda: client.servers)
     tables = {name: table.described() for name, table in current.tables.items()}
-    said = {"tables": tables, "found": bool(files.complete(root))}
-    answer = _meet(current, MeetingOption.BEGIN, said, limit_s)
-    if answer is None or answer["tables"] is None:
+    found = bool(files.complete(root))
+    answer = _ask(current, limit_s, "recover", tables=tables, has_checkpoint=found)
+    if answer["tables"] is None:
         raise FileNotFoundError(f"{_LABEL}: no complete checkpoint in {root}")
     _reopen(current, answer["tables"])
     manifest = _restored(current, root, limit_s)
@@ -148,28 +150,20 @@ def _has_ticks(current: Session) -> bool:
         return any(request.kind == FrameKind.TICK for request in client.requests.values())
 
 
-def _meet(
-    current: Session, meeting: MeetingOption, said: Any, limit_s: float
-) -> dict[str, Any] | None:
-    """Take part in a meeting, and return the leader's answer; None: no worker is left."""
+def _ask(current: Session, limit_s: float, command: str, **more: Any) -> dict[str, Any]:
+    """Ask for a command, and return the leader's answer."""
     client, layout = current.client, current.layout
 
-    def take(reply: Any) -> dict[str, Any] | None:
-        if reply.header.status == Status.LATE:
-            return None
+    def take(reply: Any) -> dict[str, Any]:
         answer: dict[str, Any] = json_of(reply)
         if answer.get("tables") is not None:  # deaths of which the leader has heard before
             layout.know(answer["servers"])
             client.loss = None
         return answer
 
-    body = as_body({"servers": client.servers, "said": said})
-    request = Request(FrameKind.RECOVER, server=client.leader, option=meeting, body=body)
-    found: list[Any] = []
-    request.on_reply = lambda reply: found.append(take(reply))
-    client.call(_LABEL, [request], lambda: None).wait(limit_s)
-    answer: dict[str, Any] | None = found[0]
-    return answer
+    body = as_body({"command": command, "servers": client.servers, **more})
+    request = Request(FrameKind.ASK, server=client.leader, body=body)
+    return client.call_one(_LABEL, request, take).wait(limit_s)
 
 
 def _reopen(current: Session, tables: list[dict[str, Any]]) -> None:
@@ -207,10 +201,9 @@ def _restored(current: Session, root: Path, limit_s: float) -> dict[str, Any]:
             except Exception as error:  # noqa: BLE001 - the others get it, too
                 problem = error
                 said = {"problem": f"{type(error).__name__}: {error}"}
-        answer = _meet(current, MeetingOption.DONE, said, limit_s)
+        answer = _ask(current, limit_s, "recovered", said=said)
         if problem is not None:
             raise problem
-        assert answer is not None  # this worker has met
         if answer["said"] is None:
             restores = answer["restores"]
             continue

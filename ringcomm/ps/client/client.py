@@ -52,7 +52,7 @@ LISTEN_S: Final = 0.05  # between looks of a rank that only reads
 _NEWS: Final = frozenset((FrameKind.LEAVE, FrameKind.TICK, FrameKind.STATS, FrameKind.MISSING))
 _GO_ON: Final = frozenset((*_NEWS, FrameKind.SAVE))  # at servers that live, if another dies
 _ALLOWED: Final = frozenset(  # before ps.recover()
-    (*_NEWS, FrameKind.SNAPSHOT, FrameKind.RECOVER, FrameKind.ASK)
+    (*_NEWS, FrameKind.SNAPSHOT, FrameKind.ASK)
 )
 
 

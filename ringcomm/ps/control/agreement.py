@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from ringcomm.ps.server.core.actions import Action, CoreRequest, Fail, Reply, Tell
+from ringcomm.ps.server.core.actions import Action, CoreRequest, Fail, Perform, Reply, Tell
 
 _NUMBERS: Final = 32  # bits of a number of an order, below the number of losses
 _KEPT: Final = 64  # answers of a member, for orders that come again; a leader awaits fewer
@@ -55,13 +55,13 @@ class Until(NamedTuple):
 
 
 class Do(NamedTuple):
-    """A step of a command that the leader itself carries out at once."""
+    """A step of a command that the leader itself carries out; it gives why not, or ""."""
 
     actions: list[Action]
 
 
 Answers: TypeAlias = dict[Member, Any]
-Script: TypeAlias = Generator[Order | Until | Do, Answers, Any]
+Script: TypeAlias = Generator[Order | Until | Do, Any, Any]
 
 
 class Command(Protocol):
@@ -74,36 +74,46 @@ class Command(Protocol):
     def is_about_tables(self) -> bool:
         """True if it makes no sense any more once a server is lost."""
 
-    def script(self, job: Any, requests: list[CoreRequest]) -> Script:
+    def script(self, job: Any, asked: list[Asked]) -> Script:
         """Return what is to be done.
 
         It returns what the requests are replied with, and raises RefusedError if they are refused.
 
         Args:
             job: who lives, and what there is.
-            requests: for the command; more may come while it runs.
+            asked: the requests for the command; more may come while it runs.
         """
 
-    def awaited(self, job: Any) -> tuple[str, str, list[int]]:
+    def awaited(self, job: Any, asked: list[Asked]) -> tuple[str, str, list[int]]:
         """Return for what it waits in Until: what, of which table, and which workers."""
 
 
+class Asked(NamedTuple):
+    """A rank asks for a command; for the leader."""
+
+    request: CoreRequest
+    command: Command
+
+
 class RefusedError(Exception):
-    """A command cannot be carried out; nothing has changed."""
+    """A command cannot be carried out."""
 
 
 @dataclass
 class _Running:
     command: Command
     script: Script
-    requests: list[CoreRequest]
+    asked: list[Asked]
     until: Callable[[], bool] | None = None
+    performs: bool = False  # the leader does something itself
     orders: dict[Member, tuple[int, str, Any]] = field(default_factory=dict)  # not answered
-    answers: Answers | None = None  # None: nobody was told anything
+    answers: Answers = field(default_factory=dict)
+    given: Any = None  # to the script, with which it goes on
 
     @property
     def is_due(self) -> bool:
-        return not self.orders and (self.until is None or self.until())
+        is_over = not self.orders and not self.performs
+        return is_over and (self.until is None or self.until())
 
 
 class Agreement:
@@ -126,29 +136,34 @@ class Agreement:
         """A rank asks for a command; due() follows, as after each event."""
         if not self._running:
             self._n_known = self._n_losses()
-        self._begin([request], command)
+        self._begin([Asked(request, command)], command)
 
-    def _begin(self, asked: list[CoreRequest], command: Command) -> None:
+    def _begin(self, asked: list[Asked], command: Command) -> None:
         running = self._running.get(command.key)
         if running is None:
-            requests: list[CoreRequest] = []
-            script = command.script(self._job, requests)
-            running = self._running[command.key] = _Running(command, script, requests)
-        running.requests += asked
+            all_asked: list[Asked] = []
+            script = command.script(self._job, all_asked)
+            running = self._running[command.key] = _Running(command, script, all_asked)
+        running.asked += asked
 
     def answered(self, member: Member, number: int, answer: Any) -> None:
         for running in self._running.values():
             if running.orders.get(member, (0,))[0] == number:
                 del running.orders[member]
-                running.answers = {**(running.answers or {}), member: answer}
+                running.answers[member] = answer
+
+    def performed(self, key: Hashable, why_not: str) -> None:
+        """The leader has done its own step of a command."""
+        running = self._running[key]
+        running.performs, running.given = False, why_not
 
     def lose(self, member: Member) -> None:
         """Wait no more for a member, which has left, or died."""
         self._gone.add(member)
         for running in self._running.values():
             running.orders.pop(member, None)
-            running.requests[:] = [
-                each for each in running.requests if member != Member(each.source)
+            running.asked[:] = [
+                each for each in running.asked if member != Member(each.request.source)
             ]
 
     def due(self) -> list[Action]:
@@ -178,7 +193,7 @@ class Agreement:
         before, self._running = self._running, {}
         for running in before.values():
             if not running.command.is_about_tables:
-                self._begin(running.requests, running.command)
+                self._begin(running.asked, running.command)
 
     # --- what there is --------------------------------------------------------------------------
     @property
@@ -189,19 +204,21 @@ class Agreement:
     def awaits_answers(self) -> bool:
         return any(running.orders for running in self._running.values())
 
-    def requests(self) -> list[CoreRequest]:
-        return [each for running in self._running.values() for each in running.requests]
+    def asked(self, kind: type | None = None) -> list[Asked]:
+        """Return the requests that wait, of one kind of command if given."""
+        return [
+            each for running in self._running.values() for each in running.asked
+            if kind is None or isinstance(each.command, kind)
+        ]  # fmt: skip
 
     def missing(self, rank: int) -> list[tuple[str, str, list[int]]]:
         """Return for what commands wait that concern a rank; see WorkerProgress.missing()."""
         found = []
         for running in self._running.values():
-            told = {Member(each.source) for each in running.requests} | (
-                running.answers or {}
-            ).keys()
-            if Member(rank) not in told:
+            told = {Member(each.request.source) for each in running.asked}
+            if Member(rank) not in told | running.answers.keys():
                 continue
-            what, table, ranks = running.command.awaited(self._job)
+            what, table, ranks = running.command.awaited(self._job, running.asked)
             if running.orders:
                 ranks = sorted(each.number for each in running.orders if not each.is_server)
             found.append((what, table, ranks))
@@ -216,17 +233,18 @@ class Agreement:
 
     # --- a command ------------------------------------------------------------------------------
     def _advance(self, key: Hashable, running: _Running) -> list[Action]:
-        answers, running.until = running.answers, None
+        given, running.given, running.until = running.given, None, None
         try:
-            step = running.script.send(answers)  # type: ignore[arg-type]
+            step = running.script.send(given)
         except StopIteration as end:
             del self._running[key]
-            return [Reply(each, content=end.value) for each in running.requests]
+            return [Reply(each.request, content=end.value) for each in running.asked]
         except RefusedError as error:
             del self._running[key]
-            return [Fail(each, str(error)) for each in running.requests]
+            return [Fail(each.request, str(error)) for each in running.asked]
         if isinstance(step, Do):
-            return step.actions
+            running.performs = True
+            return [Perform(key, step.actions)]
         if isinstance(step, Until):
             running.until = step.is_so
             return []
@@ -234,7 +252,7 @@ class Agreement:
 
     def _send(self, running: _Running, order: Order) -> list[Action]:
         tell: list[Action] = []
-        running.answers = {}
+        running.answers = running.given = {}
         for member, content in order.to.items():
             if member in self._gone:
                 continue

@@ -7,18 +7,21 @@
 | Refuse | a rank that could not restore a checkpoint, or open a table | if it ends, all end |
 | Refuse, goes_on | the same rank, which has caught that error | the others survive its end again |
 | Open | each rank that uses a table | all servers have the table; or none, if one cannot make it |
-| MakeAll | all who live, in ps.recover() | all servers have all tables, under new numbers |
+| Recover | all workers, after a loss | all servers begin anew, with tables under new numbers |
+| GoOn | all workers, after that | all know that one of them has restored a checkpoint |
+| Follow | an evaluator, or a rank that stands by | it goes on with the workers |
 | Close | each rank that uses a table | the table is gone on all servers |
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from ringcomm.ps.control.agreement import (
     Answers,
+    Asked,
     Command,
     Do,
     Member,
@@ -29,7 +32,7 @@ from ringcomm.ps.control.agreement import (
 )
 from ringcomm.ps.placement.replacement_workers import Newcomer
 from ringcomm.ps.protocol.frames import RECOVERING
-from ringcomm.ps.server.core.actions import CoreRequest, Discard
+from ringcomm.ps.server.core.actions import CoreRequest, Discard, Reopen
 from ringcomm.ps.server.core.core_table import ServedTable
 
 # What ranks do, see ringcomm.ps.session.
@@ -47,6 +50,13 @@ DROP: Final = "drop"
 CLOSING: Final = "closing"
 STOPPING: Final = "ps.stop()"
 _Awaited = tuple[str, str, list[int]]
+
+
+class Recovered(NamedTuple):
+    """The last recovery: with these servers, and what the worker said that has restored."""
+
+    servers: tuple[int, ...]
+    said: Mapping[str, Any]
 
 
 class Job(Protocol):
@@ -81,8 +91,14 @@ class Job(Protocol):
         """Who has the place of a rank that died, by rank."""
 
     @property
+    def following(self) -> Collection[int]:
+        """Ranks that have asked for Follow."""
+
+    @property
     def is_quiet(self) -> bool:
         """True if nothing moves, and nobody has a pause."""
+
+    recovered: Recovered | None
 
 
 def _told(ranks: Collection[int], content: Any = None) -> dict[Member, Any]:
@@ -106,8 +122,8 @@ class Stop:
     def key(self) -> Hashable:
         return "stop"
 
-    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
-        del requests
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        del asked
         counts: dict[Member, int] = {}
         while self.by_count and (new := {*_told(job.live_workers)} - counts.keys()):
             answers = yield Order(dict.fromkeys(sorted(new)), COUNT)
@@ -116,8 +132,8 @@ class Stop:
         workers = {*job.live_workers, *job.standing_by}
         yield Order({**_told(workers, last), **_told(job.evaluators, 0)}, END)
 
-    def awaited(self, job: Job) -> _Awaited:
-        del job
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del job, asked
         return STOPPING, "", []
 
 
@@ -137,11 +153,11 @@ class Replaced:
     def key(self) -> Hashable:
         return "replaced", self.number
 
-    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
-        yield Order(_told({*job.workers} - {requests[0].source}), REPLACED)
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        yield Order(_told({*job.workers} - {asked[0].request.source}), REPLACED)
 
-    def awaited(self, job: Job) -> _Awaited:
-        del job
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del job, asked
         return "ps.restore()", "", []
 
 
@@ -166,13 +182,13 @@ class Refuse:
     def key(self) -> Hashable:
         return "go on" if self.goes_on else "refuse", self.rank
 
-    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
-        del requests
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        del asked
         do = GO_ON if self.goes_on else REFUSE
         yield Order(_told({*job.ranks} - {self.rank}, self.rank), do)
 
-    def awaited(self, job: Job) -> _Awaited:
-        del job
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del job, asked
         return "an error", "", []
 
 
@@ -196,8 +212,8 @@ class Open:
     def key(self) -> Hashable:
         return "open", self.number
 
-    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
-        del requests
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        del asked
         table = job.tables[self.number]
         if not table.is_open:
             answers = yield Order(_servers(job, [table.described()]), MAKE)
@@ -208,33 +224,137 @@ class Open:
             table.is_open = True
         return table.described()
 
-    def awaited(self, job: Job) -> _Awaited:
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del asked
         table = job.tables.get(self.number)
         return "opening", "" if table is None else table.name, []
 
 
-@dataclass(frozen=True)
-class MakeAll:
-    """All begin anew after the loss of a server; the leader has made its own part of all tables."""
+def _latest(asked: list[Asked]) -> dict[int, Any]:
+    """Return what each rank has asked for; a request that comes again replaces the one before."""
+    return {each.request.source: each.command for each in asked}
 
-    is_about_tables: ClassVar[bool] = True
+
+def _missing(job: Job, asked: list[Asked]) -> set[int]:
+    """Return the workers for which others wait that go back to a checkpoint.
+
+    One counts only if it knows the same servers as the leader: it is about to hear of a death, or
+    the leader is, and asks again.
+    """
+    here = {rank for rank, each in _latest(asked).items() if each.servers == job.server_numbers}
+    return {*job.workers} - {*job.following} - here
+
+
+@dataclass(frozen=True)
+class Recover:
+    """All workers go back to a checkpoint, once all have come: servers begin anew, without tables.
+
+    Attributes:
+        servers: that live, as far as the rank knows that asks.
+        tables: that it uses: name -> old number, and the spec; see Catalog.reopen().
+        has_checkpoint: it has found one; that of the lowest rank counts.
+    """
+
+    servers: tuple[int, ...]
+    tables: Mapping[str, Any] = field(hash=False)
+    has_checkpoint: bool
+
+    key: ClassVar[Hashable] = "recover"
+    is_about_tables: ClassVar[bool] = False
+
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        yield Until(lambda: not _missing(job, asked))
+        came = _latest(asked)
+        job.recovered = None
+        if not came:  # nobody is left
+            return None
+        if not came[min(came)].has_checkpoint:
+            return {"tables": None}
+        why = yield Do([Reopen({rank: each.tables for rank, each in came.items()})])
+        if not why:
+            content = [dict(job.taken), _described(job)]
+            why = _problems((yield Order(_servers(job, content), MAKE_ALL)))
+        if why:
+            raise RefusedError(f"ps.recover: tables cannot be made anew: {why}")
+        return {"servers": job.server_numbers, "tables": _described(job)}
+
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        return RECOVERING, "", sorted(_missing(job, asked))
+
+
+def _described(job: Job) -> list[dict[str, Any]]:
+    return [table.described() for table in job.tables.values() if table.is_open]
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """Training goes on once all workers have come: what the lowest has to say, all get.
+
+    Attributes:
+        servers: that live, as far as the rank knows that asks.
+        said: the manifest that it has restored, or why it could not; None: nothing.
+    """
+
+    servers: tuple[int, ...]
+    said: Mapping[str, Any] | None = field(hash=False)
+
+    key: ClassVar[Hashable] = "go on from a checkpoint"
+    is_about_tables: ClassVar[bool] = False
+
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        yield Until(lambda: not _missing(job, asked))
+        came = _latest(asked)
+        if not came:
+            return None
+        lowest = min(came)
+        said = came[lowest].said
+        if said is not None and "manifest" in said:  # else nothing is restored yet
+            job.recovered = Recovered(job.server_numbers, said)
+        return {"said": said, "restores": lowest}
+
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        return RECOVERING, "", sorted(_missing(job, asked))
+
+
+@dataclass(frozen=True)
+class Follow:
+    """A rank that is no worker goes on with its tables once the workers do; nobody waits for it.
+
+    Attributes:
+        rank: see above.
+        tables: that it uses.
+    """
+
+    rank: int
+    tables: tuple[str, ...]
+
+    is_about_tables: ClassVar[bool] = False
 
     @property
     def key(self) -> Hashable:
-        return "make all"
+        return "follow", self.rank
 
-    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
-        del requests
-        tables = [table.described() for table in job.tables.values() if table.is_open]
-        answers = yield Order(_servers(job, [dict(job.taken), tables]), MAKE_ALL)
-        if problems := _problems(answers):
-            raise RefusedError(f"ps.recover: tables cannot be made anew: {problems}")
-        tables = [table.described() for table in job.tables.values() if table.is_open]
-        return {"servers": job.server_numbers, "tables": tables}
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        del asked
+        yield Until(lambda: self._is_now(job) or not self._workers(job))
+        if not self._workers(job):
+            return {"tables": None}
+        assert job.recovered is not None
+        for table in job.tables.values():
+            if table.is_open and table.name in self.tables:
+                table.openers.add(self.rank)
+        said = job.recovered.said
+        return {"servers": job.server_numbers, "tables": _described(job), "said": said}
 
-    def awaited(self, job: Job) -> _Awaited:
-        del job
-        return RECOVERING, "", []
+    def _is_now(self, job: Job) -> bool:
+        return job.recovered is not None and job.recovered.servers == job.server_numbers
+
+    def _workers(self, job: Job) -> set[int]:
+        return {*job.workers} - {*job.following}
+
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del asked
+        return RECOVERING, "", sorted(self._workers(job))
 
 
 @dataclass(frozen=True)
@@ -252,20 +372,21 @@ class Close:
     def key(self) -> Hashable:
         return "close", self.table
 
-    def script(self, job: Job, requests: list[CoreRequest]) -> Script:
+    def script(self, job: Job, asked: list[Asked]) -> Script:
         if self.table not in job.tables:
             raise RefusedError(f"there is no table {self.table}")
         table = job.tables[self.table]
 
         def is_unused() -> bool:
-            table.openers -= {each.source for each in requests}
+            table.openers -= {each.request.source for each in asked}
             return all(rank in job.left for rank in table.openers)
 
         yield Until(lambda: is_unused() and job.is_quiet)
         yield Do([Discard(self.table)])
         yield Order(_servers(job, self.table), DROP)
 
-    def awaited(self, job: Job) -> _Awaited:
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del asked
         table = job.tables.get(self.table)
         if table is None:  # other servers are about to drop it
             return CLOSING, "", []
@@ -285,4 +406,10 @@ def command_of(content: Mapping[str, Any], request: CoreRequest) -> Command:
         return Refuse(request.source, goes_on=True)
     if name == "close":
         return Close(content["table"])
+    if name == "recover":
+        return Recover(tuple(content["servers"]), content["tables"], content["has_checkpoint"])
+    if name == "recovered":
+        return GoOn(tuple(content["servers"]), content["said"])
+    if name == "follow":
+        return Follow(request.source, tuple(content["tables"]))
     raise ValueError(f"there is no command {name!r}")

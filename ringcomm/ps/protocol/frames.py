@@ -21,7 +21,7 @@ HEADER_NBYTES: Final = _HEADER.size
 STEPS_MAX: Final = 1 << 62  # of a worker: a header has room for them
 INLINE_MAX: Final = SHORT_MESSAGE_MAX - 1024  # bytes of a body in a frame; the rest: header, meta
 META_MAX: Final = 1024 - HEADER_NBYTES  # of the meta beside such a body
-RECOVERING: Final = "ps.recover()"  # for what a request of FrameKind.RECOVER waits
+RECOVERING: Final = "ps.recover()"  # for what those wait that go back to a checkpoint
 _EMPTY: Final = memoryview(b"")
 _GAPS: Final = tuple(bytes(n) for n in range(8))
 
@@ -49,7 +49,6 @@ class FrameKind(IntEnum):
     MISSING = 22  # for which workers do requests of the sender wait?
     ORDER = 23  # the server that leads: see ringcomm.ps.control.agreement
     ANSWER = 24  # to that server
-    RECOVER = 25  # see ringcomm.ps.server.core.recovery_meetings
     RECORD = 26  # between the copies of a home, see Copy
     HOMES = 27  # a server to all: a rank died, and these homes run here; of some there are copies
     JOIN = 28  # a rank takes the place of one that died, see Join
@@ -65,14 +64,6 @@ class StepOption(IntEnum):
     NOTED = 3
     SETTLE = 4  # a client asks for a reply once nothing moves
     PLACES = 5  # a client asks that servers get a place, or one has none any more
-
-
-class MeetingOption(IntEnum):
-    """The option of a frame of FrameKind.RECOVER. See ringcomm.ps.server.core.recovery_meetings."""
-
-    BEGIN = 0
-    DONE = 1
-    FOLLOW = 2
 
 
 class Pausing(IntEnum):

@@ -36,7 +36,6 @@ from ringcomm.system_text import host_name, read_text
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.placement.partitions import Move
-    from ringcomm.ps.protocol.link import Delivery
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.core.actions import Action
     from ringcomm.ps.server.core.core import Core
@@ -77,7 +76,6 @@ class Catalog:
         contents: of the tables, by number.
         on_forget: called with the number of a table that is dropped; set before the first is.
         on_restart: called when all that there is goes; likewise.
-        on_reopened: called for each client once all tables were made anew here, with its request.
         last: number of the table that was opened last.
         places: which servers have partitions; for the leader.
         is_copy: another server, which has the same, has seen to it that there is room for both.
@@ -85,7 +83,6 @@ class Catalog:
 
     on_forget: Callable[[int], object]
     on_restart: Callable[[], object]
-    on_reopened: Callable[[Delivery], object]
 
     def __init__(
         self,
@@ -168,19 +165,14 @@ class Catalog:
             self._loads[source] -= nbytes
             self._loads[dest] += nbytes
 
-    def reopen(
-        self,
-        requests: Sequence[Delivery],
-        users: Sequence[Mapping[str, tuple[int, dict[str, Any]]]],
-    ) -> None:
-        """Open all tables anew on the servers that live: this one's part, then see on_reopened.
+    def reopen(self, users: Mapping[int, Mapping[str, tuple[int, dict[str, Any]]]]) -> None:
+        """Place all tables anew on the servers that live, and make this one's part.
 
         Args:
-            requests: of the clients.
-            users: the tables that each of them uses: name -> old number, and the spec. They are all
+            users: the tables that each rank uses: name -> old number, and the spec. They are all
                 that a spare knows which is in the first server's place.
         """
-        used = {name: each for tables in users for name, each in tables.items()}
+        used = {name: each for tables in users.values() for name, each in tables.items()}
         specs = {spec.name: spec for _, spec in sorted(self.known().items())}
         for name, (_, text) in sorted(used.items(), key=lambda item: item[1][0]):
             specs.setdefault(name, Spec.of_json(text))
@@ -189,21 +181,8 @@ class Catalog:
         self.places.restart()
         for number, spec in enumerate(specs.values(), first):
             self.install(number, spec, self._place(spec))
-            for request, names in zip(requests, users, strict=True):
-                if spec.name in names:
-                    self._core.tables[number].openers.add(request.source)
-        for request in requests:
-            self.on_reopened(request)
-
-    def all_described(self) -> dict[str, Any]:
-        tables = [self._core.tables[number].described() for number in self.known()]
-        return {"servers": self._layout.server_numbers, "tables": tables}
-
-    def describe(self, request: Delivery, used: Iterable[str], said: Any) -> None:
-        for number in self.known():
-            if self.contents[number].spec.name in used:
-                self._core.tables[number].openers.add(request.source)
-        self._replies.json(request, {**self.all_described(), "said": said})
+            openers = {rank for rank, tables in users.items() if spec.name in tables}
+            self._core.tables[number].openers |= openers
 
     # --- all servers ----------------------------------------------------------------------------
     def make(self, tables: Iterable[Mapping[str, Any]]) -> str:

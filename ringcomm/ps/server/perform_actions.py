@@ -127,8 +127,8 @@ class ActionPerformer:
             do.Discard: lambda a: self.catalog.forget(a.table),
             do.Tell: self._tell,
             do.Fail: lambda a: replies.fail(a.request, RingcommError(a.why)),
-            do.Reopen: lambda a: self.catalog.reopen(a.requests, a.contents),
-            do.Describe: lambda a: self.catalog.describe(*a),
+            do.Reopen: lambda a: self.catalog.reopen(a.users),
+            do.Perform: self._perform_step,
             do.Notify: self._notify,
             do.Settled: lambda a: self.handle(on.Finished(a.key)),
         }
@@ -144,7 +144,7 @@ class ActionPerformer:
                 if answers is None:
                     self._performers[type(action)](action)
                     continue
-                table, part = action.key  # type: ignore[union-attr]
+                table, part = action.key  # type: ignore[union-attr, misc]
                 contents = self.catalog.contents[table]
                 if contents.shard is None:
                     answers[0](action, contents.parts[part])
@@ -306,6 +306,15 @@ class ActionPerformer:
         content = {"do": action.do, "content": action.content}
         self.replies.send(dest, header, packed_json(content))
 
+    def _perform_step(self, step: do.Perform) -> None:
+        why_not = ""
+        try:
+            for action in step.actions:
+                self._performers[type(action)](action)
+        except Exception as error:  # noqa: BLE001 - who has asked for the command hears of it
+            why_not = f"server {self._index}: {error}"
+        self.handle(on.Performed(step.key, why_not))
+
     def _export(self, action: do.Export) -> None:
         try:
             self.transfer.send(*action)
@@ -324,8 +333,6 @@ class ActionPerformer:
 
 def _requests_of(action: Action) -> list[Delivery]:
     """Return the requests that end with an action."""
-    if isinstance(action, do.Reopen):
-        return [*action.requests]
     if isinstance(action, do.Hold | do.End):
         return [each.request for each in action.contributions]
     if isinstance(action, do.Late):

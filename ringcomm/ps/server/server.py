@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
 from ringcomm.ps.control.agreement import Member
-from ringcomm.ps.control.commands import DROP, MAKE, MAKE_ALL, MakeAll, Open, command_of
+from ringcomm.ps.control.commands import DROP, MAKE, MAKE_ALL, Open, command_of
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frame_meta import packed_json
@@ -116,7 +116,6 @@ class Server:
             FrameKind.SAVE: performer.store.on_save,
             FrameKind.RESTORE: self._restore,
             FrameKind.MOVE: self._move,
-            FrameKind.RECOVER: self._recover,
             FrameKind.ASK: self._ask,
             FrameKind.ORDER: self._carry_out,
             FrameKind.ANSWER: self._hear_answer,
@@ -126,7 +125,6 @@ class Server:
         self._orders: dict[str, Callable[[Any], Any]] = {
             MAKE: self.catalog.make, MAKE_ALL: self.catalog.make_all, DROP: self.catalog.forget,
         }  # fmt: skip
-        self.catalog.on_reopened = lambda request: self._handle(on.Asked(request, MakeAll()))
 
     def answers_for(self, number: int) -> bool:
         return number == self.index
@@ -219,7 +217,7 @@ class Server:
 
     # --- commands, see ringcomm.ps.control ------------------------------------------------------
     def _ask(self, request: Delivery) -> None:
-        content = json.loads(request.meta)
+        content = json.loads(request.body.tobytes() or request.meta)
         if content["command"] == "open":
             number = self.catalog.begin(Spec.of_json(content["spec"]), request.source)
             self._handle(on.Asked(request, Open(number)))
@@ -281,11 +279,6 @@ class Server:
         for key in self.store.on_restore(request):
             self._handle(on.Loaded(key))
 
-    def _recover(self, request: Delivery) -> None:
-        content = json.loads(request.body.tobytes() or request.meta)
-        option = request.header.option
-        self._handle(on.Met(request, option, content["servers"], content["said"]))
-
     # --- moves ----------------------------------------------------------------------------------
     def _move(self, request: Delivery) -> None:
         header = request.header
@@ -346,7 +339,6 @@ class Server:
     # --- what it has done, and what it waits for ------------------------------------------------
     def _missing(self, request: Delivery) -> None:
         missing = self.core.progress.missing(request.source, self.layout.chief)
-        missing += self.core.recovery.missing(request.source)
         missing += self.core.agreement.missing(request.source)
         self._replies.json(request, missing[:_MISSING_MAX])
 

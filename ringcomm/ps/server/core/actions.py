@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ringcomm.ps.protocol.frames import FrameHeader
@@ -71,18 +71,16 @@ class Reply(NamedTuple):
 
 
 class Reopen(NamedTuple):
-    """Open all tables anew on the servers that live, and answer with them; drop all else."""
+    """Place all tables anew on the servers that live, and make this one's part; drop all else."""
 
-    requests: Sequence[Any]
-    contents: Sequence[Any]  # of the requests: the tables that each rank uses, see Catalog.reopen()
+    users: Mapping[int, Any]  # the tables that each rank uses, see Catalog.reopen()
 
 
-class Describe(NamedTuple):
-    """Answer with all tables, some of which a rank uses."""
+class Perform(NamedTuple):
+    """Carry out a step of a command, and give the core the event Performed."""
 
-    request: Any
-    content: Any  # the names of these
-    said: Any  # by the chief, which has restored them
+    key: Hashable  # of the command
+    actions: list[Any]
 
 
 class Discard(NamedTuple):
@@ -252,5 +250,5 @@ class Settled(NamedTuple):
 Action: TypeAlias = (
     Carry | Retry | Redirect | Acknowledge | Serve | Reply | Apply | Write | Hold | End | Late
     | ReleaseDone | Open | Close | Retire | Free | Take | Grant | Drop | Send | Export | Forget
-    | Moved | Notify | Settled | Discard | Reopen | Describe | Tell | Fail
+    | Moved | Notify | Settled | Discard | Reopen | Perform | Tell | Fail
 )  # fmt: skip

@@ -11,7 +11,6 @@
 | commands, which all who live carry out | control.agreement, control.commands |
 | what follows when a rank leaves, dies or joins | core.departures |
 | who takes the place of one that died | placement.replacement_workers |
-| when a job whose server died begins anew | core.recovery_meetings |
 
 Whatever this server owns for a rank (a pause, a moment, moves, a request that waits, a place in a
 round) ends with Left, or with Died: each part has leave(rank), and some have die(rank).
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from ringcomm.ps.control.agreement import Agreement, Member
+from ringcomm.ps.control.commands import Follow, Recovered
 from ringcomm.ps.placement.replacement_workers import Newcomer, Newcomers, Present, WorkerMembers
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.core import events as on
@@ -40,7 +40,6 @@ from ringcomm.ps.server.core.actions import (
 from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.departures import Departures
 from ringcomm.ps.server.core.migration_facade import Migration
-from ringcomm.ps.server.core.recovery_meetings import Recovery
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.server.core.worker_clocks import WorkerProgress
@@ -67,7 +66,7 @@ class Core:
         migration: what moves.
         departures: what follows when somebody leaves.
         agreement: the commands that it runs, if it leads.
-        recovery: after the death of a server.
+        recovered: the last recovery that was done.
     """
 
     def __init__(self, index: int, members: Callable[[], WorkerMembers]) -> None:
@@ -76,8 +75,7 @@ class Core:
         self._members: Callable[[], Present] = lambda: present
         self.tables: dict[int, ServedTable] = {}
         self._begin()
-        self.recovery = Recovery(self._members, self.left)
-        self._handlers[on.Met] = self.recovery.on_met
+        self.recovered: Recovered | None = None
         self.agreement = Agreement(self, lambda: present.n_losses)
 
     def _begin(self) -> None:
@@ -113,6 +111,7 @@ class Core:
             on.MomentEnded: self._on_let,
             on.Asked: self._on_asked,
             on.Answered: self._on_answered,
+            on.Performed: self._on_performed,
             on.ProcessDied: lambda event, _: [],
             **departures.handlers,
         }
@@ -137,19 +136,16 @@ class Core:
             done = done + self.agreement.due()
         if self.newcomers.waiting or self.newcomers.alone:
             done = [*done, *self.departures.due(len(self.live_workers))]
-        return done + self.recovery.due() if self.recovery.n_waiting else done
+        return done
 
     def restart(self) -> None:
         """Know no table, nor anything that is under way; who is gone is still gone."""
         left, dead, rested = {*self.left}, {*self.dead}, {*self.rested}
-        recovery = self.recovery
-        self.newcomers.restart(recovery.following)
+        self.newcomers.restart(self.following)
         self.tables.clear()
         self._begin()
         self.departures.lose(left, dead, rested)
         self.departures.count_newcomers()
-        recovery.go_on(self.left)
-        self._handlers[on.Met] = recovery.on_met
 
     @property
     def awaits_time(self) -> bool:
@@ -217,6 +213,11 @@ class Core:
         return self.newcomers.taken
 
     @property
+    def following(self) -> set[int]:
+        """The ranks that wait for others to recover; a newcomer that has not begun does."""
+        return {each.request.source for each in self.agreement.asked(Follow)}
+
+    @property
     def other_servers(self) -> list[int]:
         return [n for n in self._members().server_numbers if n != self._index]
 
@@ -225,11 +226,15 @@ class Core:
         return self.migration.is_quiet
 
     def _on_asked(self, event: on.Asked, _: float) -> list[Action]:
-        self.agreement.ask(event.request, event.command)
+        self.agreement.ask(*event)
         return []
 
     def _on_answered(self, event: on.Answered, _: float) -> list[Action]:
         self.agreement.answered(*event)
+        return []
+
+    def _on_performed(self, event: on.Performed, _: float) -> list[Action]:
+        self.agreement.performed(*event)
         return []
 
     def clocks_of(self, unit: Unit) -> dict[int, int]:
@@ -240,7 +245,7 @@ class Core:
     def n_waiting(self) -> int:
         waiting = sum(len(unit.waiting) for unit in self.units())
         waiting += self.progress.n_waiting + self.migration.n_waiting
-        return waiting + self.recovery.n_waiting + len(self.newcomers.alone)
+        return waiting + len(self.agreement.asked()) + len(self.newcomers.alone)
 
     # --- requests for a unit --------------------------------------------------------------------
     def admits(self, key: Key, view: int) -> bool:

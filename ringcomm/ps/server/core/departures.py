@@ -137,7 +137,7 @@ class Departures:
         members, newcomers = self._members(), self._newcomers
         newcomers.forget(rank)
         if rank not in {*members.workers, *members.evaluators}:
-            return  # a server, see core.recovery_meetings; or one that stood by
+            return  # a server, see commands.Recover; or one that stood by
         newcomers.fallen[rank] = None
         self.left.add(rank)
         for table, rounds in self._progress.die(rank).items():

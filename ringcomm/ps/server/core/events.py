@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from ringcomm.ps.control.agreement import Command, Member
+from ringcomm.ps.control.agreement import Asked as Asked  # noqa: PLC0414 - it is an event, too
+from ringcomm.ps.control.agreement import Member
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.server.core.actions import CoreRequest, Key
@@ -156,11 +157,11 @@ class Noted(NamedTuple):
     epoch: int
 
 
-class Asked(NamedTuple):
-    """A rank asks for a command; for the leader."""
+class Performed(NamedTuple):
+    """The leader has carried out a step of a command itself."""
 
-    request: CoreRequest
-    command: Command
+    key: Hashable
+    why_not: str
 
 
 class Answered(NamedTuple):
@@ -175,15 +176,6 @@ class ProcessDied(NamedTuple):
     """A process died, which had servers: others have copies of them."""
 
     rank: int
-
-
-class Met(NamedTuple):
-    """A rank takes part in a recovery; for the leader."""
-
-    request: CoreRequest
-    meeting: int
-    servers: Sequence[int]  # that live, as far as it knows
-    content: Any  # what it has to say
 
 
 class Awaits(NamedTuple):
@@ -256,6 +248,6 @@ class TimePassed(NamedTuple):
 Event: TypeAlias = (
     Arrived | Initialized | Assigned | Contributed | Released | Read | Decided | Loaded | Entered
     | Joined | Ticked | ClockAwaited | Stopped | Held | MomentEnded | Paused | Settling | MovesAsked
-    | Noted | Asked | Answered | ProcessDied | Met | Awaits | Alone | TookPlace | Retracted
+    | Noted | Asked | Performed | Answered | ProcessDied | Awaits | Alone | TookPlace | Retracted
     | Died | Left | ServerMessage | Taken | Finished | TimePassed
 )  # fmt: skip

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ringcomm.errors import RingcommError
+from ringcomm.ps.control.commands import Recovered
 from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.protocol.frames import (
     HEADER_NBYTES,
@@ -104,9 +105,8 @@ def _waiting(server: Server) -> list[Delivery]:
 
 def _waiting_for_no_unit(server: Server) -> list[Delivery]:
     core = server.core
-    return _changes(
-        [*core.progress.requests(), *core.newcomers.requests(), *core.agreement.requests()]
-    )
+    commands = [each.request for each in core.agreement.asked()]
+    return _changes([*core.progress.requests(), *core.newcomers.requests(), *commands])
 
 
 def _changes(requests: Iterable[Any]) -> list[Delivery]:
@@ -155,7 +155,7 @@ def _what_is_of_no_unit(server: Server, link: HomeLink) -> PartitionState:
         "lost": sorted(server.layout.lost), "tables": tables, "last": catalog.last,
         "progress": core.progress.state(), "moves": core.migration.state(),
         "newcomers": core.newcomers.state(), "orders": core.agreement.state(),
-        "recovered": core.recovery.state(), "vacant": sorted(catalog.places.vacant),
+        "recovered": core.recovered, "vacant": sorted(catalog.places.vacant),
         "job": server.job, "n_requests": server.n_requests,
         "written": [*letters.written.items()], "heard": [*letters.heard.items()],
         "numbers": [name for name, _ in letters.unconfirmed], "letters": unconfirmed,
@@ -281,7 +281,9 @@ def _load_what_is_of_no_unit(server: Server, link: HomeLink, piece: PartitionSta
     meta = piece.meta
     server.layout.lost.update(meta["lost"])
     server.core.departures.lose(*meta["gone"])
-    server.core.recovery.load(meta["recovered"])
+    if meta["recovered"] is not None:
+        servers, said = meta["recovered"]
+        server.core.recovered = Recovered(tuple(servers), said)
     server.core.agreement.load(meta["orders"])
     server.core.departures.load_newcomers(meta["newcomers"])
     for each in meta["tables"]:
