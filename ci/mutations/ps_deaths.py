@@ -273,7 +273,7 @@ PS_DEATHS = [
         "        self.left.update(left)\n",
         "",
         "rounds wait for workers that died before",
-        _OF_SERVERS,
+        ("unit/test_ps_lost_servers.py::test_who_is_gone_is_still_gone_after_a_restart",),
     ),
     Mutation(
         "ps-who-has-left-is-to-restore",
@@ -282,7 +282,10 @@ PS_DEATHS = [
         '"restores": lowest}',
         '"restores": min({*job.workers, *job.left})}',
         "if the chief has left, the others wait for ever for somebody who restores",
-        _OF_SERVERS,
+        (
+            "unit/test_ps_lost_servers.py::"
+            "test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers",
+        ),
     ),
     Mutation(
         "ps-steps-go-on-after-a-recovery",
