@@ -28,10 +28,15 @@ MODES = {"sync": "sync", "async": "async", "ssp": ps.SSP(BOUND), "first_of": ps.
 OF_REQUESTS = {
     "push": (FrameKind.PUSH,),
     "moving": (FrameKind.MOVE,),
-    "snapshot": (FrameKind.SNAPSHOT,),
+    "snapshot": (FrameKind.ASK, FrameKind.ORDER),
     "saving": (FrameKind.SAVE,),
     "recovering": (FrameKind.ASK, FrameKind.RESTORE, FrameKind.ORDER),
     "opening": (FrameKind.ASK, FrameKind.ORDER, FrameKind.ANSWER),
+}
+OF_COMMANDS = {
+    "snapshot": (b'"snapshot"', b'"end"', b'"stop rounds"', b'"hold"', b'"let go"'),
+    "recovering": (b'"recover"', b'"recovered"', b'"make all"'),
+    "opening": (b'"open"', b'"make"'),
 }
 
 
@@ -137,8 +142,9 @@ def plan_deaths_of_servers(args):
         number = current.layout.number_of(current.engine.job_rank)
         at, (kinds, _, moment) = plans.get(number, (0, ("push", "", "")))
         is_counted = request.header.kind in OF_REQUESTS[kinds] and may_die(number)
-        if kinds == "recovering" and request.header.kind == FrameKind.ASK:
-            is_counted = is_counted and b'"recover' in request.meta + request.body.tobytes()
+        if is_counted and request.header.kind in (FrameKind.ASK, FrameKind.ORDER):
+            text = request.meta + request.body.tobytes()
+            is_counted = any(each in text for each in OF_COMMANDS[kinds])
         if server.index == number:
             is_due = is_counted and next(counts) == at
         else:  # another server's, of which this process has a copy

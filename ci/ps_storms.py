@@ -42,7 +42,7 @@ MODES = tuple(ps_storm_base.MODES)
 MOMENTS = ("before", "sent", "acked", "soon", "soon", "moving", "snapshot")
 # Requests of these kinds, counted: those of the first checkpoint come before.
 OF_SERVERS = {
-    "push": (1, 60), "moving": (1, 12), "snapshot": (8, 30), "saving": (2, 7), "recovering": (7, 12)
+    "push": (1, 60), "moving": (1, 12), "snapshot": (8, 30), "saving": (2, 7), "recovering": (1, 6)
 }  # fmt: skip
 # Without copies, a server that dies before the first checkpoint takes the job with it.
 OF_COPIES = {kind: at for kind, at in OF_SERVERS.items() if kind != "recovering"}

@@ -18,6 +18,8 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.meet_and_leave import leave
 from ringcomm.errors import RingcommError
 from ringcomm.ps import end_of_job
+from ringcomm.ps.client import pauses
+from ringcomm.ps.client.json_requests import ask_leader
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frame_meta import RELEASE, PushMeta
 from ringcomm.ps.protocol.frames import EntryOption, FrameKind
@@ -180,3 +182,26 @@ def cross_gradients(monkeypatch):
 
     monkeypatch.setattr(Server, "on_request", hear_crossed)
     return is_on
+
+
+def stop_rounds():
+    """Let no round end on any server; return what lets them end again.
+
+    A snapshot stops them, and servers do not hear of what follows.
+    """
+    client, on_request = session().client, Server.on_request
+    number, stopped = pauses.new_id(client), []
+
+    def stop_there(server, request):
+        if request.header.kind == FrameKind.ORDER and b'"hold"' in request.meta:
+            stopped.append(server)
+        else:
+            on_request(server, request)
+
+    Server.on_request = stop_there
+    try:
+        ask_leader(client, "test", "snapshot", number=number, patience_s=0, save_to=None)
+        assert client.drive_until(lambda: len(stopped) == len(client.servers), "test", DEADLINE_S)
+    finally:
+        Server.on_request = on_request
+    return lambda: pauses.release(client, number)

@@ -358,6 +358,7 @@ def require_empty(server):
     assert not server.snapshots
     assert not core.clients()
     assert core.n_waiting == 0
+    assert not core.agreement.is_running
     assert not core.moments._moments
     assert not core.moments._stopped
     leader, participant = core.migration._leader, core.migration._participant

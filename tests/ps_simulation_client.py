@@ -10,12 +10,10 @@ from typing import Any
 from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
 from ringcomm.ps.client.request_order import RequestOrder
+from ringcomm.ps.moment_numbers import moment_number
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.server.core.actions import Key
-from ringcomm.ps.snapshot_numbers_and_phases import moment_number
-
-TRIES = 4  # of a snapshot
 
 
 def nothing(_):
@@ -95,7 +93,7 @@ class Client:
             ask.kind, view=view, origin=self.rank, sequence=sequence, table=table, partition=part,
             clock=ask.clock, option=ask.option,
         )  # fmt: skip
-        content = body if ask.kind in (FrameKind.SNAPSHOT, FrameKind.MOVE, FrameKind.JOIN) else None
+        content = body if ask.kind in (FrameKind.ASK, FrameKind.MOVE, FrameKind.JOIN) else None
         request = Request(self.rank, header, ask.flag, body, content)
         self.asked[sequence] = ask
         self.world.ask(self.rank, FIRST_SERVER + server, request)
@@ -541,44 +539,23 @@ class Client:
             return
         self.n_moments += 1
         number = self.moment = moment_number(self.rank, self.n_moments)
-        leader = [self.world.members.leader]
-        tries, known = [0], set()
 
-        def ask(what, on_done, *more, servers=None):
-            if self.is_leaving:
-                return
-            content = (what, number, *more)
-            self.ask_servers(FrameKind.SNAPSHOT, on_done, servers, content=content)
-
-        def granted(replies):
-            known.update(replies[0].content)
-            ask("stop", stopped)
-
-        def stopped(replies):
-            rounds = defaultdict(int)
-            for reply in replies:
-                for table, version in reply.content.items():
-                    rounds[table] = max(rounds[table], version)
-            ask("hold", lambda replies: held(rounds, replies), dict(rounds))
-
-        def held(rounds, replies):
-            if all(reply.content["is_whole"] for reply in replies):
-                self.world.require_moment(number, known, rounds)
-                ask("release", lambda replies: ask("release", over, True, servers=leader), False)
-                return
-            tries[0] += 1
-            ask("release", lambda replies: again(), False)
-
-        def again():
-            if tries[0] < TRIES:
-                ask("stop", stopped)
-            else:
-                ask("release", over, True, servers=leader)
+        def held(replies):
+            if replies[0].status == Status.FAILED:  # rounds of new tables were over too soon
+                self.moment = None
+            elif not self.is_leaving:
+                moment = replies[0].content
+                self.world.require_moment(number, moment["tables"], moment["rounds"])
+                self.ask_leader(over, "end", number=number, is_taken=False)
 
         def over(_):
             self.moment = None
 
-        ask("pause", granted, 1.0, servers=leader)
+        self.ask_leader(held, "snapshot", number=number, patience_s=1.0, save_to=None)
+
+    def ask_leader(self, on_done, command, **more):
+        content, leader = {"command": command, **more}, [self.world.members.leader]
+        self.ask_servers(FrameKind.ASK, on_done, leader, content=content)
 
     # --- its end
     def leave(self):
@@ -609,9 +586,7 @@ class Client:
             else:
                 granted(None)
 
-        content = "pause", moment_number(self.rank), 0.0
-        leader = [self.world.members.leader]
-        self.ask_servers(FrameKind.SNAPSHOT, granted, leader, content=content)
+        self.ask_leader(granted, "pause", number=moment_number(self.rank), patience_s=0.0)
 
     def say_left(self):
         self.ask_servers(FrameKind.LEAVE, nothing)
@@ -621,9 +596,8 @@ class Client:
         self.has_rested = True
 
         def rested(_):
-            leader = [self.world.members.leader]
-            content = "release", moment_number(self.rank), True
-            self.ask_servers(FrameKind.SNAPSHOT, resumed, leader, content=content)
+            number = moment_number(self.rank)
+            self.ask_leader(resumed, "end", number=number, is_taken=False)
 
         def resumed(_):
             self.is_blocked = False

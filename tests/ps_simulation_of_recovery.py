@@ -23,16 +23,10 @@ from ps_simulation_with_copies import (
 )
 
 from ringcomm.ps import optim
+from ringcomm.ps.moment_numbers import moment_number
 from ringcomm.ps.protocol.frame_meta import COMMIT, PushMeta, packed_json
 from ringcomm.ps.protocol.frames import FrameKind, Status
 from ringcomm.ps.server.server import Server
-from ringcomm.ps.snapshot_numbers_and_phases import (
-    HOLD,
-    PAUSE,
-    RELEASE,
-    STOP,
-    moment_number,
-)
 
 GO_ON = (FrameKind.LEAVE, FrameKind.TICK)  # at servers that live, if another dies
 SAVES_OF = 6  # the chief saves once in so many steps
@@ -107,46 +101,21 @@ class RecoveringClient(Client):
         self.n_moments += 1
         number = self.moment = moment_number(self.rank, self.n_moments)
         floor = {part: Counter(self.net.acked[self.table, part]) for part in range(N_PARTS)}
-        step, rounds = self.step, Counter()
+        step = self.step
 
-        def ask(what, on_done, home=None, **more):
-            meta = packed_json({"do": what, "id": number, **more})
-            if home is None:
-                self.ask_all(FrameKind.SNAPSHOT, meta, on_done)
-            else:
-                self.ask(home, FrameKind.SNAPSHOT, meta, take=lambda _: on_done())
-
-        def hold():
-            ask(HOLD, keep, rounds=dict(rounds), save_to="saves")
-
-        def keep():
+        def keep(reply):
+            del reply
             self.net.keep(self, number, step, floor)
-            ask(RELEASE, last, is_taken=False, moves=False)
+            self.ask_leader_to("end", over, number=number, is_taken=False)
 
-        def last():
-            ask(RELEASE, over, self.layout.leader, is_taken=False, moves=True)
-
-        def over():
+        def over(_):
             self.moment = None
 
-        def stop():
-            waiting = {*self.layout.server_numbers}
+        self.ask_leader_to("snapshot", keep, number=number, patience_s=0, save_to="saves")
 
-            def stopped(home):
-                def take(reply):
-                    for table, version in json.loads(reply.body.tobytes() or reply.meta).items():
-                        rounds[table] = max(rounds[table], version)
-                    waiting.discard(home)
-                    if not waiting:
-                        hold()
-
-                return take
-
-            meta = packed_json({"do": STOP, "id": number})
-            for home in self.layout.server_numbers:
-                self.ask(home, FrameKind.SNAPSHOT, meta, take=stopped(home))
-
-        ask(PAUSE, stop, self.layout.leader, patience_s=0)
+    def ask_leader_to(self, command, take, **more):
+        meta = packed_json({"command": command, **more})
+        self.ask(self.layout.leader, FrameKind.ASK, meta, take=take)
 
     # --- a recovery
     def hear(self, rank):
@@ -175,8 +144,7 @@ class RecoveringClient(Client):
         return True
 
     def come(self, take, command, **more):
-        asked = {"command": command, "servers": self.layout.server_numbers, **more}
-        self.ask(self.layout.leader, FrameKind.ASK, packed_json(asked), take=take)
+        self.ask_leader_to(command, take, servers=self.layout.server_numbers, **more)
 
     def reopened(self, reply):
         answer = json.loads(reply.body.tobytes() or reply.meta)
@@ -196,8 +164,7 @@ class RecoveringClient(Client):
         number = moment_number(self.rank, self.n_moments)
 
         def pause():  # and nothing moves until it is over
-            meta = packed_json({"do": PAUSE, "id": number, "patience_s": 0})
-            self.ask(self.layout.leader, FrameKind.SNAPSHOT, meta, take=lambda _: load())
+            self.ask_leader_to("pause", lambda _: load(), number=number, patience_s=0)
 
         def load():
             self.net.prepare(self)
@@ -205,10 +172,7 @@ class RecoveringClient(Client):
             self.ask_all(FrameKind.RESTORE, meta, release)
 
         def release():
-            meta = {"do": RELEASE, "id": number, "is_taken": False, "moves": True}
-            self.ask(
-                self.layout.leader, FrameKind.SNAPSHOT, packed_json(meta), take=lambda _: meet()
-            )
+            self.ask_leader_to("end", lambda _: meet(), number=number, is_taken=False)
 
         def meet():
             said = {"manifest": {"clock": self.net.checkpoint.step}}

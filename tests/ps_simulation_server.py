@@ -10,7 +10,16 @@ from typing import Any
 
 from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
-from ringcomm.ps.protocol.frames import EntryOption, FrameKind, Join, Status, StepOption
+from ringcomm.ps.control.agreement import Member
+from ringcomm.ps.control.commands import HOLD, STOP, command_of
+from ringcomm.ps.protocol.frames import (
+    EntryOption,
+    FrameHeader,
+    FrameKind,
+    Join,
+    Status,
+    StepOption,
+)
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
@@ -82,6 +91,11 @@ class Server:
             self.world.send(self.rank, self.world.leader_rank, {**message, "do": "adopted"})
         elif message["do"] == "adopted":
             self.adopted(message["table"])
+        elif message["do"] == "order":
+            self.carry_out(message)
+        elif message["do"] == "answer of an order":
+            member = Member(message["from"], is_server=True)
+            self.handle(on.Answered(member, message["number"], message["content"]))
         elif message["do"] == "take":
             why = self.take_over(message)
             dest = FIRST_SERVER + message["from"]
@@ -115,12 +129,12 @@ class Server:
             self.handle(on.TookPlace(request, *content))
         elif kind == FrameKind.JOIN:
             self.handle(on.Retracted(request))
-        elif kind == FrameKind.ASK:
+        elif kind == FrameKind.ASK and content is None:
             self.create(request)
-        elif kind == FrameKind.MOVE:
-            self.on_move(request)
+        elif kind == FrameKind.ASK:
+            self.handle(on.Asked(request, command_of(content, request)))
         else:
-            self.on_moment(request)
+            self.on_move(request)
 
     def on_move(self, request):
         header = request.header
@@ -133,22 +147,24 @@ class Server:
             self.handle(on.Noted(request.source, key, header.clock))
             self.world.settle(request, self.rank)
 
-    def on_moment(self, request):
-        what, number, *more = request.content
-        if what == "pause":
-            self.handle(on.Paused(request, number, more[0]))
-        elif what == "stop":
-            self.handle(on.Stopped(request, number))
-        elif what == "hold":
+    def carry_out(self, message):
+        """Carry out an order of the server that leads."""
+        header = FrameHeader(FrameKind.ORDER, clock=message["number"])
+        order, content = Request(FIRST_SERVER + message["from"], header), message["content"]
+        if message["what"] == STOP:
+            self.handle(on.Stopped(order, content))
+        elif message["what"] == HOLD:
+            number, _, rounds = content
             self.snapshots[number] = {}
-            self.handle(on.Held(request, number, more[0]))
+            self.handle(on.Held(order, number, rounds))
         else:
-            self.handle(on.MomentEnded(request, number, lets_move=more[0]))
+            self.handle(on.MomentEnded(order, *content))
 
     def create(self, request):
         number = request.header.table
         if number not in self.core.tables:
             self.install(number, self.world.shapes[number])
+            self.core.tables[number].is_open = False
             others = [n for n in range(self.world.n_servers) if n != self.index]
             self.opening[number] = len(others), []
             for other in others:
@@ -166,6 +182,7 @@ class Server:
         self.opening[number] = n - 1, asked
         if n == 1:
             del self.opening[number]
+            self.core.tables[number].is_open = True
             for request in asked:
                 self.answer(request, owners=self.owners((number, 0)), content=self.epochs(number))
 
@@ -205,7 +222,25 @@ class Server:
     def handle(self, event):
         self.perform(self.core.handle(event, self.world.now))
 
+    def tell(self, action):
+        assert action.is_server
+        order = {"number": action.number, "what": action.do, "content": action.content}
+        self.world.send_to_server(self, action.dest, {"do": "order", **order})
+
+    def step(self, action):
+        self.perform(action.actions)
+        self.handle(on.StepDone(action.key, ""))
+
+    def fail(self, action):
+        self.answer(action.request, Status.FAILED)
+
     def reply(self, action):
+        header = action.request.header
+        if header.kind == FrameKind.ORDER:
+            answer = {"number": header.clock, "content": action.content}
+            server = action.request.source - FIRST_SERVER
+            self.world.send_to_server(self, server, {"do": "answer of an order", **answer})
+            return
         self.answer(
             action.request,
             Status.LATE if action.is_late else Status.OK,
@@ -334,10 +369,6 @@ class Server:
 
     def take(self, action):
         self.snapshots[action.moment][action.key] = copy.deepcopy(self.values[action.key])
-
-    def grant(self, action):
-        known = {n for n in self.core.tables if n not in self.opening}
-        self.answer(action.request, content=known)
 
     def drop(self, action):
         self.snapshots.pop(action.moment, None)

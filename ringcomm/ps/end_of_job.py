@@ -6,15 +6,15 @@ import logging
 import math
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ringcomm.engine.peers.drive_until import WaitInJob
 from ringcomm.engine.progress.deadlines import refuse_hopeless
 from ringcomm.errors import RingcommError, ServerLostError
-from ringcomm.ps.client.json_requests import ask_servers, ignore
-from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Pausing, StepOption
-from ringcomm.ps.snapshot_numbers_and_phases import PAUSE, RELEASE, moment_number
+from ringcomm.ps.client.json_requests import ask_leader, ask_servers, ignore
+from ringcomm.ps.client.pauses import release
+from ringcomm.ps.moment_numbers import moment_number
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, StepOption
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
@@ -107,7 +107,7 @@ def rest(client: Client) -> None:
         _settle(client)
         _say_gone(client, "rest", rests=True)
     finally:
-        _ask_leader(client, {"do": RELEASE, "id": moment_number(client.rank), "moves": True})
+        release(client, moment_number(client.rank))
 
 
 def leave(client: Client) -> None:
@@ -147,20 +147,15 @@ def _settle(client: Client) -> None:
     """
     n_resent = -1
     client.wait_until_sent(_LABEL)
-    _ask_leader(client, {"do": PAUSE, "id": moment_number(client.rank), "patience_s": 0})
+    ask_leader(
+        client, _LABEL, "pause", number=moment_number(client.rank), patience_s=0
+    ).wait()  # fmt: skip
     while n_resent != client.n_resent:  # returned requests must be there before LEAVE
         n_resent = client.n_resent
         ask_servers(
             client, _LABEL, FrameKind.MOVE, client.servers, ignore, option=StepOption.SETTLE
         ).wait()
         client.wait_until_settled(_LABEL)
-
-
-def _ask_leader(client: Client, question: dict[str, Any]) -> None:
-    meta = packed_json(question)
-    ask_servers(
-        client, _LABEL, FrameKind.SNAPSHOT, [client.leader], ignore, option=Pausing.ENDS, meta=meta
-    ).wait()
 
 
 def serve(

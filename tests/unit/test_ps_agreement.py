@@ -19,22 +19,29 @@ from ringcomm.ps.control.commands import (
     DROP,
     END,
     GO_ON,
+    HOLD,
+    LET,
     MAKE,
     MAKE_ALL,
     REFUSE,
     REPLACED,
+    STOP,
     STOPPING,
     Close,
+    End,
     Open,
+    Pause,
     Recover,
     Refuse,
     Replaced,
+    Snapshot,
     Stop,
     command_of,
+    failed,
 )
 from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.actions import Discard, Fail, Perform, Reopen, Reply, Tell
+from ringcomm.ps.server.core.actions import Discard, Fail, Reopen, Reply, Step, Tell
 from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.update_modes import Mode
 
@@ -61,6 +68,7 @@ class Job:
     def __init__(self, n):
         self.all_workers, self.left, self.is_quiet = {*range(n)}, set(), True
         self.rested, self.following, self.recovered = set(), set(), None
+        self.name, self.pauses = "job", set()
         self.evaluators, self.standing_by = {EVALUATOR}, {SPARE}
         self.other_servers = [1]
         self.server_numbers, self.taken = (0, 1), {SPARE: [SPARE, "worker", 7, 1]}
@@ -79,6 +87,15 @@ class Job:
     @property
     def ranks(self):
         return self.workers | self.evaluators | self.standing_by
+
+    def pause(self, number, patience_s):
+        del patience_s
+        self.pauses |= {number} if self.is_quiet else set()
+        return number in self.pauses
+
+    def end_pause(self, number):
+        self.pauses.discard(number)
+        return []
 
 
 class Leader:
@@ -106,7 +123,7 @@ class Leader:
         """Carry out the steps of the leader itself; return all other actions."""
         others = []
         for each in actions:
-            if not isinstance(each, Perform):
+            if not isinstance(each, Step):
                 others.append(each)
                 continue
             for step in each.actions:
@@ -478,7 +495,7 @@ def test_a_table_that_one_server_cannot_make_goes_everywhere_and_all_who_asked_h
     leader.ask(Asked(0), Open(1))
     makes = leader.due()
     leader.ask(Asked(1), Open(1))
-    (step,) = answer_all(leader, makes, "MemoryError: no room")
+    (step,) = answer_all(leader, makes, failed(MemoryError("no room")))
     assert step.actions == [Discard(1)]
     del job.tables[1]
     leader.performed(step.key, "")
@@ -488,7 +505,7 @@ def test_a_table_that_one_server_cannot_make_goes_everywhere_and_all_who_asked_h
     assert answer_all(leader, dropped) == [Fail(Asked(0), why), Fail(Asked(1), why)]
 
 
-@pytest.mark.parametrize("why", ["", "MemoryError: no room"])
+@pytest.mark.parametrize("why", [None, {"failed": "MemoryError: no room"}])
 def test_all_begin_anew_with_all_tables_or_hear_why_not(why):
     job, leader = agreement()
     job.tables[2].is_open = False  # nobody has it for sure
@@ -503,7 +520,10 @@ def test_all_begin_anew_with_all_tables_or_hear_why_not(why):
     replies = answer_all(leader, makes, why)
     assert [each.request for each in replies] == [Asked(rank) for rank in range(3)]
     if why:
-        assert replies[0].why == f"ps.recover: tables cannot be made anew: server 1: {why}"
+        assert (
+            replies[0].why
+            == "ps.recover: tables cannot be made anew: server 1: MemoryError: no room"
+        )
     else:
         assert replies[0].content == {"servers": (0, 1), "tables": [table]}
 
@@ -585,6 +605,147 @@ def test_who_goes_on_in_the_place_of_a_leader_sends_what_is_not_answered_in_orde
     assert leader.state() == (len(sent), [])
 
 
+def moment(number=0 << 32 | 1, save_to=None):
+    return Snapshot(number, 1.0, save_to)
+
+
+def snapshot_of(leader, job, asked=None):
+    """Ask for a snapshot, and answer until servers hold it; return the orders to hold."""
+    leader.ask(asked or Asked(0, 1), moment())
+    stops = leader.due()
+    assert [each[1] for each in told(stops)] == [STOP, STOP]
+    for each, rounds in zip(stops, ({"1": 4}, {"1": 6, "2": 3}), strict=True):
+        leader.answered(Member(each.dest, True), each.number, rounds)
+    holds = leader.due()
+    assert told(holds) == [(n, HOLD, [1, None, {1: 6, 2: 3}]) for n in job.server_numbers]
+    return holds
+
+
+WHOLE, NOT_WHOLE = {"is_whole": True}, {"is_whole": False}
+
+
+def test_servers_hold_one_moment_until_its_owner_ends_it():
+    job, leader = agreement()
+    holds = snapshot_of(leader, job)
+    (begun,) = answer_all(leader, holds, WHOLE)
+    assert begun.request == Asked(0, 1)
+    assert (begun.content["job"], begun.content["rounds"]) == ("job", {1: 6, 2: 3})
+    assert job.pauses == {1}
+    leader.ask(Asked(0, 2), End(1, is_taken=True))
+    lets = leader.due()
+    assert told(lets) == [(0, LET, [1, True]), (1, LET, [1, True])]
+    assert job.pauses == {1}
+    (step,) = answer_all(leader, lets)
+    assert job.pauses == set()
+    leader.performed(step.key, "")
+    assert leader.due() == [Reply(Asked(0, 2))]
+
+
+def test_a_moment_lists_the_tables_that_were_open_as_it_began():
+    """One that is opened meanwhile is on some servers alone as they take it."""
+    job, leader = agreement()
+    job.tables[2].is_open = False
+    holds = snapshot_of(leader, job)
+    job.tables[2].is_open = True
+    (begun,) = answer_all(leader, holds, WHOLE)
+    assert begun.content["tables"].keys() == {1}
+
+
+def test_a_moment_that_is_not_whole_is_tried_again_and_refused_in_the_end():
+    job, leader = agreement()
+    holds = snapshot_of(leader, job)
+    for _ in range(9):
+        lets = answer_all(leader, holds, NOT_WHOLE)
+        assert {each[1:] for each in [(a, b, tuple(c)) for a, b, c in told(lets)]} == {
+            (LET, (1, False))
+        }
+        stops = answer_all(leader, lets)
+        holds = answer_all(leader, stops, {})
+    lets = answer_all(leader, holds, NOT_WHOLE)
+    lets = answer_all(leader, lets)
+    (step,) = answer_all(leader, lets)
+    leader.performed(step.key, "")
+    (fail,) = leader.due()
+    assert "in 10 attempts" in fail.why
+    assert not leader.is_running
+
+
+def test_a_server_without_room_lets_the_snapshot_fail_everywhere():
+    job, leader = agreement()
+    holds = snapshot_of(leader, job)
+    leader.answered(Member(0, True), holds[0].number, WHOLE)
+    leader.answered(Member(1, True), holds[1].number, failed(MemoryError("no room")))
+    lets = leader.due()
+    assert [each[1] for each in told(lets)] == [LET, LET]
+    (step,) = answer_all(leader, lets)
+    leader.performed(step.key, "")
+    assert leader.due() == [Fail(Asked(0, 1), "ps.snapshot: server 1: MemoryError: no room")]
+
+
+@pytest.mark.parametrize("way", ["gives up", "is gone"])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_servers_let_go_what_is_held_for_a_rank_that_gives_up_or_is_gone(way, is_held):
+    job, leader = agreement()
+    holds = snapshot_of(leader, job)
+    if is_held:
+        assert len(answer_all(leader, holds, WHOLE)) == 1
+    if way == "gives up":
+        leader.ask(Asked(0, 2), End(1, is_taken=False))
+    else:
+        job.left.add(0)
+        leader.lose(Member(0))
+    lets = leader.due()
+    assert told(lets) == [(0, LET, [1, False]), (1, LET, [1, False])]
+    (step,) = answer_all(leader, lets)
+    leader.performed(step.key, "")
+    replies = leader.due()
+    assert {each.request.number for each in replies} == (
+        set() if way == "is gone" else {2} if is_held else {1, 2}
+    )
+    assert not leader.is_running
+
+
+def test_who_ends_a_snapshot_as_a_server_is_lost_is_answered():
+    """It may have heard of the loss before it asked, and the leader hears of it later."""
+    losses, job = [0], Job(2)
+    leader = Agreement(job, lambda: losses[0])
+    answer_all(leader, snapshot_of(leader, job), WHOLE)
+    leader.ask(Asked(0, 2), End(1, is_taken=False))
+    leader.due()
+    losses[0] = 1
+    (step,) = leader.due()
+    leader.performed(step.key, "")
+    assert leader.due() == [Reply(Asked(0, 2))]
+    assert job.pauses == set()
+
+
+def test_a_pause_outlives_a_loss():
+    losses, job = [0], Job(2)
+    leader = Agreement(job, lambda: losses[0])
+    leader.ask(Asked(0, 1), Pause(1, 0.0))
+    (begun,) = leader.due()
+    assert begun.content["rounds"] == {}
+    losses[0], job.pauses = 1, set()
+    assert leader.due() == []
+    assert job.pauses == {1}
+    leader.ask(Asked(0, 2), End(1, is_taken=False))
+    (step,) = leader.due()
+    leader.performed(step.key, "")
+    assert leader.due() == [Reply(Asked(0, 2))]
+
+
+def test_orders_to_servers_are_not_sent_again():
+    """They are not lost, and carried out once: a table that is made twice is empty again."""
+    job, leader = agreement()
+    leader.ask(Asked(0), Close(2))
+    leader.ask(Asked(1), Close(2))
+    (step,) = leader.due()
+    leader.performed(step.key, "")
+    assert told(leader.due()) == [(1, DROP, 2)]
+    assert leader.again() == []
+    del job
+
+
 def test_a_command_goes_on_once_the_leader_has_carried_out_its_own_step():
     class Two:
         key, is_about_tables = "two", False
@@ -602,11 +763,11 @@ def test_a_command_goes_on_once_the_leader_has_carried_out_its_own_step():
     job, leader = agreement()
     job.is_quiet = False
     leader.ask(Asked(0), Two())
-    assert leader.due() == [Perform("two", ["a"])]
+    assert leader.due() == [Step("two", ["a"])]
     assert leader.due() == []
     leader.performed("two", "")
     assert leader.due() == []
     job.is_quiet = True
-    assert leader.due() == [Perform("two", ["b"])]
+    assert leader.due() == [Step("two", ["b"])]
     leader.performed("two", "no room")
     assert answer_all(leader, leader.due()) == [Reply(Asked(0), content=["", "no room", 1])]

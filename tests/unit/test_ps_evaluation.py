@@ -7,18 +7,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness import at_length, wait_until
-from ps_ranks_as_threads import run_all, run_workers
+from ps_ranks_as_threads import run_all, run_workers, stop_rounds
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps import evaluation, job
-from ringcomm.ps.client import json_requests, pauses
+from ringcomm.ps import evaluation
 from ringcomm.ps.client.request import NO_BODY
+from ringcomm.ps.control import commands
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
-from ringcomm.ps.snapshot_numbers_and_phases import STOP
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -190,7 +189,7 @@ def test_a_mark_behind_init_is_refused():
 @pytest.mark.long
 @pytest.mark.parametrize("n_servers", [1, 3])
 def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_servers):
-    monkeypatch.setattr(pauses, "_TRIES", 1)
+    monkeypatch.setattr(commands, "_TRIES", 1)
     seen = []
 
     @ps.evaluator(every=1)
@@ -213,7 +212,7 @@ def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_ser
 @pytest.mark.long
 @pytest.mark.parametrize("n_servers", at_length([1, 2], [2]))
 def test_tables_that_open_beside_a_snapshot_need_no_second_attempt(monkeypatch, n_servers):
-    monkeypatch.setattr(pauses, "_TRIES", 1)
+    monkeypatch.setattr(commands, "_TRIES", 1)
     are_open = threading.Event()
 
     def body(rank):
@@ -237,12 +236,7 @@ def test_rounds_that_a_rank_has_stopped_go_on_once_it_has_left():
     def body(rank):
         t = ps.table("w", 30, updater=ps.optim.SGD(1.0), mode="sync")
         if rank == 1:
-            current = job.session()
-            json_requests.ask_json(
-                current.client,
-                FrameKind.SNAPSHOT,
-                {"do": STOP, "id": pauses.new_id(current.client)},
-            ).wait()
+            stop_rounds()
             return None
         train(t, 5, 30)
         return t.pull().wait()[0]

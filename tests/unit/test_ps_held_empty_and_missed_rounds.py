@@ -5,17 +5,16 @@ import threading
 
 import numpy as np
 import pytest
-from ps_ranks_as_threads import run_workers
+from ps_ranks_as_threads import run_workers, stop_rounds
 
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import job
-from ringcomm.ps.client import json_requests, pauses
+from ringcomm.ps.client import json_requests
 from ringcomm.ps.client.dense.optimizer_state import TableState, pull_state, push_state
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import FrameKind
-from ringcomm.ps.snapshot_numbers_and_phases import RELEASE, STOP
 
 pytestmark = pytest.mark.usefixtures("wire")
 N = 1000
@@ -229,15 +228,6 @@ def test_what_is_for_rounds_alone_is_refused_elsewhere():
             t.push(np.ones(N), weight=0)
 
     run_workers(1, body)
-
-
-def stop_rounds():
-    """Let no round end on any server; return what lets them end again."""
-    current = job.session()
-    number = pauses.new_id(current.client)
-    json_requests.ask_json(current.client, FrameKind.SNAPSHOT, {"do": STOP, "id": number}).wait()
-    question = {"do": RELEASE, "id": number, "moves": True}
-    return lambda: json_requests.ask_json(current.client, FrameKind.SNAPSHOT, question).wait()
 
 
 @pytest.mark.parametrize("n_servers", [1, 3])

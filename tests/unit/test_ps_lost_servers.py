@@ -394,7 +394,7 @@ def test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers
     assert step.actions == [Reopen({1: MINE, 2: MINE})]
     core.restart()
     assert core.tables == {}
-    (make,) = core.handle(on.Performed(step.key, ""), 0.0)
+    (make,) = core.handle(on.StepDone(step.key, ""), 0.0)
     assert (make.dest, make.do, make.content) == (1, MAKE_ALL, [{}, []])
     replies = core.handle(on.Answered(Member(1, is_server=True), make.number, ""), 0.0)
     assert [each.request.source for each in replies] == [1, 2, 2]
@@ -411,7 +411,7 @@ def test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers
 def test_a_server_that_cannot_make_its_part_of_all_tables_lets_the_recovery_fail():
     core = core_of(Mode("sync"), (1,))
     (step,) = come(core, 1)
-    (fail,) = core.handle(on.Performed(step.key, "server 0: no room"), 0.0)
+    (fail,) = core.handle(on.StepDone(step.key, "server 0: no room"), 0.0)
     assert fail.why == "ps.recover: tables cannot be made anew: server 0: no room"
     assert not core.agreement.is_running
 
@@ -422,13 +422,13 @@ def test_a_death_within_a_recovery_lets_all_come_again():
     come(core, 1)
     (step,) = come(core, 2)
     core.restart()
-    core.handle(on.Performed(step.key, ""), 0.0)
+    core.handle(on.StepDone(step.key, ""), 0.0)
     members[0] = members[0]._replace(server_numbers=(0,), n_losses=1)
     assert core.handle(on.Died(7), 0.0) == []
     assert come(core, 1, servers=(0,)) == []
     (step,) = come(core, 2, servers=(0,))
     core.restart()
-    replies = core.handle(on.Performed(step.key, ""), 0.0)  # there is no other server to tell
+    replies = core.handle(on.StepDone(step.key, ""), 0.0)  # there is no other server to tell
     assert {each.content["servers"] for each in replies} == {(0,)}
 
 
@@ -448,7 +448,7 @@ def test_who_follows_waits_for_a_recovery_that_has_begun_and_its_tables_stay():
     core.restart()
     for number, name in ((2, "w"), (3, "other")):
         core.add_table(ServedTable(number, name, Mode("sync"), True, [0]))
-    (make,) = core.handle(on.Performed(step.key, ""), 0.0)
+    (make,) = core.handle(on.StepDone(step.key, ""), 0.0)
     core.handle(on.Answered(Member(1, is_server=True), make.number, ""), 0.0)
     go_on(core, 1, {"manifest": {"step": 2}})
     assert core.tables[2].openers == {9}

@@ -7,79 +7,77 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness import wait_until
+from ps_core_steps import core_of, names, push
 from ps_ranks_as_threads import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.client import pauses, request_order
 from ringcomm.ps.client.client import Client
+from ringcomm.ps.control.commands import End, Pause
 from ringcomm.ps.job import session
+from ringcomm.ps.moment_numbers import moment_number, owner_of
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.server.core.actions import Grant
+from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core_table import ServedTable as CoreTable
 from ringcomm.ps.server.core.migration_leader import Leader
 from ringcomm.ps.server.server import Server
-from ringcomm.ps.snapshot_numbers_and_phases import moment_number, owner_of
 from ringcomm.ps.update_modes import Mode
 
 
 # --- decisions ----------------------------------------------------------------------------------
-def asked(*ranks, until=10.0):
+def leader_of(*paused):
+    """Return a leader, and these pauses, which have begun."""
     tables = {1: CoreTable(1, "w", Mode("async"), True, [0])}
     leader = Leader(lambda: (0, 1), list, tables)
-    for rank in ranks:
-        leader.pause(moment_number(rank, 1), f"of {rank}", until)
+    for number in paused:
+        assert leader.pause(number, 10.0, 0.0)
     return leader
 
 
-def begun(actions):
-    return [each.request for each in actions if isinstance(each, Grant)]
-
-
 def with_waiting_move():
-    """Return a leader with a move that waits for a pause of rank 9."""
-    leader = asked(9)
-    leader.look(0.0)
+    """Return a leader with a move that waits for the pause 9."""
+    leader = leader_of(9)
     assert leader.ask(SimpleNamespace(source=0), [Move((1, 0), 0, 1)]) == []
     return leader
 
 
 def test_a_pause_lets_a_waiting_move_go_first_for_so_long_as_its_owner_says():
     leader = with_waiting_move()
-    leader.pause(moment_number(5, 1), "of 5", 10.0)
-    assert begun(leader.look(9.9)) == []
-    assert begun(leader.look(10.0)) == ["of 5"]
-
-
-def test_a_pause_begins_at_once_where_no_move_waits_and_tells_its_owner_once():
-    leader = asked(5, 6)
-    assert begun(leader.look(0.0)) == ["of 5", "of 6"]
-    assert begun(leader.look(0.0)) == []
+    assert not leader.pause(5, 10.0, 9.0)
+    assert leader.awaits_time
+    assert not leader.pause(5, 19.9, 9.9)
+    assert leader.pause(5, 20.0, 10.0)
+    assert not leader.awaits_time
 
 
 def test_moves_begin_once_the_last_pause_has_ended():
     leader = with_waiting_move()
-    leader.pause(moment_number(5, 1), "of 5", 0.0)
-    leader.look(0.0)
-    assert leader.resume(moment_number(9, 1)) == []
-    told = leader.resume(moment_number(5, 1))
+    assert leader.pause(5, 0.0, 0.0)
+    assert leader.resume(9) == []
+    told = leader.resume(5)
     assert [(each.server, each.message["do"]) for each in told] == [(0, "freeze"), (1, "freeze")]
-    leader.pause(moment_number(6, 1), "of 6", 0.0)
-    assert leader.look(1e9) == []  # one is under way
+    assert not leader.pause(6, 0.0, 1e9)  # a move is under way
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("way", ["gives up", "leaves"])
 def test_a_pause_ends_when_its_owner_gives_up_or_leaves(way, has_begun):
-    leader = with_waiting_move()
-    leader.pause(moment_number(5, 1), "of 5", 0.0 if has_begun else math.inf)
-    assert begun(leader.look(1.0)) == (["of 5"] if has_begun else [])
+    core, number = core_of(Mode("async")), moment_number(2, 1)
+    core.handle(on.Asked(push(9, 1), Pause(moment_number(9, 1), 0.0)), 0.0)
+    core.handle(on.MovesAsked(push(1, 1), [Move((1, 0), 0, 1)]), 0.0)
+    asked = on.Asked(push(2, 1), Pause(number, 0.0 if has_begun else math.inf))
+    assert names(core.handle(asked, 1.0)) == ["Reply"] * has_begun
     if way == "gives up":
-        leader.resume(moment_number(5, 1))
+        (step,) = core.handle(on.Asked(push(2, 2), End(number, is_taken=False)), 1.0)
     else:
-        leader.leave(5)
-    assert leader.resume(moment_number(9, 1))  # the move begins
+        (step,) = core.handle(on.Left(2), 1.0)
+    core.handle(on.StepDone(step.key, ""), 1.0)
+    (step,) = core.handle(on.Asked(push(9, 2), End(moment_number(9, 1), is_taken=False)), 1.0)
+    assert names(step.actions) == ["Send", "Send"]  # the move begins
+    assert names(core.handle(on.StepDone(step.key, ""), 1.0)) == ["Reply"]
+    assert not core.agreement.is_running
 
 
 def test_the_number_of_a_pause_says_whose_it_is():

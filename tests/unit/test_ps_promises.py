@@ -364,7 +364,7 @@ SENSELESS = {  # what no client of ours sends: (kind, table: 0 none, 1 dense, 2 
     "a command of nothing": (FrameKind.ASK, 0, b"{}", NOTHING),
     "a command that is none": (FrameKind.ASK, 0, b'{"command": "dance"}', NOTHING),
     "a table of nothing": (FrameKind.ASK, 0, b'{"command": "open", "spec": {}}', NOTHING),
-    "a snapshot that is none": (FrameKind.SNAPSHOT, 0, b'{"do": "dance"}', NOTHING),
+    "a snapshot of nothing": (FrameKind.ASK, 0, b'{"command": "snapshot"}', NOTHING),
     "rows: too few bytes": (FrameKind.PUSH, 2, push_meta(2), KEY),
     "rows: no hyper-parameters": (
         FrameKind.PUSH, 2, push_meta(1, hyper=HYPER[:0]), np.append(KEY, raw(2)),

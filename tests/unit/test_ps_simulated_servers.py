@@ -16,6 +16,7 @@ from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
 from ps_simulation import Choices, World
 from ps_simulation_message_types import Request, Shape
 
+from ringcomm.ps.control.commands import LET, STOP, Snapshot
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
@@ -317,8 +318,16 @@ def test_a_leave_confirms_what_has_moved():
 
 
 def test_rounds_go_on_once_who_has_stopped_them_has_left():
-    core = core_of(Mode("sync"))
-    core.handle(on.Stopped(push(9, 1), 9 << 32), 0.0)
+    core, number = core_of(Mode("sync")), 9 << 32
+    stop = core.handle(on.Asked(push(9, 1), Snapshot(number, 0.0, None)), 0.0)
+    assert [(each.dest, each.do, each.content) for each in stop] == [
+        (0, STOP, number), (1, STOP, number)
+    ]  # fmt: skip
+    core.handle(on.Stopped(push(0, 1), number), 0.0)
     for worker in (1, 2):
         assert arrive(core, push(worker, 5)) == []
-    assert leave(core, 9) == ["Drop", "End"]
+    let = core.handle(on.Left(9), 0.0)
+    assert [(each.dest, each.do, each.content) for each in let] == [
+        (0, LET, [number, False]), (1, LET, [number, False])
+    ]  # fmt: skip
+    assert names(core.handle(on.MomentEnded(push(0, 2), number), 0.0)) == ["Drop", "End", "Reply"]

@@ -22,6 +22,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Record
 from ringcomm.ps.checkpoint.load_plan import LoadPlan, plan_load
+from ringcomm.ps.moment_numbers import owner_of
 from ringcomm.ps.optim import from_json
 from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.protocol.frame_meta import COMMIT, LOOK, PREPARE, packed_json
@@ -30,7 +31,6 @@ from ringcomm.ps.protocol.remote_errors import error_text
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.server.rows.row_partition import RowsPartition
-from ringcomm.ps.snapshot_numbers_and_phases import owner_of
 from ringcomm.system_text import host_name
 
 if TYPE_CHECKING:

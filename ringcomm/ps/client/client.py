@@ -25,7 +25,6 @@ from ringcomm.ps.client.waits import Waits
 from ringcomm.ps.protocol.frames import (
     FrameHeader,
     FrameKind,
-    Pausing,
     RequestHeader,
     Status,
     StepOption,
@@ -52,7 +51,7 @@ LISTEN_S: Final = 0.05  # between looks of a rank that only reads
 _NEWS: Final = frozenset((FrameKind.LEAVE, FrameKind.TICK, FrameKind.STATS, FrameKind.MISSING))
 _GO_ON: Final = frozenset((*_NEWS, FrameKind.SAVE))  # at servers that live, if another dies
 _ALLOWED: Final = frozenset(  # before ps.recover()
-    (*_NEWS, FrameKind.SNAPSHOT, FrameKind.ASK)
+    (*_NEWS, FrameKind.ASK)
 )
 
 
@@ -62,9 +61,8 @@ def _awaits_step(request: AnyRequest) -> bool:
 
 def _may_be_forgotten(request: AnyRequest) -> bool:
     """Return True if servers that begin anew would leave a request without a reply."""
-    begins = request.kind == FrameKind.SNAPSHOT and request.option == Pausing.BEGINS
     needs_tables = request.kind == FrameKind.ASK and request.option == 1
-    return begins or needs_tables or _awaits_step(request)
+    return needs_tables or _awaits_step(request)
 
 
 def _require_answerable(request: AnyRequest, loss: Loss, lost: Collection[int]) -> None:

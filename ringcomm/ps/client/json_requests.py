@@ -71,8 +71,8 @@ class Commander(Asker, Protocol):
 
 def ask_leader(
     client: Commander, label: str, command: str, *, needs_tables: bool = False, **more: Any
-) -> Future[None]:
-    """Ask for a command, see ringcomm.ps.control.commands; return a future: it is over.
+) -> Future[Any]:
+    """Ask for a command, see ringcomm.ps.control.commands; return a future of its result.
 
     needs_tables: not between the loss of a server and ps.recover().
     """
@@ -80,11 +80,15 @@ def ask_leader(
     request = Request(
         FrameKind.ASK, server=client.leader, option=int(needs_tables), meta=meta
     )  # fmt: skip
-    return client.call_one(label, request, ignore)
+    return client.call_one(label, request, _content_of)
 
 
 def json_of(reply: Delivery) -> Any:
     return json.loads(reply.body.tobytes() if reply.body.nbytes else reply.meta)
+
+
+def _content_of(reply: Delivery) -> Any:
+    return json_of(reply) if reply.meta or reply.body.nbytes else None
 
 
 def ignore(_reply: Delivery) -> None: ...

@@ -301,11 +301,11 @@ CREDIT_REQUESTS: Final = 4096  # likewise
 _PUSH: Final = FrameKind.PUSH  # looked up once: each request needs it
 _CONTROL: Final = frozenset(
     (
+        FrameKind.ASK,
         FrameKind.ENTER,
         FrameKind.LEAVE,
         FrameKind.MISSING,
         FrameKind.MOVE,
-        FrameKind.SNAPSHOT,
         FrameKind.STATS,
     )
 )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from ringcomm.ps.server.core.actions import Action, CoreRequest, Fail, Perform, Reply, Tell
+from ringcomm.ps.server.core.actions import Action, CoreRequest, Fail, Reply, Step, Tell
 
 _NUMBERS: Final = 32  # bits of a number of an order, below the number of losses
 _KEPT: Final = 64  # answers of a member, for orders that come again; a leader awaits fewer
@@ -42,10 +42,12 @@ class Order(NamedTuple):
     Attributes:
         to: what each member is told beside.
         do: the name of what it does.
+        until: the command goes on without the answers that are left then.
     """
 
     to: Mapping[Member, Any]
     do: str
+    until: Callable[[], bool] | None = None
 
 
 class Until(NamedTuple):
@@ -60,8 +62,14 @@ class Do(NamedTuple):
     actions: list[Action]
 
 
+class Told(NamedTuple):
+    """A step of a command that lasts: who has asked so far is replied, and it goes on."""
+
+    content: Any
+
+
 Answers: TypeAlias = dict[Member, Any]
-Script: TypeAlias = Generator[Order | Until | Do, Any, Any]
+Script: TypeAlias = Generator[Order | Until | Do | Told, Any, Any]
 
 
 class Command(Protocol):
@@ -112,8 +120,9 @@ class _Running:
 
     @property
     def is_due(self) -> bool:
-        is_over = not self.orders and not self.performs
-        return is_over and (self.until is None or self.until())
+        if self.performs:
+            return False
+        return not self.orders if self.until is None else self.until()
 
 
 class Agreement:
@@ -178,11 +187,15 @@ class Agreement:
         return actions
 
     def again(self) -> list[Action]:
-        """Return the orders that are not answered: whoever sent them may have died before."""
+        """Return the orders to ranks that are not answered: who sent them may have died before.
+
+        Those to servers are not lost: see ringcomm.ps.server.homes.replication.Letters.
+        """
         orders = [
             (number, member, do, content)
             for running in self._running.values()
             for member, (number, do, content) in running.orders.items()
+            if not member.is_server
         ]
         return [
             Tell(*member, number, do, content) for number, member, do, content in sorted(orders)
@@ -194,6 +207,10 @@ class Agreement:
         for running in before.values():
             if not running.command.is_about_tables:
                 self._begin(running.asked, running.command)
+                continue
+            for each in running.asked:
+                if not each.command.is_about_tables:
+                    self._begin([each], each.command)
 
     # --- what there is --------------------------------------------------------------------------
     @property
@@ -234,6 +251,7 @@ class Agreement:
     # --- a command ------------------------------------------------------------------------------
     def _advance(self, key: Hashable, running: _Running) -> list[Action]:
         given, running.given, running.until = running.given, None, None
+        running.orders.clear()
         try:
             step = running.script.send(given)
         except StopIteration as end:
@@ -244,15 +262,21 @@ class Agreement:
             return [Fail(each.request, str(error)) for each in running.asked]
         if isinstance(step, Do):
             running.performs = True
-            return [Perform(key, step.actions)]
+            return [Step(key, step.actions)]
         if isinstance(step, Until):
             running.until = step.is_so
             return []
+        if isinstance(step, Told):
+            told = [Reply(each.request, content=step.content) for each in running.asked]
+            running.asked.clear()
+            return [*told]
         return self._send(running, step)
 
     def _send(self, running: _Running, order: Order) -> list[Action]:
         tell: list[Action] = []
         running.answers = running.given = {}
+        if (is_enough := order.until) is not None:
+            running.until = lambda: not running.orders or is_enough()
         for member, content in order.to.items():
             if member in self._gone:
                 continue

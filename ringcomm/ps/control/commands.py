@@ -11,11 +11,15 @@
 | GoOn | all workers, after that | all know that one of them has restored a checkpoint |
 | Follow | an evaluator, or a rank that stands by | it goes on with the workers |
 | Close | each rank that uses a table | the table is gone on all servers |
+| Pause | a rank that saves, restores, or leaves | nothing moves, until it ends that, or is gone |
+| Snapshot | a rank that saves, or evaluates | likewise; and servers hold the values of one moment |
+| End | the same rank | its pause, or snapshot, is over |
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
@@ -28,11 +32,13 @@ from ringcomm.ps.control.agreement import (
     Order,
     RefusedError,
     Script,
+    Told,
     Until,
 )
+from ringcomm.ps.moment_numbers import owner_of
 from ringcomm.ps.placement.replacement_workers import Newcomer
 from ringcomm.ps.protocol.frames import RECOVERING
-from ringcomm.ps.server.core.actions import CoreRequest, Discard, Reopen
+from ringcomm.ps.server.core.actions import Action, CoreRequest, Discard, Reopen
 from ringcomm.ps.server.core.core_table import ServedTable
 
 # What ranks do, see ringcomm.ps.session.
@@ -45,6 +51,11 @@ GO_ON: Final = "go on"
 MAKE: Final = "make"
 MAKE_ALL: Final = "make all"
 DROP: Final = "drop"
+STOP: Final = "stop rounds"
+HOLD: Final = "hold"
+LET: Final = "let go"
+
+_TRIES: Final = 10  # of a snapshot: rounds of a new table are over before all servers know it
 
 # For what a rank waits, see ringcomm.ps.client.waits.
 CLOSING: Final = "closing"
@@ -98,7 +109,19 @@ class Job(Protocol):
     def is_quiet(self) -> bool:
         """True if nothing moves, and nobody has a pause."""
 
+    @property
+    def name(self) -> str:
+        """Of this job alone."""
+
     recovered: Recovered | None
+
+    def pause(self, number: int, patience_s: float) -> bool:
+        """Begin a pause of moves as soon as may be; return True once it has begun.
+
+        Moves that wait go first, but only for so long.
+        """
+
+    def end_pause(self, number: int) -> list[Action]: ...
 
 
 def _told(ranks: Collection[int], content: Any = None) -> dict[Member, Any]:
@@ -196,8 +219,22 @@ def _servers(job: Job, content: Any) -> dict[Member, Any]:
     return dict.fromkeys((Member(number, True) for number in job.other_servers), content)
 
 
+def _all_servers(job: Job, content: Any) -> dict[Member, Any]:
+    return dict.fromkeys((Member(number, True) for number in job.server_numbers), content)
+
+
+def failed(error: Exception) -> dict[str, str]:
+    """Return the answer to an order that could not be carried out."""
+    return {"failed": f"{type(error).__name__}: {error}"[:2000]}
+
+
 def _problems(answers: Answers) -> str:
-    return "; ".join(f"server {each.number}: {why}" for each, why in answers.items() if why)
+    found = {
+        each.number: answer["failed"]
+        for each, answer in answers.items()
+        if isinstance(answer, dict) and "failed" in answer
+    }
+    return "; ".join(f"server {number}: {why}" for number, why in found.items())
 
 
 @dataclass(frozen=True)
@@ -393,6 +430,122 @@ class Close:
         return CLOSING, table.name, sorted({*table.openers} & {*job.live_workers})
 
 
+@dataclass(frozen=True)
+class Pause:
+    """Nothing moves from one server to another until its owner ends it, or is gone.
+
+    Attributes:
+        number: says who owns it, see ringcomm.ps.moment_numbers.
+        patience_s: for so long it lets moves go first that wait.
+    """
+
+    number: int
+    patience_s: float
+
+    is_about_tables: ClassVar[bool] = False
+
+    @property
+    def key(self) -> Hashable:
+        return "pause", self.number
+
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        def is_over() -> bool:
+            has_ended = any(isinstance(each.command, End) for each in asked)
+            return has_ended or owner_of(self.number) in job.left
+
+        yield Until(lambda: job.pause(self.number, self.patience_s) or is_over())
+        why = "" if is_over() else (yield from self._while_paused(job, asked, is_over))
+        yield Do(job.end_pause(self.number))
+        if why and not is_over():
+            raise RefusedError(why)
+
+    def _while_paused(self, job: Job, asked: list[Asked], is_over: Callable[[], bool]) -> Script:
+        """Go on until it is over, or return why it cannot."""
+        del asked
+        yield Told(_moment(job))
+        yield Until(is_over)
+        return ""
+
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del job, asked
+        return "ps.snapshot()", "", []
+
+
+def _moment(job: Job) -> dict[str, Any]:
+    tables = {number: table.spec for number, table in job.tables.items() if table.is_open}
+    return {"job": job.name, "tables": tables, "rounds": {}}
+
+
+@dataclass(frozen=True)
+class Snapshot(Pause):
+    """Servers hold the values of one moment: of tables with rounds, all after the same round.
+
+    Rounds are kept from ending until each server holds what it has after as many as the first of
+    them had. Else training that is fast would be ahead of each moment.
+
+    Attributes:
+        save_to: folder of the checkpoint that it is for; None: it is for pulls.
+    """
+
+    save_to: str | None
+
+    is_about_tables: ClassVar[bool] = True
+
+    def _while_paused(self, job: Job, asked: list[Asked], is_over: Callable[[], bool]) -> Script:
+        why = f"ps.snapshot: in {_TRIES} attempts there were new tables, of which a round was over "
+        why += "before all servers knew them. Take it once all tables are there"
+        moment = _moment(job)  # all servers have these tables
+        for _ in range(_TRIES):
+            stopped = yield Order(_all_servers(job, self.number), STOP, is_over)
+            if is_over():
+                break
+            rounds: Counter[int] = Counter()
+            for over in stopped.values():
+                for table, n in over.items():
+                    rounds[int(table)] = max(rounds[int(table)], n)
+            content = [self.number, self.save_to, dict(rounds)]
+            held = yield Order(_all_servers(job, content), HOLD, is_over)
+            problems = _problems(held)
+            if problems or is_over():
+                why = f"ps.snapshot: {problems}"
+                break
+            if all(each["is_whole"] for each in held.values()):
+                yield Told({**moment, "rounds": dict(rounds)})
+                yield Until(is_over)
+                break
+            yield Order(_all_servers(job, [self.number, False]), LET)
+        keeps = any(isinstance(each.command, End) and each.command.is_taken for each in asked)
+        yield Order(_all_servers(job, [self.number, keeps]), LET)
+        return why
+
+
+@dataclass(frozen=True)
+class End:
+    """A pause, or a snapshot, is over; see Pause.
+
+    Attributes:
+        number: of it.
+        is_taken: what was held for a checkpoint is still to be written.
+    """
+
+    number: int
+    is_taken: bool
+
+    is_about_tables: ClassVar[bool] = False
+
+    @property
+    def key(self) -> Hashable:
+        return "pause", self.number
+
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        del asked
+        yield Do(job.end_pause(self.number))  # a server was lost, and with it the snapshot
+
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del job, asked
+        return "ps.snapshot()", "", []
+
+
 def command_of(content: Mapping[str, Any], request: CoreRequest) -> Command:
     """Return the command that a request asks for. Raises ValueError: there is none."""
     name = content["command"]
@@ -406,6 +559,12 @@ def command_of(content: Mapping[str, Any], request: CoreRequest) -> Command:
         return Refuse(request.source, goes_on=True)
     if name == "close":
         return Close(content["table"])
+    if name == "pause":
+        return Pause(content["number"], content["patience_s"])
+    if name == "snapshot":
+        return Snapshot(content["number"], content["patience_s"], content["save_to"])
+    if name == "end":
+        return End(content["number"], content["is_taken"])
     if name == "recover":
         return Recover(tuple(content["servers"]), content["tables"], content["has_checkpoint"])
     if name == "recovered":

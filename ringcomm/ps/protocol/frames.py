@@ -33,7 +33,6 @@ class FrameKind(IntEnum):
     TICK = 5
     CALL = 6
     STATS = 7
-    SNAPSHOT = 8
     SAVE = 9
     RESTORE = 10
     MOVE = 11
@@ -64,13 +63,6 @@ class StepOption(IntEnum):
     NOTED = 3
     SETTLE = 4  # a client asks for a reply once nothing moves
     PLACES = 5  # a client asks that servers get a place, or one has none any more
-
-
-class Pausing(IntEnum):
-    """Options of FrameKind.SNAPSHOT. See ringcomm.ps.client.pauses."""
-
-    BEGINS = 0  # not once a server is lost, until ps.recover()
-    ENDS = 1  # a moment, or the work of this rank
 
 
 class Join(IntEnum):

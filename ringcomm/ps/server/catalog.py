@@ -185,21 +185,17 @@ class Catalog:
             self._core.tables[number].openers |= openers
 
     # --- all servers ----------------------------------------------------------------------------
-    def make(self, tables: Iterable[Mapping[str, Any]]) -> str:
-        """Make this server's part of tables that the leader has placed; return why not, or ""."""
-        try:
-            for each in tables:
-                self.install(each["number"], Spec.of_json(each["spec"]), each["owners"])
-        except Exception as error:  # noqa: BLE001 - the clients that have asked get it
-            return f"{type(error).__name__}: {error}"[:2000]
-        return ""
+    def make(self, tables: Iterable[Mapping[str, Any]]) -> None:
+        """Make this server's part of tables that the leader has placed."""
+        for each in tables:
+            self.install(each["number"], Spec.of_json(each["spec"]), each["owners"])
 
-    def make_all(self, content: Sequence[Any]) -> str:
+    def make_all(self, content: Sequence[Any]) -> None:
         """Make all tables anew, after a loss: who has a place by now, and the tables."""
         taken, tables = content
         self.on_restart()
         self._core.departures.keep(taken.values())
-        return self.make(tables)
+        self.make(tables)
 
     def clear(self) -> None:
         for number in [*self.contents]:

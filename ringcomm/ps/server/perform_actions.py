@@ -58,10 +58,7 @@ class ActionPerformer:
         snapshots: that are held for pulls.
         store: what is held for checkpoints.
         transfer: partitions on their way.
-        described: returns the reply to a client whose pause begins; set by the server.
     """
-
-    described: Callable[[], dict[str, Any]]
 
     def __init__(
         self,
@@ -118,7 +115,6 @@ class ActionPerformer:
             do.Retire: lambda a: self.transfer.retire(a.key, a.epoch),
             do.Free: lambda a: self.transfer.free(a.key, a.epoch),
             do.Take: self._take,
-            do.Grant: lambda a: replies.json(a.request, self.described()),
             do.Drop: self._drop,
             do.Send: lambda a: self.send_to_server(a.server, a.message),
             do.Export: self._export,
@@ -128,7 +124,7 @@ class ActionPerformer:
             do.Tell: self._tell,
             do.Fail: lambda a: replies.fail(a.request, RingcommError(a.why)),
             do.Reopen: lambda a: self.catalog.reopen(a.users),
-            do.Perform: self._perform_step,
+            do.Step: self._perform_step,
             do.Notify: self._notify,
             do.Settled: lambda a: self.handle(on.Finished(a.key)),
         }
@@ -260,8 +256,9 @@ class ActionPerformer:
 
     def _reply(self, action: do.Reply) -> None:
         content = action.content
-        if content is None and action.request.header.kind == FrameKind.SNAPSHOT:
-            content = {}
+        if action.request.header.kind == FrameKind.ORDER:
+            self.replies.answer(action.request, content)
+            return
         self.replies(
             action.request,
             status=Status.LATE if action.is_late else Status.OK,
@@ -306,14 +303,14 @@ class ActionPerformer:
         content = {"do": action.do, "content": action.content}
         self.replies.send(dest, header, packed_json(content))
 
-    def _perform_step(self, step: do.Perform) -> None:
+    def _perform_step(self, step: do.Step) -> None:
         why_not = ""
         try:
             for action in step.actions:
                 self._performers[type(action)](action)
         except Exception as error:  # noqa: BLE001 - who has asked for the command hears of it
             why_not = f"server {self._index}: {error}"
-        self.handle(on.Performed(step.key, why_not))
+        self.handle(on.StepDone(step.key, why_not))
 
     def _export(self, action: do.Export) -> None:
         try:

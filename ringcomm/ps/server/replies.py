@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ringcomm.ps.protocol.frame_meta import READ_BLOCK, packed_json
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, OrderOption, Status
 from ringcomm.ps.protocol.remote_errors import error_text
 
 if TYPE_CHECKING:
@@ -63,6 +63,13 @@ class Replies:
     def fail(self, to: Delivery, error: Exception) -> None:
         status = Status.REFUSED if isinstance(error, ValueError | KeyError) else Status.FAILED
         self(to, status=status, meta=error_text(error))
+
+    def answer(self, order: Delivery, content: Any) -> None:
+        """Answer an order of the server that leads; see ringcomm.ps.control.agreement."""
+        header = FrameHeader(
+            FrameKind.ANSWER, clock=order.header.clock, option=OrderOption.SERVER
+        )  # fmt: skip
+        self.send(order.source, header, packed_json(content))
 
     def send(
         self, dest: int, header: FrameHeader, meta: bytes = b"", body: Bytes = NOTHING

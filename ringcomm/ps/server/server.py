@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Any, Final
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
 from ringcomm.ps.control.agreement import Member
-from ringcomm.ps.control.commands import DROP, MAKE, MAKE_ALL, Open, command_of
+from ringcomm.ps.control.commands import (
+    DROP,
+    HOLD,
+    LET,
+    MAKE,
+    MAKE_ALL,
+    STOP,
+    Open,
+    command_of,
+    failed,
+)
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
-from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import (
     FrameHeader,
     FrameKind,
@@ -32,7 +41,6 @@ from ringcomm.ps.server.clock import Clock, OwnClock
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.perform_actions import ActionPerformer
 from ringcomm.ps.server.user_functions import Function
-from ringcomm.ps.snapshot_numbers_and_phases import HOLD, PAUSE, RELEASE, STOP
 from ringcomm.ps.table_spec import Spec
 from ringcomm.status.page_enums import BUSY
 
@@ -99,7 +107,6 @@ class Server:
         self.core, self.catalog = performer.core, performer.catalog
         self.transfer, self.store = performer.transfer, performer.store
         self._handle, self._replies = performer.handle, performer.replies
-        performer.described = self._described
         self.job = uuid.uuid4().hex
         self.n_requests = self._nbytes_in = 0
         self.n_copies = 1
@@ -112,7 +119,6 @@ class Server:
             FrameKind.TICK: self._tick,
             FrameKind.STATS: self._stats,
             FrameKind.MISSING: self._missing,
-            FrameKind.SNAPSHOT: self._snapshot,
             FrameKind.SAVE: performer.store.on_save,
             FrameKind.RESTORE: self._restore,
             FrameKind.MOVE: self._move,
@@ -122,9 +128,14 @@ class Server:
             FrameKind.LEAVE: self._leave,
             FrameKind.JOIN: lambda r: self._handle(_said_by_newcomer(r)),
         }
-        self._orders: dict[str, Callable[[Any], Any]] = {
-            MAKE: self.catalog.make, MAKE_ALL: self.catalog.make_all, DROP: self.catalog.forget,
-        }  # fmt: skip
+        self._orders: dict[str, Callable[[Delivery, Any], None]] = {
+            MAKE: self._answering(self.catalog.make),
+            MAKE_ALL: self._answering(self.catalog.make_all),
+            DROP: self._answering(self.catalog.forget),
+            STOP: lambda order, number: self._handle(on.Stopped(order, number)),
+            HOLD: self._hold,
+            LET: lambda order, what: self._handle(on.MomentEnded(order, *what)),
+        }
 
     def answers_for(self, number: int) -> bool:
         return number == self.index
@@ -190,6 +201,14 @@ class Server:
             self._replies.fail(request, error)
 
     @property
+    def job(self) -> str:
+        return self.core.name
+
+    @job.setter
+    def job(self, name: str) -> None:
+        self.core.name = name
+
+    @property
     def is_copy(self) -> bool:
         """Another server like this one answers, and touches files."""
         return self.store.is_copy
@@ -225,13 +244,27 @@ class Server:
             self._handle(on.Asked(request, command_of(content, request)))
 
     def _carry_out(self, order: Delivery) -> None:
-        """Carry out an order of the server that leads."""
+        """Carry out an order of the server that leads; some are answered later."""
         content = json.loads(order.meta)
-        answer = self._orders[content["do"]](content["content"])
-        header = FrameHeader(
-            FrameKind.ANSWER, clock=order.header.clock, option=OrderOption.SERVER
-        )  # fmt: skip
-        self._replies.send(order.source, header, packed_json(answer))
+        try:
+            self._orders[content["do"]](order, content["content"])
+        except Exception as error:  # noqa: BLE001 - who has asked for the command hears of it
+            self._replies.answer(order, failed(error))
+
+    def _answering(self, carry_out: Callable[[Any], None]) -> Callable[[Delivery, Any], None]:
+        def carry_out_and_answer(order: Delivery, content: Any) -> None:
+            carry_out(content)
+            self._replies.answer(order, None)
+
+        return carry_out_and_answer
+
+    def _hold(self, order: Delivery, content: Any) -> None:
+        number, save_to, rounds = content
+        if save_to is None:
+            self._performer.snapshots.begin(number)
+        else:
+            self.store.begin(number, save_to)
+        self._handle(on.Held(order, number, {int(table): n for table, n in rounds.items()}))
 
     def _hear_answer(self, answer: Delivery) -> None:
         member, rank = Member(answer.source), answer.source
@@ -249,31 +282,6 @@ class Server:
         header = request.header
         asked = request if header.sequence else None
         self._handle(on.Left(header.origin, asked, still_asks=bool(header.option)))
-
-    def _snapshot(self, request: Delivery) -> None:
-        content = json.loads(request.meta)
-        what, number = content["do"], content["id"]
-        if what == PAUSE:
-            self._handle(on.Paused(request, number, content["patience_s"]))
-        elif what == STOP:
-            self._handle(on.Stopped(request, number))
-        elif what == HOLD:
-            if content["save_to"] is None:
-                self._performer.snapshots.begin(number)
-            else:
-                self.store.begin(number, content["save_to"])
-            rounds = {int(table): count for table, count in content["rounds"].items()}
-            self._handle(on.Held(request, number, rounds))
-        elif what == RELEASE:
-            self._handle(
-                on.MomentEnded(request, number, bool(content.get("is_taken")), content["moves"])
-            )
-        else:
-            raise ValueError(f"ps.snapshot: cannot {what!r}")
-
-    def _described(self) -> dict[str, Any]:
-        tables = {number: spec.to_json() for number, spec in self.catalog.known().items()}
-        return {"job": self.job, "tables": tables}
 
     def _restore(self, request: Delivery) -> None:
         for key in self.store.on_restore(request):

@@ -76,8 +76,8 @@ class Reopen(NamedTuple):
     users: Mapping[int, Any]  # the tables that each rank uses, see Catalog.reopen()
 
 
-class Perform(NamedTuple):
-    """Carry out a step of a command, and give the core the event Performed."""
+class Step(NamedTuple):
+    """Carry out a step of a command, and give the core the event StepDone."""
 
     key: Hashable  # of the command
     actions: list[Any]
@@ -191,12 +191,6 @@ class Take(NamedTuple):
     key: Key
 
 
-class Grant(NamedTuple):
-    """Say that a pause has begun."""
-
-    request: Any
-
-
 class Drop(NamedTuple):
     """Keep nothing more for a moment; keeps_copies: but what is to be written to files."""
 
@@ -249,6 +243,6 @@ class Settled(NamedTuple):
 
 Action: TypeAlias = (
     Carry | Retry | Redirect | Acknowledge | Serve | Reply | Apply | Write | Hold | End | Late
-    | ReleaseDone | Open | Close | Retire | Free | Take | Grant | Drop | Send | Export | Forget
-    | Moved | Notify | Settled | Discard | Reopen | Perform | Tell | Fail
+    | ReleaseDone | Open | Close | Retire | Free | Take | Drop | Send | Export | Forget
+    | Moved | Notify | Settled | Discard | Reopen | Step | Tell | Fail
 )  # fmt: skip

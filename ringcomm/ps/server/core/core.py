@@ -55,6 +55,7 @@ class Core:
         members: returns who takes part at first.
 
     Attributes:
+        name: of the job; see Server.job.
         tables: by number.
         newcomers: who has joined, or is going to.
         left: ranks that ask nothing more.
@@ -70,7 +71,8 @@ class Core:
     """
 
     def __init__(self, index: int, members: Callable[[], WorkerMembers]) -> None:
-        self._index, self.newcomers = index, Newcomers()
+        self._index, self.newcomers, self.name = index, Newcomers(), ""
+        self._now = 0.0
         present = Present(members, self.newcomers)
         self._members: Callable[[], Present] = lambda: present
         self.tables: dict[int, ServedTable] = {}
@@ -87,8 +89,8 @@ class Core:
         self.clocks = self.progress.clocks
         self.migration = Migration(index, members, self.tables, self)
         self.departures = departures = Departures(
-            members, self.tables, progress=self.progress, moments=self.moments,
-            migration=self.migration, units=self, newcomers=self.newcomers,
+            members, self.tables, progress=self.progress, migration=self.migration, units=self,
+            newcomers=self.newcomers,
         )  # fmt: skip
         self.left, self.dead, self.rested = departures.left, departures.dead, departures.rested
         self._handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
@@ -111,7 +113,7 @@ class Core:
             on.MomentEnded: self._on_let,
             on.Asked: self._on_asked,
             on.Answered: self._on_answered,
-            on.Performed: self._on_performed,
+            on.StepDone: self._on_performed,
             on.ProcessDied: lambda event, _: [],
             **departures.handlers,
         }
@@ -128,6 +130,7 @@ class Core:
         """
         if self.dead and self.departures.voids(event):
             return []
+        self._now = now
         if type(event) in _PARTINGS and not getattr(event, "still_asks", False):
             self.agreement.lose(Member(event.rank))  # type: ignore[union-attr]
         actions = self._handlers[type(event)](event, now)
@@ -225,6 +228,12 @@ class Core:
     def is_quiet(self) -> bool:
         return self.migration.is_quiet
 
+    def pause(self, number: int, patience_s: float) -> bool:
+        return self.migration.pause(number, self._now + patience_s, self._now)
+
+    def end_pause(self, number: int) -> list[Action]:
+        return self.migration.resume(number)
+
     def _on_asked(self, event: on.Asked, _: float) -> list[Action]:
         self.agreement.ask(*event)
         return []
@@ -233,7 +242,7 @@ class Core:
         self.agreement.answered(*event)
         return []
 
-    def _on_performed(self, event: on.Performed, _: float) -> list[Action]:
+    def _on_performed(self, event: on.StepDone, _: float) -> list[Action]:
         self.agreement.performed(*event)
         return []
 
@@ -319,8 +328,6 @@ class Core:
     def _on_let(self, event: on.MomentEnded, _: float) -> Iterator[Action]:
         yield from self.moments.release(event.number, keeps_copies=event.keeps_copies)
         yield from self.resume(event.number)
-        if event.lets_move:
-            yield from self.migration.resume(event.number)
         yield Reply(event.request)
 
     def resume(self, *numbers: int) -> Iterator[Action]:

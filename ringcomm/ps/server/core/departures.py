@@ -29,7 +29,6 @@ from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Reply, Send
 from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.migration_facade import Migration
-from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.server.core.worker_clocks import WorkerProgress
 
@@ -51,7 +50,6 @@ class Departures:
         members: returns who takes part.
         tables: by number.
         progress: how far the workers are.
-        moments: that are held.
         migration: what moves.
         units: see above.
         newcomers: who has joined.
@@ -69,14 +67,13 @@ class Departures:
         tables: Mapping[int, ServedTable],
         *,
         progress: WorkerProgress,
-        moments: Moments,
         migration: Migration,
         units: DepartureUnits,
         newcomers: Newcomers,
     ) -> None:
         self._members, self._tables, self._units = members, tables, units
         self._newcomers = newcomers
-        self._progress, self._moments, self._migration = progress, moments, migration
+        self._progress, self._migration = progress, migration
         self.left: set[int] = set()
         self.dead: set[int] = set()
         self.rested: set[int] = set()
@@ -148,10 +145,7 @@ class Departures:
         yield from self._end_what_it_owned(rank, now)
 
     def _end_what_it_owned(self, rank: int, now: float) -> Iterator[Action]:
-        owned = self._moments.owned_by(rank)
-        for number in owned:
-            yield from self._moments.release(number)
-        yield from self._units.resume(*owned)
+        yield from self._units.resume()
         yield from self._progress.advance()
         yield from self._migration.leave(rank, now, is_dead=rank in self.dead)
 

@@ -119,20 +119,11 @@ class Held(NamedTuple):
 
 
 class MomentEnded(NamedTuple):
-    """A moment is over, or a part of it."""
+    """A moment is over."""
 
     request: CoreRequest
     number: int
     keeps_copies: bool = False
-    lets_move: bool = False  # it is a pause, too, which is over
-
-
-class Paused(NamedTuple):
-    """A moment asks that nothing moves."""
-
-    request: CoreRequest
-    number: int
-    patience_s: float  # for so long it lets moves go first
 
 
 class Settling(NamedTuple):
@@ -157,7 +148,7 @@ class Noted(NamedTuple):
     epoch: int
 
 
-class Performed(NamedTuple):
+class StepDone(NamedTuple):
     """The leader has carried out a step of a command itself."""
 
     key: Hashable
@@ -247,7 +238,7 @@ class TimePassed(NamedTuple):
 
 Event: TypeAlias = (
     Arrived | Initialized | Assigned | Contributed | Released | Read | Decided | Loaded | Entered
-    | Joined | Ticked | ClockAwaited | Stopped | Held | MomentEnded | Paused | Settling | MovesAsked
-    | Noted | Asked | Performed | Answered | ProcessDied | Awaits | Alone | TookPlace | Retracted
+    | Joined | Ticked | ClockAwaited | Stopped | Held | MomentEnded | Settling | MovesAsked
+    | Noted | Asked | StepDone | Answered | ProcessDied | Awaits | Alone | TookPlace | Retracted
     | Died | Left | ServerMessage | Taken | Finished | TimePassed
 )  # fmt: skip

@@ -74,9 +74,8 @@ class Migration:
         self.keeps = self._participant.keeps
         self.add_unit = self._participant.add
         self.on_progress = self._participant.on_progress
-        self.resume = self._leader.resume
+        self.pause, self.resume = self._leader.pause, self._leader.resume
         self.handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
-            on.Paused: self._on_paused,
             on.Settling: self._on_settling,
             on.MovesAsked: lambda event, _: self._leader.ask(
                 event.request, event.moves, changes_places=event.changes_places
@@ -138,7 +137,7 @@ class Migration:
 
     def look(self, now: float) -> Iterator[Action]:
         yield from self._participant.look(now, self._units.clocks_of)
-        yield from self._leader.look(now)
+        self._leader.look(now)
 
     def leave(self, rank: int, now: float, *, is_dead: bool) -> Iterator[Action]:
         """Keep nothing for a rank that has left, and wait for nothing of it."""
@@ -148,10 +147,6 @@ class Migration:
         yield from self._participant.leave(rank)
         yield from self._leader.leave(rank)
         yield from self.look(now)
-
-    def _on_paused(self, event: on.Paused, now: float) -> list[Action]:
-        self._leader.pause(event.number, event.request, now + event.patience_s)
-        return self._leader.look(now)
 
     def _on_settling(self, event: on.Settling, _: float) -> list[Action]:
         self._settling.append(event.request)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringcomm.ps.placement.partitions import Move
-from ringcomm.ps.server.core.actions import Action, Grant, Key, Notify, Reply, Send
+from ringcomm.ps.server.core.actions import Action, Key, Notify, Reply, Send
 from ringcomm.ps.server.core.core_table import ServedTable
-from ringcomm.ps.snapshot_numbers_and_phases import owner_of
 
 AT_ONCE = 64  # partitions of a hash table in one migration: it stands still until they are there
 
@@ -48,15 +47,6 @@ class _Migration:
     problems: list[str] = field(default_factory=list)
 
 
-@dataclass
-class _Pause:
-    """A time in which nothing moves; number: see ringcomm.ps.snapshot_numbers_and_phases."""
-
-    number: int
-    request: Any
-    until: float  # when it ceases to let moves go first that have not begun
-
-
 class Leader:
     """Moves and pauses, as the server that leads decides them.
 
@@ -84,7 +74,7 @@ class Leader:
         self._current: _Migration | None = None
         self.epoch = 0
         self._pauses: set[int] = set()
-        self._asked: list[_Pause] = []
+        self._asked: dict[int, float] = {}  # pauses, and until when they let moves go first
 
     def ask(
         self, request: Any, moves: Iterable[Move], *, changes_places: bool = False
@@ -114,38 +104,37 @@ class Leader:
         for batch in self._batches:
             batch.moves = deque(each for each in batch.moves if each.partition[0] != number)
 
-    def pause(self, number: int, request: Any, until: float) -> None:
-        """Note a request for a pause; look() begins the pause."""
-        self._asked.append(_Pause(number, request, until))
+    def pause(self, number: int, until: float, now: float) -> bool:
+        """Begin a pause as soon as may be, see above; return True once it has begun."""
+        if number not in self._pauses:
+            self._asked.setdefault(number, until)
+            self.look(now)
+        return number in self._pauses
 
     @property
     def awaits_time(self) -> bool:
         return bool(self._asked)
 
-    def look(self, now: float) -> list[Action]:
-        if self._current is not None or not self._asked:
-            return []
-        return self._begin_pauses(now, moves_wait=bool(self._batches))
+    def look(self, now: float) -> None:
+        if self._current is None:
+            self._begin_pauses(now, moves_wait=bool(self._batches))
 
     def resume(self, number: int) -> list[Action]:
         self._pauses.discard(number)
-        self._asked = [each for each in self._asked if each.number != number]
+        self._asked.pop(number, None)
         return self._go_on()
 
     def leave(self, rank: int) -> list[Action]:
-        """End the pauses and the moves of a rank that has left; one that is under way ends."""
-        self._pauses = {each for each in self._pauses if owner_of(each) != rank}
-        self._asked = [each for each in self._asked if owner_of(each.number) != rank]
+        """End the moves of a rank that has left; one that is under way ends."""
         self._batches = deque(
             each for each in self._batches if each.request is None or each.request.source != rank
         )
         return self._go_on()
 
-    def _begin_pauses(self, now: float, *, moves_wait: bool) -> list[Action]:
-        due = [each for each in self._asked if not moves_wait or now >= each.until]
-        self._asked = [each for each in self._asked if each not in due]
-        self._pauses.update(each.number for each in due)
-        return [Grant(each.request) for each in due]
+    def _begin_pauses(self, now: float, *, moves_wait: bool) -> None:
+        due = {n for n, until in self._asked.items() if not moves_wait or now >= until}
+        self._asked = {n: until for n, until in self._asked.items() if n not in due}
+        self._pauses |= due
 
     def _go_on(self) -> list[Action]:
         actions: list[Action] = []
@@ -208,7 +197,7 @@ class Leader:
         self._current = None
         migration.batch.n_moved += len(migration.moved)
         migration.batch.problems += migration.problems
-        actions += self._begin_pauses(now, moves_wait=False)  # each was patient for a move
+        self._begin_pauses(now, moves_wait=False)  # each was patient for a move
         return actions + self._go_on()
 
     def _frozen(self, migration: _Migration) -> list[Action]:

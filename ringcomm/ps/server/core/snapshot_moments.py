@@ -1,6 +1,6 @@
 """Decides when each unit is as a snapshot wants it: after so many rounds. Pure.
 
-See ringcomm.ps.snapshot_numbers_and_phases. A moment ends when the rank leaves that owns it.
+See ringcomm.ps.control.commands.Snapshot.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from ringcomm.ps.server.core.actions import Action, Drop, Key, Reply, Take
 from ringcomm.ps.server.core.unit import Unit
-from ringcomm.ps.snapshot_numbers_and_phases import owner_of
 
 
 @dataclass
@@ -109,9 +108,6 @@ class Moments:
     def release(self, number: int, *, keeps_copies: bool = False) -> list[Action]:
         self._moments.pop(number, None)
         return [Drop(number, keeps_copies)]
-
-    def owned_by(self, rank: int) -> list[int]:
-        return [each for each in {*self._moments, *self._stopped} if owner_of(each) == rank]
 
     def _whole(self, moment: _Moment) -> list[Action]:
         if moment.awaited or moment.request is None:
