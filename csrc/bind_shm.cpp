@@ -95,6 +95,14 @@ std::shared_ptr<CollectiveStep> run_known(const KnownCall& self, std::size_t slo
   return self.run(slot, from, to);
 }
 
+std::shared_ptr<CollectiveStep> run_known_in_place(const KnownCall& self, std::size_t slot, nb::handle x) {
+  const std::size_t nbytes = self.target_nbytes();
+  if (self.source_nbytes() != nbytes) throw std::invalid_argument("source and target have two sizes");
+  std::byte* const data = address_of(x, nbytes, PyBUF_WRITABLE);
+  nb::gil_scoped_release unlocked;
+  return self.run(slot, data, data);
+}
+
 using HeaderAndSize = std::tuple<nb::bytes, std::size_t>;
 
 Shown shown_of(const HeaderAndSize& told) {
@@ -357,7 +365,8 @@ void bind_shm(nb::module_& m) {
         "target"_a.noconvert().none(), "bounds"_a, "to"_a, "root"_a, "op"_a, "dtype"_a, "divisor"_a,
         "is_widened"_a = false);
   nb::class_<KnownCall>(m, "KnownCall")
-      .def("run", &run_known, "slot"_a, "source"_a.none(), "target"_a.none());
+      .def("run", &run_known, "slot"_a, "source"_a.none(), "target"_a.none())
+      .def("run_in_place", &run_known_in_place);  // arguments without names are found sooner
   nb::class_<KnownReduction, KnownCall>(m, "KnownReduction")
       .def("__init__",
            [](KnownReduction* self, std::shared_ptr<MeetingPlace> team, std::uint64_t fingerprint,

@@ -73,6 +73,7 @@ class KnownCall:
     def run(
         self, slot: int, source: NDArray[Any] | int | None, target: NDArray[Any] | int | None
     ) -> CollectiveStep | None: ...
+    def run_in_place(self, slot: int, x: NDArray[Any] | int, /) -> CollectiveStep | None: ...
 
 class KnownReduction(KnownCall):
     def __init__(

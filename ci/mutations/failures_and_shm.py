@@ -340,9 +340,26 @@ NODE = [
         "disagreement-is-done",
         "cache",
         "engine/executors/short_calls.py",
-        "if step is None:",
-        "if step is None or step.is_over:",
+        """\
+                if step is None:
+                    if name is None:""",
+        """\
+                if step is None or step.is_over:
+                    if name is None:""",
         "an allreduce of other shapes on another rank reduces nothing and says nothing",
+        ("unit/test_calls_made_again.py",),
+    ),
+    Mutation(
+        "disagreement-in-place-is-done",
+        "cache",
+        "engine/executors/short_calls.py",
+        """\
+            if step is None:
+                self._team.end_turn(place)""",
+        """\
+            if step is None or step.is_over:
+                self._team.end_turn(place)""",
+        "an allreduce_ of other shapes on another rank reduces nothing and says nothing",
         ("unit/test_calls_made_again.py",),
     ),
     Mutation(

@@ -113,6 +113,29 @@ def _shortened_reduction(form: F) -> F:
     return call
 
 
+def _shortened_allreduce_(form: F) -> F:
+    """Return what _shortened_reduction() does, which asks for the shortest of all calls first."""
+
+    @with_shortcut(form)
+    def call(
+        x: Any,
+        op: Op = SUM,
+        *,
+        name: str | None = None,
+        group: Group | None = None,
+        **options: Any,
+    ) -> Any:
+        if not options or _are_default(options):
+            calls = _short(group)
+            if calls is not None:
+                if name is None and calls.allreduce_(x, op):
+                    return x
+                return calls.run("allreduce_", x, op, 0, name)
+        return form(x, op, name=name, group=group, **options)
+
+    return call
+
+
 def _shortened_scan(form: F) -> F:
     kind = form.__name__
 
@@ -244,7 +267,7 @@ def allreduce(
     return PlannedCall("allreduce", name, group, plan_allreduce, (x, options), borrows=True)
 
 
-allreduce_ = _shortened_reduction(
+allreduce_ = _shortened_allreduce_(
     in_place(
         allreduce,
         "Replace x by its reduction over all ranks and return it.",

@@ -159,7 +159,7 @@ class Engine(EngineContext):
     # --- without a task ---------------------------------------------------------------------------
     def take_place(self, ledger: Ledger, team: Team) -> int | None:
         """Return the place (number) of a new operation without a task; None if it needs a task."""
-        if not self.state.is_usable or self._needs_task:
+        if not self.state.is_usable or self._needs_task():
             return None
         with self.pending.lock:
             if not team.is_turn_of(ledger.next_place):
@@ -168,7 +168,7 @@ class Engine(EngineContext):
 
     def take_name(self, ledger: Ledger, name: str) -> Ticket | None:
         """Return the ticket of a new operation without a task; None if it needs a task."""
-        if not self.state.is_usable or self._needs_task:
+        if not self.state.is_usable or self._needs_task():
             return None
         with self.pending.lock:
             if ledger.is_pending(name) or not ledger.knows(name):
@@ -188,9 +188,8 @@ class Engine(EngineContext):
         ledger = group.ledger_for(self)
         return self._follow(step, plan, _Submission(group, ledger, ticket, True, timeout_s))
 
-    @property
     def _needs_task(self) -> bool:
-        """True if a timeline, messages, joined ranks or lost ranks require a task per operation."""
+        """Return True if a timeline, messages, joined or lost ranks require tasks."""
         if self.pending.timeline is not None or self.selection.leaves_memory:
             return True
         return self._joined.has_guests or self.watch.peers.has_lost
@@ -259,7 +258,7 @@ class Engine(EngineContext):
         team, ticket = entered.group.takes_steps, entered.ticket
         if plan.step is None or team is None or not team.fits(plan.nbytes):
             return False
-        if self._needs_task:
+        if self._needs_task():
             return False
         if ticket.name is None:
             return team.is_turn_of(ticket.number)

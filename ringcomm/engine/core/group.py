@@ -19,6 +19,9 @@ from ringcomm.transport.wire_team import WireTeam
 
 
 class BlockingCalls(Protocol):
+    def allreduce_(self, x: Any, op: Any) -> bool:
+        """Carry out an unnamed allreduce_ if that is short; else only return False."""
+
     def run(  # noqa: PLR0917 - see ShortCalls
         self,
         kind: str,

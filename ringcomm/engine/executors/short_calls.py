@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -48,6 +49,7 @@ from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.engine.operations.scalars import array_of, is_scalar, number_from
 from ringcomm.engine.operations.scan import combine_scan, plan_exscan, plan_scan
 from ringcomm.engine.operations.scatter import plan_scatter
+from ringcomm.engine.progress.task import Task
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeExchange, NodeReduction, Team
 from ringcomm.transport.wire_team import WireTeam
@@ -104,8 +106,9 @@ _CHOOSING: Final = (  # by what the others show
 )  # fmt: skip
 
 
-class _Known(NamedTuple):
-    """A call as it was carried out before.
+@dataclass(slots=True)
+class _Known:
+    """A call as it was carried out before. No named tuple: reading its attributes takes longer.
 
     Attributes:
         shows_x: other ranks read this rank's x.
@@ -137,6 +140,42 @@ class ShortCalls:
         self._team, self._n_slots = team, team.n_slots
         self._index = group.index
         self._known: dict[Any, _Known | str | None] = {}
+        self._in_place: dict[Any, _Known] = {}  # of the unnamed allreduce_: they need one buffer
+
+    def allreduce_(self, x: Any, op: Any) -> bool:
+        """Carry out an unnamed allreduce_ and return True, if such a call was made before.
+
+        Else only return False: run() can do it. This is what run() does, without all that an
+        allreduce_ does not have. Raises the errors of rc.allreduce_().
+        """
+        is_numpy = type(x) is np.ndarray
+        try:
+            known = self._in_place[x.dtype, x.shape, op]
+        except (KeyError, AttributeError, TypeError):
+            return False
+        engine = self._engine()
+        source = (x if x.flags.carray else None) if is_numpy else address_of(x)
+        if source is None or engine is None:
+            return False
+        place = task = None
+        try:
+            place = engine.take_place(self._ledger, self._team)
+            if place is None:
+                return False
+            step = known.in_cpp.run_in_place(place % self._n_slots, source)
+            if step is None:
+                self._team.end_turn(place)
+            else:
+                asked = _Asked("allreduce_", None, x, op, 0, None, None)
+                group, plan, _ = self._rest(known, asked, x)
+                task = engine.adopt(self._ledger.unnamed(place), step, plan, group)
+                engine.completion.result_of(task)
+        except BaseException as error:
+            self._break_unless_over(engine, error, task, known, place)
+            raise
+        if not is_numpy:
+            adapter_for(x).written(x)
+        return True
 
     def run(  # noqa: PLR0917 - CPython calls what has keyword-only arguments more slowly
         self,
@@ -239,10 +278,7 @@ class ShortCalls:
                     if anew is not None and _has_chosen(anew):
                         self._known[key] = _known_of(self._team, plan, x, out, is_in_place=False)
         except BaseException as error:
-            if task is None or not task.is_over:  # other ranks wait for this operation
-                number = place if name is None else 0
-                label = "an operation" if place is None else known.call.label(number)
-                engine.completion.break_engine(error, label)
+            self._break_unless_over(engine, error, task, known, place)
             raise
         if place is None:  # it needs a task, or its turn has not come
             return self._by_plan(_Asked(kind, name, x, op, root, into, more), timeout_s)
@@ -250,6 +286,16 @@ class ShortCalls:
             changed = x if into is None else into
             adapter_for(changed).written(changed)
         return out if known.after is None else known.after(x, out)
+
+    @staticmethod
+    def _break_unless_over(
+        engine: Engine, error: BaseException, task: Task | None, known: _Known, place: Any
+    ) -> None:
+        """Note the error of a call. `place`: its number; with a name, a Ticket."""
+        if task is None or not task.is_over:  # other ranks wait for this operation
+            number = place if type(place) is int else 0
+            label = "an operation" if place is None else known.call.label(number)
+            engine.completion.break_engine(error, label)
 
     def _slot_of(self, ticket: Ticket) -> int:
         stream = self._ledger.proposal(ticket)
@@ -305,9 +351,12 @@ class ShortCalls:
         current = self._engine() or engine()
         result = current.execute(kind, asked.name, make, self._group(), timeout_s=timeout_s)
         if key is not None and plans and not _is_within(asked.x, asked.into):
-            self._known[key] = _known_of(
+            known = self._known[key] = _known_of(
                 self._team, plans[0], asked.x, result, is_in_place=kind.endswith("_")
             )
+            is_simple = kind == "allreduce_" and asked.name is None
+            if is_simple and known is not None and known.shows_x and known.writes_x:
+                self._in_place[asked.x.dtype, asked.x.shape, asked.op] = known
         return result
 
 
