@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import os
 import pkgutil
@@ -82,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(words)
     if args.command not in _COMMANDS:
+        import difflib  # commands that exist need no such thing
+
         like = difflib.get_close_matches(args.command, _COMMANDS, 1)
         hint = f": did you mean {like[0]}?" if like else ""
         parser.error(f"{args.command!r} is no command{hint}")

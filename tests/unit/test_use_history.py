@@ -2,13 +2,14 @@
 
 import json
 import os
+import time
 from dataclasses import replace
 
 import pytest
 
 from ringcomm._core import StatusPage
 from ringcomm.launch.dashboard.use_columns import columns_of
-from ringcomm.launch.job import use_history
+from ringcomm.launch.job import supervisor, use_history
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.use_history import UseHistory
 from ringcomm.launch.watch.find_ranks import Ranks
@@ -39,6 +40,26 @@ def test_use_is_a_rate_between_two_samples(samples):
     before, now = samples
     assert use_between(before, now) == (0.25, 1.5, 7000, 2_000_000)
     assert use_between(before, replace(now, process=None)) == (-1.0, 0.0, 0, 0)
+
+
+@pytest.mark.parametrize("how_long", ["short", "long"])
+def test_a_job_begins_without_what_writes_its_use(how_long, tmp_path, monkeypatch):
+    """Its imports would be 3 % of the time that a short one takes."""
+    began, made = time.monotonic(), []
+    make = supervisor._use_history
+    monkeypatch.setattr(
+        supervisor, "_use_history", lambda f: made.append(time.monotonic() - began) or make(f)
+    )
+    if how_long == "long":
+        monkeypatch.setattr(supervisor, "_USE_AFTER_S", 0.2)
+    folder = RunFolder(tmp_path / "run")
+    assert folder.claim()
+    argv = ["sh", "-c", "sleep 0.5"]
+    job = supervisor.Supervisor(argv, {"PATH": os.environ["PATH"]}, folder, size=1, grace_s=1)
+    assert not made
+    job.run()
+    assert len(made) == (how_long == "long")
+    assert all(each >= 0.2 for each in made)
 
 
 def test_lines_come_rarely_and_a_full_disk_ends_them(samples, tmp_path, monkeypatch):

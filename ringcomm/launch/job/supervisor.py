@@ -54,6 +54,7 @@ _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job t
 _PASSED: Final = (signal.SIGUSR1, signal.SIGUSR2)  # mean what the program makes of them
 _TICK_S: Final = 0.05
 _REDRAW_S: Final = 0.2
+_USE_AFTER_S: Final = 1.0  # when the ranks are about to have used something
 _TERM_TO_KILL_S: Final = 3.0
 _GUARDIANS_S: Final = 15.0  # they end soon after their ranks, at most 8 s
 _DRAIN_S: Final = 2.0
@@ -115,7 +116,9 @@ class Supervisor:
         self._unseen = Unseen(folder, size, hosts, self._launcher_name)
         self._hung = Hung(folder, size, grace_s)
         self._mpi_files = MpiFiles(folder, size)
-        self._use = None if hosts else _use_history(folder)  # each of several writes its own
+        self._use: UseHistory | None = None
+        # Each of several hosts writes its own.
+        self._use_begins = float("inf") if hosts else time.monotonic() + _USE_AFTER_S
         self._forks_ranks = forks_ranks
         self._kill_at = float("inf")  # the launcher, which was asked to end
         self._logs: dict[int, _Log] = {}
@@ -270,6 +273,8 @@ class Supervisor:
         self._stop.go_on(process, self._local_ranks)
         if self._beginning is not None:
             show_line(self._beginning.look())
+        if self._use is None and time.monotonic() >= self._use_begins:
+            self._use = _use_history(self._folder)
         if self._use is not None and self._use.is_due:
             self._use.look([each.pid for each in self._local_ranks().values()])
         self._end_what_waits_in_vain(process)
@@ -472,7 +477,7 @@ class _Log:
 
 
 def _use_history(folder: RunFolder) -> UseHistory:
-    # `ringcomm check` imports this file where there is no compiled part.
+    # No job begins later for this, and `ringcomm check` imports this file where there is no _core.
     from ringcomm.launch.job.use_history import UseHistory
 
     return UseHistory(folder)
