@@ -113,6 +113,15 @@ PS_CORE = [
         ),
     ),
     Mutation(
+        "ps-a-read-begins-a-pause",
+        "ps",
+        "ps/server/core/migration_leader.py",
+        "        if number not in self._pauses and number not in self._asked:\n",
+        "        if number not in self._pauses:\n",
+        "the two copies of a server begin a pause at different times, and come to differ",
+        ("unit/test_ps_paused_moves.py",),
+    ),
+    Mutation(
         "ps-a-pause-waits-for-another",
         "ps",
         "ps/server/core/migration_leader.py",

@@ -47,7 +47,9 @@ def test_a_pause_lets_a_waiting_move_go_first_for_so_long_as_its_owner_says():
     leader = with_waiting_move()
     assert not leader.pause(5, 10.0, 9.0)
     assert leader.awaits_time
+    leader.look(9.9)
     assert not leader.pause(5, 19.9, 9.9)
+    leader.look(10.0)
     assert leader.pause(5, 20.0, 10.0)
     assert not leader.awaits_time
 
@@ -78,6 +80,16 @@ def test_a_pause_ends_when_its_owner_gives_up_or_leaves(way, has_begun):
     assert names(step.actions) == ["Send", "Send"]  # the move begins
     assert names(core.handle(on.StepDone(step.key, ""), 1.0)) == ["Reply"]
     assert not core.agreement.is_running
+
+
+def test_a_read_begins_no_pause_though_its_time_has_come():
+    """The copy of a server does not hear of it, and would begin the pause later."""
+    core = core_of(Mode("async"))
+    core.handle(on.Asked(push(9, 1), Pause(moment_number(9, 1), 0.0)), 0.0)
+    core.handle(on.MovesAsked(push(1, 1), [Move((1, 0), 0, 1)]), 0.0)
+    assert core.handle(on.Asked(push(2, 1), Pause(moment_number(2, 1), 5.0)), 0.0) == []
+    assert names(core.handle(on.Read((1, 0), push(2, 2)), 6.0)) == ["Serve"]
+    assert names(core.handle(on.TimePassed(), 6.0)) == ["Reply"]
 
 
 def test_the_number_of_a_pause_says_whose_it_is():

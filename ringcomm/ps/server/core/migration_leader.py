@@ -105,9 +105,13 @@ class Leader:
             batch.moves = deque(each for each in batch.moves if each.partition[0] != number)
 
     def pause(self, number: int, until: float, now: float) -> bool:
-        """Begin a pause as soon as may be, see above; return True once it has begun."""
-        if number not in self._pauses:
-            self._asked.setdefault(number, until)
+        """Begin a pause as soon as may be, see above; return True once it has begun.
+
+        What is asked for again begins by look() alone: a copy of this server does not hear of
+        reads, and must not begin it later than this one.
+        """
+        if number not in self._pauses and number not in self._asked:
+            self._asked[number] = until
             self.look(now)
         return number in self._pauses
 
