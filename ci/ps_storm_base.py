@@ -18,7 +18,7 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.client.json_requests import ignore
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.protocol.frames import FrameKind, StepOption
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.session import session
@@ -27,13 +27,14 @@ SHARE, BLOCKS, K, BOUND = 840, 6, 2, 2
 MODES = {"sync": "sync", "async": "async", "ssp": ps.SSP(BOUND), "first_of": ps.FirstOf(K)}
 OF_REQUESTS = {
     "push": (FrameKind.PUSH,),
-    "moving": (FrameKind.MOVE,),
+    "moving": (FrameKind.MOVE, FrameKind.ASK, FrameKind.ORDER, FrameKind.ANSWER),
     "snapshot": (FrameKind.ASK, FrameKind.ORDER),
     "saving": (FrameKind.SAVE,),
     "recovering": (FrameKind.ASK, FrameKind.RESTORE, FrameKind.ORDER),
     "opening": (FrameKind.ASK, FrameKind.ORDER, FrameKind.ANSWER),
 }
 OF_COMMANDS = {
+    "moving": (b'"move"', b'"places"', b'"freeze"', b'"drain"', b'"give"', b'"commit"', b'"thaw"'),
     "snapshot": (b'"snapshot"', b'"end"', b'"stop rounds"', b'"hold"', b'"let go"'),
     "recovering": (b'"recover"', b'"recovered"', b'"make all"'),
     "opening": (b'"open"', b'"make"'),
@@ -68,8 +69,9 @@ def ask_for_move(table, step):
     """Ask for a move of a block, and wait for nothing."""
     client = session().client
     servers = client.servers
-    body = as_body([(table.number, step % BLOCKS, 0, servers[step // 5 % len(servers)])])
-    request = Request(FrameKind.MOVE, server=client.leader, option=StepOption.ASK, body=body)
+    move = (table.number, step % BLOCKS, 0, servers[step // 5 % len(servers)])
+    body = as_body({"command": "move", "moves": [move]})
+    request = Request(FrameKind.ASK, server=client.leader, body=body)
     client.call_one("move", request, ignore)
 
 

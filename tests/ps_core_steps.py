@@ -3,6 +3,9 @@
 from ps_simulation import Members
 from ps_simulation_message_types import Request
 
+from ringcomm.ps.control.agreement import Member
+from ringcomm.ps.control.commands import Migrate
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
@@ -38,7 +41,25 @@ def arrive(core, request, *, is_held=False):
 
 
 def give(core, what, **more):
-    return names(core.handle(on.ServerMessage(0, {"do": what, "table": 1, "unit": 0, **more}), 0.0))
+    """Give an order of a migration; return the names of what follows."""
+    return names(core.handle(order(what, **more), 0.0))
+
+
+def order(what, **more):
+    header = FrameHeader(FrameKind.ORDER)
+    return on.MoveOrdered(Request(0, header), what, KEY, more)
+
+
+def ask_for_move(core, rank=1):
+    """Let a rank ask that the partition goes to server 1; return what follows."""
+    move = Migrate((Move(KEY, 0, 1),), rank, 1)
+    return core.handle(on.Asked(push(rank, 1), move), 0.0)
+
+
+def answer(core, tell, content=None):
+    """Let a server answer an order; return what follows."""
+    member = Member(tell.dest, is_server=True)
+    return core.handle(on.Answered(member, tell.number, content), 0.0)
 
 
 def leave(core, worker):
@@ -51,5 +72,5 @@ def names(actions):
 
 def freeze(core):
     """Let the partition stand still, and be sent to server 1."""
-    assert give(core, "freeze") == ["Close", "Send"]
+    assert give(core, "freeze") == ["Close", "Reply"]
     assert give(core, "give", moves=[(0, 1)]) == ["Export"]

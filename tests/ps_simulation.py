@@ -361,15 +361,14 @@ def require_empty(server):
     assert not core.agreement.is_running
     assert not core.moments._moments
     assert not core.moments._stopped
-    leader, participant = core.migration._leader, core.migration._participant
-    assert not leader._pauses
-    assert not leader._asked
-    assert not leader._batches
-    assert leader._current is None
-    assert not participant._frozen
-    assert not participant._giving
-    assert not participant._unnoted
-    assert not participant._postponed
+    lock, migration = core.move_lock, core.migration
+    assert lock.is_free
+    assert not lock._patient
+    assert not lock._waiting
+    assert not migration._frozen
+    assert not migration._giving
+    assert not migration._unnoted
+    assert not migration._postponed
     assert not server.retired
     assert not server.sent
     for unit in core.units():

@@ -11,7 +11,6 @@ from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
 from ringcomm.ps.client.request_order import RequestOrder
 from ringcomm.ps.moment_numbers import moment_number
-from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.server.core.actions import Key
 
@@ -524,14 +523,13 @@ class Client:
 
     def move(self, number):
         below, n = self.world.choices.below, self.world.n_servers
-        moves = [Move((number, part), 0, below(n)) for part in self.parts_of(number)]
+        moves = [(number, part, 0, below(n)) for part in self.parts_of(number)]
 
         def note(replies):
             problems = replies[0].content["problems"]
             assert self.world.may_have_problems or not problems, problems
 
-        leader = [self.world.members.leader]
-        self.ask_servers(FrameKind.MOVE, note, leader, content=moves, option=StepOption.ASK)
+        self.ask_leader(note, "move", moves=moves)
 
     def snapshot(self):
         """Ask for a moment, read it, and let it go."""

@@ -11,7 +11,7 @@ from typing import Any
 from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
 
 from ringcomm.ps.control.agreement import Member
-from ringcomm.ps.control.commands import HOLD, STOP, command_of
+from ringcomm.ps.control.commands import HOLD, LET, STOP, command_of
 from ringcomm.ps.protocol.frames import (
     EntryOption,
     FrameHeader,
@@ -106,7 +106,7 @@ class Server:
                 del self.sent[key, message["part"]]
             self.handle(on.Taken(key, message["part"], message["why"]))
         else:
-            self.handle(on.ServerMessage(message["from"], message))
+            self.handle(on.Without(message["table"], message["worker"], message["rounds"]))
 
     def on_request(self, request):
         header, content = request.header, request.content
@@ -138,9 +138,7 @@ class Server:
 
     def on_move(self, request):
         header = request.header
-        if header.option == StepOption.ASK:
-            self.handle(on.MovesAsked(request, request.content))
-        elif header.option == StepOption.SETTLE:
+        if header.option == StepOption.SETTLE:
             self.handle(on.Settling(request))
         else:
             key = header.table, header.partition
@@ -157,8 +155,11 @@ class Server:
             number, _, rounds = content
             self.snapshots[number] = {}
             self.handle(on.Held(order, number, rounds))
-        else:
+        elif message["what"] == LET:
             self.handle(on.MomentEnded(order, *content))
+        else:
+            key, more = content
+            self.handle(on.MoveOrdered(order, message["what"], key, copy.deepcopy(more)))
 
     def create(self, request):
         number = request.header.table

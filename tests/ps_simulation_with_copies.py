@@ -201,7 +201,7 @@ class Client(Process):
             if reply.header.view == header.view and asked[0] is not None:  # else it came twice
                 self.again(partition, self.owners.returned(partition, sequence, reply.meta))
             return
-        is_of_places = header.kind == FrameKind.MOVE and header.option == StepOption.PLACES
+        is_of_places = header.kind == FrameKind.ASK and b'"places"' in asked[2]
         may_be_refused = is_of_places and reply.header.status == Status.REFUSED
         assert reply.header.status in (Status.OK, Status.LATE) or may_be_refused, reply.meta
         del self.asked[sequence]
@@ -272,8 +272,8 @@ class Client(Process):
             answer = json.loads(reply.body.tobytes() or reply.meta)
             self.net.n_moved += answer["moved"]
 
-        body = as_body([[self.table, part, -1, dest]])
-        self.ask(0, FrameKind.MOVE, body=body, option=StepOption.ASK, take=moved)
+        body = as_body({"command": "move", "moves": [[self.table, part, -1, dest]]})
+        self.ask(0, FrameKind.ASK, body=body, take=moved)
 
     def change_places(self):
         server = self.net.choices.below(len(self.net.servers))
@@ -286,8 +286,9 @@ class Client(Process):
         self.ask_places(change, changed)
 
     def ask_places(self, change, take=None):
-        meta = packed_json({**change, "hosts": [*self.layout.ranks_of_servers().items()]})
-        self.ask(0, FrameKind.MOVE, meta, option=StepOption.PLACES, take=take)
+        hosts = [*self.layout.ranks_of_servers().items()]
+        asked = {"command": "places", **change, "hosts": hosts}
+        self.ask(0, FrameKind.ASK, packed_json(asked), take=take)
 
     def part_at(self, home):
         """Return a partition that a home has."""

@@ -146,7 +146,7 @@ PS_COPIES = [
         "ps-a-dead-leader-tells-of-no-moves",
         "ps",
         "ps/server/server.py",
-        "        self._performer.perform(self.core.migration.notices())\n",
+        "        self._performer.perform(self.core.notices())\n",
         "",
         "moves that a dead server was about to tell of are never noted",
         _OF_COPIES,

@@ -115,16 +115,16 @@ PS_CORE = [
     Mutation(
         "ps-a-read-begins-a-pause",
         "ps",
-        "ps/server/core/migration_leader.py",
-        "        if number not in self._pauses and number not in self._asked:\n",
-        "        if number not in self._pauses:\n",
+        "ps/control/move_lock.py",
+        "        if number not in self.pauses and number not in self._patient:\n",
+        "        if number not in self.pauses:\n",
         "the two copies of a server begin a pause at different times, and come to differ",
         ("unit/test_ps_paused_moves.py",),
     ),
     Mutation(
         "ps-a-pause-waits-for-another",
         "ps",
-        "ps/server/core/migration_leader.py",
+        "ps/control/move_lock.py",
         "if not moves_wait or now >= until}",
         "if not moves_wait}",
         "beside a long evaluation no checkpoint is saved once partitions wait to move",
@@ -167,7 +167,7 @@ PS_CORE = [
     Mutation(
         "ps-a-leave-during-a-move-holds-a-mean",
         "ps",
-        "ps/server/core/migration_participant.py",
+        "ps/server/core/migration.py",
         "rounds.limit(_MOVE, rounds.at)",
         "rounds.limit(_MOVE, (rounds.current, True))",
         "the mean of a round is lost with the server that its partition has left",
@@ -188,7 +188,7 @@ PS_CORE = [
     Mutation(
         "ps-a-mean-ends-before-it-has-come",
         "ps",
-        "ps/server/core/migration_participant.py",
+        "ps/server/core/migration.py",
         """\
         if unit.stands_still and unit.rounds is not None:
             unit.rounds.limit(_MOVE, _NOWHERE)
@@ -200,7 +200,7 @@ PS_CORE = [
     Mutation(
         "ps-what-waits-stays-behind",
         "ps",
-        "ps/server/core/migration_participant.py",
+        "ps/server/core/migration.py",
         "back = [] if before is None else before.give_back()",
         "back: list[Any] = []",
         "what waits for a round while its partition moves is never answered",
@@ -221,8 +221,8 @@ PS_CORE = [
     Mutation(
         "ps-clocks-are-believed-after-a-move",
         "ps",
-        "ps/server/core/migration_participant.py",
-        'unit.fence = {rank: clock for rank, clock in message["clocks"] if rank in unnoted}',
+        "ps/server/core/migration.py",
+        'unit.fence = {rank: clock for rank, clock in content["clocks"] if rank in unnoted}',
         "unit.fence = {}",
         "a bounded read lacks pushes that came back from a move",
         (
@@ -322,7 +322,7 @@ PS_CORE = [
     Mutation(
         "ps-a-drain-goes-too-far",
         "ps",
-        "ps/server/core/migration_participant.py",
+        "ps/server/core/migration.py",
         "rounds.reach(_MOVE, at)",
         "rounds.reach(_MOVE, (at[0] + 1, True))",
         "servers move rows between different rounds",
@@ -340,7 +340,7 @@ PS_CORE = [
     Mutation(
         "ps-kept-requests-are-overtaken",
         "ps",
-        "ps/server/core/migration_participant.py",
+        "ps/server/core/migration.py",
         "if frozen.at is not None and origin not in frozen.origins:",
         "if frozen.at is not None:",
         "a push is applied before one that was made before it, while a partition moves",
@@ -349,7 +349,7 @@ PS_CORE = [
     Mutation(
         "ps-memory-is-freed-while-it-is-read",
         "ps",
-        "ps/server/core/migration_participant.py",
+        "ps/server/core/migration.py",
         """\
 return [] if unnoted else self._free(key, epoch)
 
@@ -396,9 +396,9 @@ return self._free(key, epoch)
     Mutation(
         "ps-moves-begin-within-a-pause",
         "ps",
-        "ps/server/core/migration_leader.py",
-        "while self._batches and self._current is None and not self._pauses:",
-        "while self._batches and self._current is None:",
+        "ps/control/move_lock.py",
+        "return self.is_free and owner == next",
+        "return self.moving is None and owner == next",
         "partitions move while a checkpoint is written",
         (
             "unit/test_ps_simulated_servers.py",
@@ -408,19 +408,84 @@ return self._free(key, epoch)
     Mutation(
         "ps-a-leave-is-no-confirmation",
         "ps",
-        "ps/server/core/migration_participant.py",
-        "for key, epoch in [*self._unnoted] for each in",
-        "for key, epoch in [*self._unnoted][:0] for each in",
+        "ps/server/core/migration.py",
+        "for key, epoch in [*self._unnoted]:",
+        "for key, epoch in [*self._unnoted][:0]:",
         "if a rank leaves right after a move, the memory of what has moved is kept for ever",
         ("unit/test_ps_simulated_servers.py", "unit/test_ps_rebalance.py"),
     ),
     Mutation(
         "ps-a-part-of-a-round-goes-back-to-nobody",
         "ps",
-        "ps/server/core/migration_leader.py",
-        "gone = sorted(pending - {*self._clients()})",
-        "gone = sorted(pending - {*self._clients()} - pending)",
+        "ps/control/commands.py",
+        "gone := sorted(pending - {*job.clients()})",
+        "gone := sorted(pending - {*job.clients()} - pending)",
         "a push of a worker that has left is lost while its round waits and its partition moves",
-        ("unit/test_ps_work_goes_on_while_rows_move.py", "unit/test_ps_rebalance.py"),
+        ("unit/test_ps_agreement.py", "unit/test_ps_work_goes_on_while_rows_move.py"),
+    ),
+    Mutation(
+        "ps-a-table-moves-while-it-goes",
+        "ps",
+        "ps/control/agreement.py",
+        """\
+        if any(each.performs for each in self._running.values()):
+            return None
+""",
+        "",
+        "servers are told that a table moves, behind that it is gone",
+        ("unit/test_ps_agreement.py",),
+    ),
+    Mutation(
+        "ps-moves-go-on-for-who-is-gone",
+        "ps",
+        "ps/control/commands.py",
+        "if due := _next_migration(job, left) if self.owner not in job.left else []:",
+        "if due := _next_migration(job, left):",
+        "partitions move that nobody asks for any more",
+        ("unit/test_ps_agreement.py",),
+    ),
+    Mutation(
+        "ps-a-move-waits-for-who-is-gone",
+        "ps",
+        "ps/control/commands.py",
+        "            yield Until(lambda: self._may_go_on(job, left[0]))\n",
+        "            yield Until(lambda: job.move_lock.may_move(self.key))\n",
+        "a table moves that one server cannot make, and moves of a rank that is gone stay",
+        ("unit/test_ps_agreement.py",),
+    ),
+    Mutation(
+        "ps-an-epoch-comes-again",
+        "ps",
+        "ps/control/commands.py",
+        "epoch = table.epoch_of(key) + 1",
+        "epoch = table.epoch_of(key) or 1",
+        "a request of before a move is carried out after it",
+        ("unit/test_ps_agreement.py", "unit/test_ps_simulated_servers.py"),
+    ),
+    Mutation(
+        "ps-a-patient-pause-is-forgotten",
+        "ps",
+        "ps/control/move_lock.py",
+        """\
+        del self._waiting[owner]
+        self.look()
+""",
+        """\
+        del self._waiting[owner]
+""",
+        "a checkpoint waits for moves that nobody asks for any more",
+        ("unit/test_ps_paused_moves.py",),
+    ),
+    Mutation(
+        "ps-a-server-that-cannot-give-says-nothing",
+        "ps",
+        "ps/control/commands.py",
+        """\
+    if why_not := _problems(given):
+        return (yield from stay(why_not))
+""",
+        "",
+        "the server that leads ends with KeyError, as another could not send a partition",
+        ("unit/test_ps_agreement.py",),
     ),
 ]

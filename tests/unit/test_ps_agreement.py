@@ -15,9 +15,13 @@ from ps_simulation import Choices
 from ringcomm.ps.control.agreement import Agreement, Do, Member, Order, OrdersTaken, Until
 from ringcomm.ps.control.commands import (
     CLOSING,
+    COMMIT,
     COUNT,
+    DRAIN,
     DROP,
     END,
+    FREEZE,
+    GIVE,
     GO_ON,
     HOLD,
     LET,
@@ -27,8 +31,10 @@ from ringcomm.ps.control.commands import (
     REPLACED,
     STOP,
     STOPPING,
+    THAW,
     Close,
     End,
+    Migrate,
     Open,
     Pause,
     Recover,
@@ -39,9 +45,12 @@ from ringcomm.ps.control.commands import (
     command_of,
     failed,
 )
+from ringcomm.ps.control.move_lock import MoveLock
 from ringcomm.ps.end_of_job import EndOfTraining
+from ringcomm.ps.moment_numbers import moment_number
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.actions import Discard, Fail, Reopen, Reply, Step, Tell
+from ringcomm.ps.server.core.actions import Discard, Fail, Notify, Reopen, Reply, Step, Tell
 from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.update_modes import Mode
 
@@ -66,9 +75,9 @@ class Job:
     """What the leader knows: ranks 0 to n - 1 are workers; servers 0 and 1 have tables 1 and 2."""
 
     def __init__(self, n):
-        self.all_workers, self.left, self.is_quiet = {*range(n)}, set(), True
+        self.all_workers, self.left = {*range(n)}, set()
         self.rested, self.following, self.recovered = set(), set(), None
-        self.name, self.pauses = "job", set()
+        self.name, self.move_lock = "job", MoveLock(lambda: 0.0)
         self.evaluators, self.standing_by = {EVALUATOR}, {SPARE}
         self.other_servers = [1]
         self.server_numbers, self.taken = (0, 1), {SPARE: [SPARE, "worker", 7, 1]}
@@ -88,14 +97,8 @@ class Job:
     def ranks(self):
         return self.workers | self.evaluators | self.standing_by
 
-    def pause(self, number, patience_s):
-        del patience_s
-        self.pauses |= {number} if self.is_quiet else set()
-        return number in self.pauses
-
-    def end_pause(self, number):
-        self.pauses.discard(number)
-        return []
+    def clients(self):
+        return sorted(self.workers | self.evaluators)
 
 
 class Leader:
@@ -116,7 +119,7 @@ class Leader:
             self.job.left.add(more[0])
             self.agreement.lose(Member(*more))
         else:
-            self.job.is_quiet = more[0]
+            self.job.move_lock.moving = None if more[0] else (9, 0)
         return self.carried_out(self.agreement.due())
 
     def carried_out(self, actions):
@@ -458,10 +461,10 @@ def test_requests_for_one_command_join_it_and_all_are_answered():
     assert leader.due() == []
     assert leader.missing(0) == [(CLOSING, "t1", [1])]
     assert leader.missing(1) == []
-    job.is_quiet = False
+    job.move_lock.begin((2, 0))
     leader.ask(Asked(1), Close(1))
     assert leader.due() == []
-    job.is_quiet = True
+    job.move_lock.end()
     (step,) = leader.due()
     assert step.actions == [Discard(1)]
     del job.tables[1]
@@ -630,15 +633,13 @@ def test_servers_hold_one_moment_until_its_owner_ends_it():
     (begun,) = answer_all(leader, holds, WHOLE)
     assert begun.request == Asked(0, 1)
     assert (begun.content["job"], begun.content["rounds"]) == ("job", {1: 6, 2: 3})
-    assert job.pauses == {1}
+    assert job.move_lock.pauses == {1}
     leader.ask(Asked(0, 2), End(1, is_taken=True))
     lets = leader.due()
     assert told(lets) == [(0, LET, [1, True]), (1, LET, [1, True])]
-    assert job.pauses == {1}
-    (step,) = answer_all(leader, lets)
-    assert job.pauses == set()
-    leader.performed(step.key, "")
-    assert leader.due() == [Reply(Asked(0, 2))]
+    assert job.move_lock.pauses == {1}
+    assert answer_all(leader, lets) == [Reply(Asked(0, 2))]
+    assert job.move_lock.is_free
 
 
 def test_a_moment_lists_the_tables_that_were_open_as_it_began():
@@ -663,9 +664,7 @@ def test_a_moment_that_is_not_whole_is_tried_again_and_refused_in_the_end():
         holds = answer_all(leader, stops, {})
     lets = answer_all(leader, holds, NOT_WHOLE)
     lets = answer_all(leader, lets)
-    (step,) = answer_all(leader, lets)
-    leader.performed(step.key, "")
-    (fail,) = leader.due()
+    (fail,) = answer_all(leader, lets)
     assert "in 10 attempts" in fail.why
     assert not leader.is_running
 
@@ -677,9 +676,9 @@ def test_a_server_without_room_lets_the_snapshot_fail_everywhere():
     leader.answered(Member(1, True), holds[1].number, failed(MemoryError("no room")))
     lets = leader.due()
     assert [each[1] for each in told(lets)] == [LET, LET]
-    (step,) = answer_all(leader, lets)
-    leader.performed(step.key, "")
-    assert leader.due() == [Fail(Asked(0, 1), "ps.snapshot: server 1: MemoryError: no room")]
+    assert answer_all(leader, lets) == [
+        Fail(Asked(0, 1), "ps.snapshot: server 1: MemoryError: no room")
+    ]
 
 
 @pytest.mark.parametrize("way", ["gives up", "is gone"])
@@ -696,9 +695,7 @@ def test_servers_let_go_what_is_held_for_a_rank_that_gives_up_or_is_gone(way, is
         leader.lose(Member(0))
     lets = leader.due()
     assert told(lets) == [(0, LET, [1, False]), (1, LET, [1, False])]
-    (step,) = answer_all(leader, lets)
-    leader.performed(step.key, "")
-    replies = leader.due()
+    replies = answer_all(leader, lets)
     assert {each.request.number for each in replies} == (
         set() if way == "is gone" else {2} if is_held else {1, 2}
     )
@@ -713,10 +710,8 @@ def test_who_ends_a_snapshot_as_a_server_is_lost_is_answered():
     leader.ask(Asked(0, 2), End(1, is_taken=False))
     leader.due()
     losses[0] = 1
-    (step,) = leader.due()
-    leader.performed(step.key, "")
     assert leader.due() == [Reply(Asked(0, 2))]
-    assert job.pauses == set()
+    assert job.move_lock.is_free
 
 
 def test_a_pause_outlives_a_loss():
@@ -725,13 +720,215 @@ def test_a_pause_outlives_a_loss():
     leader.ask(Asked(0, 1), Pause(1, 0.0))
     (begun,) = leader.due()
     assert begun.content["rounds"] == {}
-    losses[0], job.pauses = 1, set()
+    losses[0], job.move_lock = 1, MoveLock(lambda: 0.0)
     assert leader.due() == []
-    assert job.pauses == {1}
+    assert job.move_lock.pauses == {1}
     leader.ask(Asked(0, 2), End(1, is_taken=False))
-    (step,) = leader.due()
-    leader.performed(step.key, "")
     assert leader.due() == [Reply(Asked(0, 2))]
+
+
+# --- moves ----------------------------------------------------------------------------------------
+FROZEN = {"at": [0, False], "pending": [], "held": None, "clocks": []}
+
+
+def move_of(*partitions, owner=0, dest=1, number=1, **more):
+    return Migrate(tuple(Move(each, 0, dest) for each in partitions), owner, number, **more)
+
+
+def ask_for_moves(*partitions, job=None, **more):
+    """Return a job, its leader, which has been asked for moves, and the orders that follow."""
+    losses = [0]
+    job = job or Job(3)
+    leader = Agreement(job, lambda: losses[0])
+    leader.losses = losses
+    leader.ask(Asked(0, 1), move_of(*partitions, **more))
+    return job, leader, leader.due()
+
+
+def give(moved, *problems):
+    return {"moved": moved, "problems": problems}
+
+
+def move_on(leader, orders, given, frozen=FROZEN):
+    """Answer until the leader commits, or thaws; return its orders."""
+    assert {each.do for each in orders} == {FREEZE}
+    gives = answer_all(leader, orders, frozen)
+    assert {each.do for each in gives} == {GIVE}
+    return answer_all(leader, gives, given)
+
+
+def end_move(leader, commits):
+    """Answer the last orders of a move; return what follows once clients were told of it."""
+    (step,) = answer_all(leader, commits)
+    assert step.actions == [Notify([0, 1, 2, EVALUATOR], (1, 0))]
+    leader.performed(step.key, "")
+    return leader.due()
+
+
+def test_a_partition_moves_between_two_servers_and_all_servers_hear_of_it():
+    job, leader, orders = ask_for_moves((1, 0))
+    job.tables[1].epochs[0] = 4
+    key = (1, 0)
+    assert told(orders) == [(0, FREEZE, [key, {}]), (1, FREEZE, [key, {}])]
+    assert job.move_lock.moving == key
+    for each, clocks in zip(orders, ([[1, 5], [2, 6]], [[1, 4]]), strict=True):
+        leader.answered(Member(each.dest, True), each.number, {**FROZEN, "clocks": clocks})
+    gives = leader.due()
+    assert told(gives) == [(0, GIVE, [key, {"moves": [(0, 1)]}])]
+    commits = answer_all(leader, gives, give([[0, 1]]))
+    more = {"epoch": 5, "moved": [(0, 1)], "clocks": [(1, 4), (2, 6)]}
+    assert told(commits) == [(0, COMMIT, [key, more]), (1, COMMIT, [key, more])]
+    assert end_move(leader, commits) == [
+        Reply(Asked(0, 1), content={"moved": 1, "problems": []})
+    ]  # fmt: skip
+    assert job.move_lock.is_free
+
+
+def test_servers_in_different_rounds_go_as_far_as_any_before_they_give():
+    _, leader, orders = ask_for_moves((1, 0))
+    for each, at in zip(orders, ([3, True], [4, False]), strict=True):
+        leader.answered(Member(each.dest, True), each.number, {**FROZEN, "at": at})
+    drains = leader.due()
+    assert [(each[0], each[1], each[2][1]) for each in told(drains)] == [
+        (0, DRAIN, {"at": (4, False)}), (1, DRAIN, {"at": (4, False)})
+    ]  # fmt: skip
+    assert [each.do for each in answer_all(leader, drains, {"held": None})] == [GIVE]
+
+
+def test_all_servers_take_part_if_rows_move_and_many_partitions_move_at_once():
+    job = Job(3)
+    job.tables[1] = ServedTable(1, "t1", Mode("async"), False, [0] * 70)
+    job, leader, orders = ask_for_moves(*((1, part) for part in range(70)), job=job)
+    (gives,) = answer_all(leader, orders, FROZEN)
+    _, more = gives.content
+    assert [part for part, _ in more["moves"]] == [*range(64)]
+    commits = answer_all(leader, [gives], give(more["moves"]))
+    assert [each.dest for each in commits] == [0, 1]
+    job.tables[1].owners[:64] = [1] * 64
+    orders = end_move(leader, commits)
+    (gives,) = answer_all(leader, orders, FROZEN)
+    assert len(gives.content[1]["moves"]) == 6
+
+
+def test_what_is_there_already_or_was_closed_meanwhile_is_left_out():
+    job = Job(3)
+    job.tables[1].owners[:] = [1, 1]
+    _, leader, orders = ask_for_moves((1, 0), (7, 0), (1, 1), job=job)
+    assert orders == [Reply(Asked(0, 1), content={"moved": 0, "problems": []})]
+    assert job.move_lock.is_free
+    assert not leader.is_running
+
+
+@pytest.mark.parametrize("move", [((1, 9), 1), ((1, 0), 5)])
+def test_a_move_that_cannot_be_is_refused_and_nothing_moves(move):
+    partition, dest = move
+    job, _, (fail,) = ask_for_moves((1, 0), partition, dest=dest)
+    assert "cannot do Move(partition=" in fail.why
+    assert job.move_lock.is_free
+
+
+@pytest.mark.parametrize("why", ["no room", "an error"])
+def test_if_nothing_could_move_all_go_on_and_who_asked_hears_why(why):
+    job, leader, orders = ask_for_moves((1, 0))
+    given = give([], why) if why == "no room" else failed(ValueError(why))
+    thaws = move_on(leader, orders, given)
+    assert [(each.dest, each.do) for each in thaws] == [(0, THAW), (1, THAW)]
+    (reply,) = answer_all(leader, thaws)
+    assert reply.content["moved"] == 0
+    assert why in reply.content["problems"][0]
+    assert job.move_lock.is_free
+
+
+def test_a_round_that_waits_with_the_part_of_a_worker_that_is_gone_does_not_move():
+    """It could not contribute again."""
+    job, leader, orders = ask_for_moves((1, 0))
+    job.left.add(2)
+    thaws = answer_all(leader, orders, {**FROZEN, "pending": [1, 2]})
+    assert {each.do for each in thaws} == {THAW}
+    (reply,) = answer_all(leader, thaws)
+    assert reply.content["problems"] == [
+        "table t1: worker 2 is gone, and its part of a round waits for the others. "
+        "Try again after the round"
+    ]
+
+
+def test_the_moves_of_one_who_is_gone_end_after_that_which_has_begun():
+    job, leader, orders = ask_for_moves((1, 0), (2, 0))
+    leader.ask(Asked(1, 1), move_of((2, 1), owner=1, dest=0))
+    assert leader.due() == []  # its turn comes later
+    job.left.add(0)
+    leader.lose(Member(0))
+    commits = move_on(leader, orders, give([[0, 1]]))
+    (step,) = answer_all(leader, commits)
+    leader.performed(step.key, "")
+    assert told(leader.due()) == [(0, FREEZE, [(2, 1), {}]), (1, FREEZE, [(2, 1), {}])]
+
+
+def test_the_moves_of_one_who_is_gone_before_they_begin_do_not():
+    job = Job(3)
+    assert job.move_lock.pause(9, 0.0)
+    job, leader, orders = ask_for_moves((1, 0), job=job)
+    assert orders == []
+    job.left.add(0)
+    leader.lose(Member(0))
+    assert leader.due() == []
+    assert not leader.is_running
+    job.move_lock.unpause(9)
+    assert job.move_lock.is_free
+
+
+def test_a_table_moves_once_all_servers_have_made_it():
+    """Else it would move though one cannot make it, and it goes again."""
+    job = Job(3)
+    job.tables[1].is_open = False
+    _, leader, orders = ask_for_moves((1, 0), job=job)
+    assert orders == []
+    job.tables[1].is_open = True
+    assert {each.do for each in leader.due()} == {FREEZE}
+
+
+def test_no_table_moves_that_is_about_to_go():
+    """Both may be due by the same event."""
+    job = Job(3)
+    assert job.move_lock.pause(9, 0.0)
+    leader = Agreement(job, lambda: 0)
+    for rank in (0, 1):
+        leader.ask(Asked(rank, 1), Close(1))
+    leader.ask(Asked(2, 1), move_of((1, 0), owner=2))
+    assert leader.due() == []
+    job.move_lock.unpause(9)
+    (step,) = leader.due()
+    assert step.actions == [Discard(1)]
+    del job.tables[1]
+    leader.performed(step.key, "")
+    reply, *drops = leader.due()[::-1]
+    assert reply == Reply(Asked(2, 1), content={"moved": 0, "problems": []})
+    assert [each.do for each in drops] == [DROP]
+
+
+def test_who_waits_for_a_move_hears_which_worker_is_within_a_pause():
+    job = Job(3)
+    assert job.move_lock.pause(moment_number(2, 1), 0.0)
+    _, leader, _ = ask_for_moves((1, 0), job=job)
+    assert leader.missing(0) == [("a move", "", [2])]
+    assert leader.missing(1) == []
+
+
+def test_a_loss_drops_moves_without_a_reply():
+    job, leader, _ = ask_for_moves((1, 0), changes_places=True)
+    assert leader.commands() == [move_of((1, 0), changes_places=True)]
+    leader.losses[0] = 1
+    assert leader.due() == []
+    assert not leader.is_running
+    del job
+
+
+def test_the_leader_moves_what_it_wants_though_nobody_has_asked():
+    leader = Agreement(Job(3), lambda: 0)
+    leader.ask(None, move_of((1, 0), owner=None))
+    commits = move_on(leader, leader.due(), give([[0, 1]]))
+    assert end_move(leader, commits) == []
+    assert not leader.is_running
 
 
 def test_orders_to_servers_are_not_sent_again():
@@ -752,7 +949,7 @@ def test_a_command_goes_on_once_the_leader_has_carried_out_its_own_step():
 
         def script(self, job, asked):
             found = [(yield Do(["a"]))]
-            yield Until(lambda: job.is_quiet)
+            yield Until(lambda: job.move_lock.is_free)
             found.append((yield Do(["b"])))
             found.append(len((yield Order({Member(1): None}, "c"))))
             return found
@@ -761,13 +958,13 @@ def test_a_command_goes_on_once_the_leader_has_carried_out_its_own_step():
             return STOPPING, "", []
 
     job, leader = agreement()
-    job.is_quiet = False
+    job.move_lock.begin((2, 0))
     leader.ask(Asked(0), Two())
     assert leader.due() == [Step("two", ["a"])]
     assert leader.due() == []
     leader.performed("two", "")
     assert leader.due() == []
-    job.is_quiet = True
+    job.move_lock.end()
     assert leader.due() == [Step("two", ["b"])]
     leader.performed("two", "no room")
     assert answer_all(leader, leader.due()) == [Reply(Asked(0), content=["", "no room", 1])]

@@ -7,13 +7,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from harness import DEADLINE_S, wait_until
-from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
+from ps_core_steps import (
+    KEY,
+    answer,
+    arrive,
+    ask_for_move,
+    core_of,
+    freeze,
+    give,
+    leave,
+    names,
+    order,
+    push,
+)
 from ps_ranks_as_threads import Boom, ended, run_all
 
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.ps.client.dense.table import Table
+from ringcomm.ps.control.commands import THAW
 from ringcomm.ps.protocol.deaths import Deaths
 from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind
 from ringcomm.ps.roles import Layout
@@ -247,7 +260,7 @@ def test_a_round_whose_workers_are_all_dead_ends_without_an_update():
     assert names(sent) == ["Send", "Send"]  # to both servers
     message = sent[0].message
     assert (message["worker"], message["rounds"]) == (1, [0])
-    (end,) = core.handle(on.ServerMessage(0, message), 0.0)
+    (end,) = core.handle(on.Without(1, 1, message["rounds"]), 0.0)
     assert (end.number, [*end.contributions], end.drops) == (1, [], True)
 
 
@@ -261,7 +274,7 @@ def test_nobody_is_let_into_a_round_for_a_dead_worker():
 
 def test_a_round_of_which_a_dead_worker_was_ends_with_those_that_live_in_it():
     core = core_of(FirstOf(2), (1, 2, 3), index=0)
-    core.handle(on.ServerMessage(1, {"do": "without", "table": 1, "worker": 1, "rounds": [0]}), 0.0)
+    core.handle(on.Without(1, 1, [0]), 0.0)
     request = push(2, 5)
     core.handle(on.Arrived(request, KEY, 0), 0.0)
     (end,) = core.handle(on.Contributed(KEY, request, "g", lets_in=True), 0.0)
@@ -293,18 +306,18 @@ def test_a_drain_goes_past_a_round_that_others_ended_before_they_heard_of_a_deat
     core = bereft(ROUNDS[mode])
     if leaves_first:
         leave(core, 2)
-    assert give(core, "freeze") == ["Close", "Send"]
+    assert give(core, "freeze") == ["Close", "Reply"]
     drained = give(core, "drain", at=(1, False))
     if not leaves_first:
         assert drained == []  # worker 2 may contribute
         drained = leave(core, 2)
-    assert drained == ["End", "Send"]
+    assert drained == ["End", "Reply"]
     assert core.unit_of(KEY).rounds.at == (1, False)
 
 
 def test_a_drain_carries_out_what_was_kept_before_it_goes_past_a_round():
     core = bereft(Mode("sync"))
-    assert give(core, "freeze") == ["Close", "Send"]
+    assert give(core, "freeze") == ["Close", "Reply"]
     kept = push(2, 5)
     assert arrive(core, kept) == []
     core.handle(on.Left(2, still_asks=True), 0.0)
@@ -320,9 +333,8 @@ def test_who_cannot_hold_the_mean_of_a_dead_worker_says_so_in_a_drain(mode):
     core = bereft(ROUNDS[mode], is_held=True)
     leave(core, 2)
     give(core, "freeze")
-    message = {"do": "drain", "table": 1, "unit": 0, "at": (0, True)}
-    (answer,) = core.handle(on.ServerMessage(0, message), 0.0)
-    assert (answer.message["of"], answer.message["held"]) == ("drain", [])
+    (reply,) = core.handle(order("drain", at=(0, True)), 0.0)
+    assert reply.content == {"held": []}
 
 
 def test_a_read_does_not_wait_for_a_round_that_nobody_lives_to_end():
@@ -341,14 +353,15 @@ def test_a_snapshot_takes_as_it_is_what_nobody_lives_to_end():
 def test_rows_do_not_move_while_servers_hold_means_of_other_workers():
     core = core_of(Mode("sync"))
     core.tables[1] = replace(core.tables[1], is_dense=False)
-    header = FrameHeader(FrameKind.MOVE, origin=9)
-    move = ps.placement.partitions.Move((1, 0), 0, 1)
-    core.handle(on.MovesAsked(push(9, 1)._replace(header=header), [move]), 0.0)
-    answer = {"do": "answer", "of": "freeze", "table": 1, "unit": 0, "at": (0, True)}
-    answer |= {"pending": [], "clocks": []}
-    core.handle(on.ServerMessage(0, {**answer, "held": [1, 2]}), 0.0)
-    said = core.handle(on.ServerMessage(1, {**answer, "held": [2]}), 0.0)
-    assert [each.message["do"] for each in said] == ["thaw", "thaw"]
+    first, second = ask_for_move(core, 9)
+    frozen = {"at": (0, True), "pending": [], "clocks": []}
+    assert answer(core, first, {**frozen, "held": [1, 2]}) == []
+    thaws = answer(core, second, {**frozen, "held": [2]})
+    assert [each.do for each in thaws] == [THAW, THAW]
+    assert answer(core, thaws[0]) == []
+    (reply,) = answer(core, thaws[1])
+    assert reply.content["moved"] == 0
+    assert "a worker died, and its part of a round" in reply.content["problems"][0]
 
 
 # --- the chief, and who follows it --------------------------------------------------------------

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness import DEADLINE_S
-from ps_core_steps import arrive, core_of, freeze, give, names, push
+from ps_core_steps import arrive, core_of, freeze, give, names, order, push
 from ps_ranks_as_threads import Boom, ended, run_all
 from ps_simulation_message_types import Request
 
@@ -19,7 +19,7 @@ from ringcomm.ps.members.stand_by import _Spare
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer, Newcomers
 from ringcomm.ps.protocol.frames import Coming, FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.actions import Send
+from ringcomm.ps.server.core.actions import Reply
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.session import session
 from ringcomm.ps.update_modes import FirstOf, Mode
@@ -143,9 +143,8 @@ def test_a_copy_that_was_made_later_says_the_same_of_clocks():
     copy.departures.lose([1], [1], [])
     copy.departures.load_newcomers(first.newcomers.state())
     copy.progress.load(first.progress.state())
-    asked = on.ServerMessage(0, {"do": "freeze", "table": 1, "unit": 0})
     said = [
-        [each.message for each in core.handle(asked, 0.0) if isinstance(each, Send)]
+        [each.content for each in core.handle(order("freeze"), 0.0) if isinstance(each, Reply)]
         for core in (first, copy)
     ]
     assert json.dumps(said[0]) == json.dumps(said[1])
@@ -166,8 +165,7 @@ def test_what_moves_waits_for_nobody_who_gave_its_place_back():
 def test_rounds_of_first_of_go_by_if_who_was_let_into_them_has_died():
     """Round 0 has a place of a dead worker, and nobody is left for the other one."""
     core = core_of(FirstOf(2))
-    message = {"do": "without", "table": 1, "worker": 1, "rounds": [0]}
-    core.handle(on.ServerMessage(0, message), 0.0)
+    core.handle(on.Without(1, 1, [0]), 0.0)
     take(core, {1: 1})
     core.handle(on.Died(2), 0.0)
     assert core.unit_of((1, 0)).rounds.current == 1

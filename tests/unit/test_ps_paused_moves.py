@@ -2,65 +2,80 @@
 
 import math
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from harness import wait_until
-from ps_core_steps import core_of, names, push
+from ps_core_steps import ask_for_move, core_of, names, push
 from ps_ranks_as_threads import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.client import pauses, request_order
 from ringcomm.ps.client.client import Client
-from ringcomm.ps.control.commands import End, Pause
+from ringcomm.ps.control.commands import FREEZE, End, Pause
+from ringcomm.ps.control.move_lock import MoveLock
 from ringcomm.ps.job import session
 from ringcomm.ps.moment_numbers import moment_number, owner_of
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.core_table import ServedTable as CoreTable
-from ringcomm.ps.server.core.migration_leader import Leader
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.update_modes import Mode
 
 
 # --- decisions ----------------------------------------------------------------------------------
-def leader_of(*paused):
-    """Return a leader, and these pauses, which have begun."""
-    tables = {1: CoreTable(1, "w", Mode("async"), True, [0])}
-    leader = Leader(lambda: (0, 1), list, tables)
-    for number in paused:
-        assert leader.pause(number, 10.0, 0.0)
-    return leader
+class Lock(MoveLock):
+    """A lock with a time that is set, and these pauses, which have begun."""
 
+    def __init__(self, *paused):
+        self.time_s = 0.0
+        super().__init__(lambda: self.time_s)
+        for number in paused:
+            assert self.pause(number, 10.0)
 
-def with_waiting_move():
-    """Return a leader with a move that waits for the pause 9."""
-    leader = leader_of(9)
-    assert leader.ask(SimpleNamespace(source=0), [Move((1, 0), 0, 1)]) == []
-    return leader
+    def at(self, time_s):
+        self.time_s = time_s
+        self.look()
+        return self
 
 
 def test_a_pause_lets_a_waiting_move_go_first_for_so_long_as_its_owner_says():
-    leader = with_waiting_move()
-    assert not leader.pause(5, 10.0, 9.0)
-    assert leader.awaits_time
-    leader.look(9.9)
-    assert not leader.pause(5, 19.9, 9.9)
-    leader.look(10.0)
-    assert leader.pause(5, 20.0, 10.0)
-    assert not leader.awaits_time
+    lock = Lock(9)
+    lock.wait("mover")
+    assert not lock.at(9.0).pause(5, 1.0)
+    assert lock.awaits_time
+    assert not lock.at(9.9).pause(5, 10.0)
+    assert lock.at(10.0).pause(5, 10.0)
+    assert not lock.awaits_time
 
 
-def test_moves_begin_once_the_last_pause_has_ended():
-    leader = with_waiting_move()
-    assert leader.pause(5, 0.0, 0.0)
-    assert leader.resume(9) == []
-    told = leader.resume(5)
-    assert [(each.server, each.message["do"]) for each in told] == [(0, "freeze"), (1, "freeze")]
-    assert not leader.pause(6, 0.0, 1e9)  # a move is under way
+def test_moves_begin_once_the_last_pause_has_ended_and_one_by_one():
+    lock = Lock(9)
+    lock.wait("first")
+    lock.wait("second")
+    assert lock.pause(5, 0.0)
+    lock.unpause(9)
+    assert not lock.may_move("first")
+    lock.unpause(5)
+    assert not lock.may_move("second")
+    assert lock.may_move("first")
+    lock.begin((1, 0))
+    assert not lock.pause(6, 0.0)
+    assert not lock.may_move("second")
+    lock.end()
+    assert lock.pauses == {6}  # it was patient for a move
+    lock.leave("first")
+    lock.unpause(6)
+    assert lock.may_move("second")
+
+
+def test_a_patient_pause_begins_once_no_move_waits_any_more():
+    lock = Lock(9)
+    lock.wait("mover")
+    assert not lock.pause(5, 10.0)
+    lock.leave("mover")
+    assert lock.pauses == {9, 5}
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -68,28 +83,39 @@ def test_moves_begin_once_the_last_pause_has_ended():
 def test_a_pause_ends_when_its_owner_gives_up_or_leaves(way, has_begun):
     core, number = core_of(Mode("async")), moment_number(2, 1)
     core.handle(on.Asked(push(9, 1), Pause(moment_number(9, 1), 0.0)), 0.0)
-    core.handle(on.MovesAsked(push(1, 1), [Move((1, 0), 0, 1)]), 0.0)
+    assert ask_for_move(core) == []
     asked = on.Asked(push(2, 1), Pause(number, 0.0 if has_begun else math.inf))
     assert names(core.handle(asked, 1.0)) == ["Reply"] * has_begun
     if way == "gives up":
-        (step,) = core.handle(on.Asked(push(2, 2), End(number, is_taken=False)), 1.0)
+        n_asked = 1 if has_begun else 2  # a pause that has not begun is replied when it ends
+        ended = core.handle(on.Asked(push(2, 2), End(number, is_taken=False)), 1.0)
+        assert names(ended) == ["Reply"] * n_asked
     else:
-        (step,) = core.handle(on.Left(2), 1.0)
-    core.handle(on.StepDone(step.key, ""), 1.0)
-    (step,) = core.handle(on.Asked(push(9, 2), End(moment_number(9, 1), is_taken=False)), 1.0)
-    assert names(step.actions) == ["Send", "Send"]  # the move begins
-    assert names(core.handle(on.StepDone(step.key, ""), 1.0)) == ["Reply"]
-    assert not core.agreement.is_running
+        assert core.handle(on.Left(2), 1.0) == []
+    end = on.Asked(push(9, 2), End(moment_number(9, 1), is_taken=False))
+    reply, *orders = core.handle(end, 1.0)
+    assert names([reply]) == ["Reply"]
+    assert [(each.dest, each.do) for each in orders] == [(0, FREEZE), (1, FREEZE)]
 
 
 def test_a_read_begins_no_pause_though_its_time_has_come():
     """The copy of a server does not hear of it, and would begin the pause later."""
     core = core_of(Mode("async"))
     core.handle(on.Asked(push(9, 1), Pause(moment_number(9, 1), 0.0)), 0.0)
-    core.handle(on.MovesAsked(push(1, 1), [Move((1, 0), 0, 1)]), 0.0)
+    assert ask_for_move(core) == []
     assert core.handle(on.Asked(push(2, 1), Pause(moment_number(2, 1), 5.0)), 0.0) == []
     assert names(core.handle(on.Read((1, 0), push(2, 2)), 6.0)) == ["Serve"]
     assert names(core.handle(on.TimePassed(), 6.0)) == ["Reply"]
+
+
+def test_a_move_of_before_a_recovery_is_forgotten():
+    """Its table has another number; and nobody knows any more that it waits for its turn."""
+    core = core_of(Mode("async"))
+    core.handle(on.Asked(push(9, 1), Pause(moment_number(9, 1), 0.0)), 0.0)
+    assert ask_for_move(core) == []
+    core.restart()
+    assert [type(each) for each in core.agreement.commands()] == [Pause]
+    assert core.handle(on.TimePassed(), 1.0) == []
 
 
 def test_the_number_of_a_pause_says_whose_it_is():

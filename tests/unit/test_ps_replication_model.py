@@ -306,7 +306,7 @@ def test_clients_hear_of_a_move_of_which_a_dead_leader_was_about_to_tell():
     net.settle()
     live = [net.ranks[rank].homes for rank in net.servers[1:]]
     for home_of_it in (each for process in live for each in process._homes.values()):
-        assert not home_of_it.server.core.migration.state()["unnoted"]
+        assert not home_of_it.server.core.migration.state()
 
 
 @pytest.mark.parametrize("has_arrived", [False, True])

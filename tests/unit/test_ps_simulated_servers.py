@@ -12,15 +12,14 @@ from harness import at_length
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_for_event_orders import hypothesis_settings
-from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
+from ps_core_steps import KEY, arrive, ask_for_move, core_of, freeze, give, leave, names, push
 from ps_simulation import Choices, World
 from ps_simulation_message_types import Request, Shape
 
+from ringcomm.ps.control import commands
 from ringcomm.ps.control.commands import LET, STOP, Snapshot
-from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core import migration_leader
 from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.update_modes import SSP, FirstOf, Mode
@@ -80,7 +79,7 @@ def test_tables_of_all_kinds_go_on_while_others_are_opened(may_fail, **sizes):
 @runs
 def test_rows_move_in_several_views(mode, may_fail, **sizes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(migration_leader, "AT_ONCE", 1)
+        patch.setattr(commands, "AT_ONCE", 1)
         run([Shape(MODES[mode], False)], may_fail=may_fail, **sizes)
 
 
@@ -175,7 +174,7 @@ def test_a_request_of_an_older_view_is_not_kept_before_those_of_this_one():
     core = core_of(Mode("sync"), index=1)
     give(core, "freeze")
     core.add_unit(Unit(KEY, Mode("sync"), AppliedHere(), (1, 2), is_ready=True))
-    assert commit_at_destination(core) == ["Moved", "Settled", "Send", "Open"]
+    assert commit_at_destination(core) == ["Moved", "Settled", "Reply", "Open"]
     assert give(core, "freeze") == ["Close"]  # until clients have sent again what came back
     for worker in (1, 2, 9):
         core.handle(on.Noted(worker, KEY, 1), 0.0)
@@ -193,7 +192,7 @@ def test_a_leave_lets_no_mean_be_held_of_a_partition_that_is_on_its_way():
     assert arrive(core, push(1, 5), is_held=True) == []
     freeze(core)
     assert leave(core, 2) == []
-    assert commit(core) == ["Moved", "Redirect", "Retire", "Send"]
+    assert commit(core) == ["Moved", "Redirect", "Retire", "Reply"]
     assert arrive(core, push(1, 5), is_held=True) == ["Redirect"]
 
 
@@ -214,7 +213,7 @@ def test_a_mean_that_was_held_at_the_source_may_not_end_at_the_destination_befor
     assert core.add_unit(unit) == []  # neither C++ nor mapped memory answers for it
     unit.rounds.resume(3, [], [1])
     assert leave(core, 1) == []
-    assert commit_at_destination(core) == ["Moved", "Settled", "Send", "Open"]
+    assert commit_at_destination(core) == ["Moved", "Settled", "Reply", "Open"]
     assert names(core.handle(on.Finished(KEY), 0.0)) == ["End"]
 
 
@@ -240,9 +239,9 @@ def test_a_drain_ends_rounds_as_far_as_it_says_and_keeps_what_is_further():
     core.handle(on.Stopped(push(9, 1), 9 << 32), 0.0)
     for sequence, worker, clock in [(5, 1, 0), (6, 1, 1), (5, 2, 0), (6, 2, 1)]:
         assert arrive(core, push(worker, sequence, clock=clock)) == []
-    assert give(core, "freeze") == ["Close", "Send"]
+    assert give(core, "freeze") == ["Close", "Reply"]
     core.handle(on.MomentEnded(push(9, 2), 9 << 32), 0.0)
-    assert give(core, "drain", at=(1, False)) == ["End", "Send"]
+    assert give(core, "drain", at=(1, False)) == ["End", "Reply"]
     assert core.unit_of(KEY).rounds.at == (1, False)
 
 
@@ -300,7 +299,7 @@ def test_a_table_that_has_values_does_not_begin_again():
 
 def test_the_memory_of_what_moved_is_free_at_once_if_nobody_is_left():
     core = core_of(Mode("async"))
-    core.handle(on.MovesAsked(push(1, 1), [Move(KEY, 0, 1)]), 0.0)
+    ask_for_move(core)
     freeze(core)
     for rank in (1, 2, 9):
         leave(core, rank)
@@ -309,7 +308,7 @@ def test_the_memory_of_what_moved_is_free_at_once_if_nobody_is_left():
 
 def test_a_leave_confirms_what_has_moved():
     core = core_of(Mode("async"))
-    core.handle(on.MovesAsked(push(1, 1), [Move(KEY, 0, 1)]), 0.0)
+    ask_for_move(core)
     freeze(core)
     assert "Free" not in commit(core)
     leave(core, 9)

@@ -19,6 +19,8 @@ from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.client.request_order import CREDIT_NBYTES
 from ringcomm.ps.client.waits import reasons_text
 from ringcomm.ps.job import session
+from ringcomm.ps.placement.partitions import Move
+from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frame_meta import packed_owners
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.protocol.link import Delivery
@@ -183,6 +185,27 @@ def test_a_push_that_asks_to_be_among_the_first_k(n):
     assert f"no answer within {SOON_S} s from server 0 (rank 2), server 1 (rank 3" in text
     assert "Round 1, 1 of 2 in of w waits for worker 1." in text
     assert "Worker 1 (rank 1 of the job) is in no call of ringcomm." in text
+
+
+def test_a_move_names_the_worker_that_is_within_a_snapshot():
+    """Else it says that no worker is missing, and the server busy."""
+    is_within = threading.Event()
+
+    def missing(is_over):
+        ps.table("w", 8, updater=ps.optim.SGD(1.0), block_nbytes=16)
+        with ps.snapshot():
+            is_within.set()
+            idle(is_over)
+
+    def waiting():
+        t = ps.table("w", 8, updater=ps.optim.SGD(1.0), block_nbytes=16)
+        assert is_within.wait(DEADLINE_S)
+        moves = move_all(session(), [Move((t.number, 0), 0, 1), Move((t.number, 1), 1, 0)])
+        return message_of(moves.wait)
+
+    text = while_others(missing, waiting, n_servers=2)
+    assert "A move waits for worker 1." in text
+    assert "Nothing moves while it is within ps.snapshot()." in text
 
 
 @pytest.mark.parametrize("kind", ["dense", "rows"])

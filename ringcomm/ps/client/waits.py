@@ -15,7 +15,7 @@ from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.engine.progress.deadlines import ANSWER_S
 from ringcomm.errors import CommTimeoutError
 from ringcomm.ps.client.json_requests import Asker, ask_json
-from ringcomm.ps.control.commands import CLOSING, STOPPING
+from ringcomm.ps.control.commands import CLOSING, MOVING, STOPPING
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.transport.control_header import ControlKind
 
@@ -35,6 +35,7 @@ _ADVICE_IF_LATE: Final = (
 )
 _ADVICE_OF: Final = {
     CLOSING: "Call close() on each rank that has opened the table.",
+    MOVING: "Nothing moves while it is within ps.snapshot().",
     STOPPING: "Each worker calls should_stop() after each step.",
 }
 _BUSY: Final = "It is busy, or waits for other workers."

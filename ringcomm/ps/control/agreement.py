@@ -120,8 +120,6 @@ class _Running:
 
     @property
     def is_due(self) -> bool:
-        if self.performs:
-            return False
         return not self.orders if self.until is None else self.until()
 
 
@@ -141,11 +139,11 @@ class Agreement:
         self._n_known = n_losses()
 
     # --- events ---------------------------------------------------------------------------------
-    def ask(self, request: CoreRequest, command: Command) -> None:
-        """A rank asks for a command; due() follows, as after each event."""
+    def ask(self, request: CoreRequest | None, command: Command) -> None:
+        """A rank asks for a command, or None: the leader; due() follows, as after each event."""
         if not self._running:
             self._n_known = self._n_losses()
-        self._begin([Asked(request, command)], command)
+        self._begin([] if request is None else [Asked(request, command)], command)
 
     def _begin(self, asked: list[Asked], command: Command) -> None:
         running = self._running.get(command.key)
@@ -181,10 +179,15 @@ class Agreement:
             self._n_known = self._n_losses()
             self._begin_anew()
         actions: list[Action] = []
-        while due := [(key, each) for key, each in self._running.items() if each.is_due]:
-            for key, running in due:
-                actions += self._advance(key, running)
+        while (key := self._next()) is not None:
+            actions += self._advance(key, self._running[key])
         return actions
+
+    def _next(self) -> Hashable:
+        """Return the key of a command that goes on; none does while the leader does something."""
+        if any(each.performs for each in self._running.values()):
+            return None
+        return next((key for key, each in self._running.items() if each.is_due), None)
 
     def again(self) -> list[Action]:
         """Return the orders to ranks that are not answered: who sent them may have died before.
@@ -212,6 +215,12 @@ class Agreement:
                 if not each.command.is_about_tables:
                     self._begin([each], each.command)
 
+    def forget_tables(self) -> None:
+        """Drop the commands about tables, of which there is none any more."""
+        for key, running in [*self._running.items()]:
+            if running.command.is_about_tables:
+                del self._running[key]
+
     # --- what there is --------------------------------------------------------------------------
     @property
     def is_running(self) -> bool:
@@ -220,6 +229,9 @@ class Agreement:
     @property
     def awaits_answers(self) -> bool:
         return any(running.orders for running in self._running.values())
+
+    def commands(self) -> list[Command]:
+        return [each.command for each in self._running.values()]
 
     def asked(self, kind: type | None = None) -> list[Asked]:
         """Return the requests that wait, of one kind of command if given."""

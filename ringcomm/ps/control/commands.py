@@ -14,12 +14,13 @@
 | Pause | a rank that saves, restores, or leaves | nothing moves, until it ends that, or is gone |
 | Snapshot | a rank that saves, or evaluates | likewise; and servers hold the values of one moment |
 | End | the same rank | its pause, or snapshot, is over |
+| Migrate | a rank; or the leader itself | partitions get new owners, see core.migration |
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
@@ -35,10 +36,12 @@ from ringcomm.ps.control.agreement import (
     Told,
     Until,
 )
+from ringcomm.ps.control.move_lock import MoveLock
 from ringcomm.ps.moment_numbers import owner_of
+from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.replacement_workers import Newcomer
 from ringcomm.ps.protocol.frames import RECOVERING
-from ringcomm.ps.server.core.actions import Action, CoreRequest, Discard, Reopen
+from ringcomm.ps.server.core.actions import CoreRequest, Discard, Notify, Reopen
 from ringcomm.ps.server.core.core_table import ServedTable
 
 # What ranks do, see ringcomm.ps.session.
@@ -54,12 +57,21 @@ DROP: Final = "drop"
 STOP: Final = "stop rounds"
 HOLD: Final = "hold"
 LET: Final = "let go"
+FREEZE: Final = "freeze"
+DRAIN: Final = "drain"
+GIVE: Final = "give"
+COMMIT: Final = "commit"
+THAW: Final = "thaw"
 
+AT_ONCE: Final = (
+    64  # partitions of a hash table in one migration: it stands still until they are there
+)
 _TRIES: Final = 10  # of a snapshot: rounds of a new table are over before all servers know it
 
 # For what a rank waits, see ringcomm.ps.client.waits.
 CLOSING: Final = "closing"
 STOPPING: Final = "ps.stop()"
+MOVING: Final = "a move"
 _Awaited = tuple[str, str, list[int]]
 
 
@@ -106,22 +118,14 @@ class Job(Protocol):
         """Ranks that have asked for Follow."""
 
     @property
-    def is_quiet(self) -> bool:
-        """True if nothing moves, and nobody has a pause."""
-
-    @property
     def name(self) -> str:
         """Of this job alone."""
 
+    @property
+    def move_lock(self) -> MoveLock: ...
+    def clients(self) -> list[int]: ...
+
     recovered: Recovered | None
-
-    def pause(self, number: int, patience_s: float) -> bool:
-        """Begin a pause of moves as soon as may be; return True once it has begun.
-
-        Moves that wait go first, but only for so long.
-        """
-
-    def end_pause(self, number: int) -> list[Action]: ...
 
 
 def _told(ranks: Collection[int], content: Any = None) -> dict[Member, Any]:
@@ -215,12 +219,16 @@ class Refuse:
         return "an error", "", []
 
 
+def _told_servers(servers: Iterable[int], content: Any) -> dict[Member, Any]:
+    return dict.fromkeys((Member(number, True) for number in sorted(servers)), content)
+
+
 def _servers(job: Job, content: Any) -> dict[Member, Any]:
-    return dict.fromkeys((Member(number, True) for number in job.other_servers), content)
+    return _told_servers(job.other_servers, content)
 
 
 def _all_servers(job: Job, content: Any) -> dict[Member, Any]:
-    return dict.fromkeys((Member(number, True) for number in job.server_numbers), content)
+    return _told_servers(job.server_numbers, content)
 
 
 def failed(error: Exception) -> dict[str, str]:
@@ -418,7 +426,7 @@ class Close:
             table.openers -= {each.request.source for each in asked}
             return all(rank in job.left for rank in table.openers)
 
-        yield Until(lambda: is_unused() and job.is_quiet)
+        yield Until(lambda: is_unused() and job.move_lock.is_free)
         yield Do([Discard(self.table)])
         yield Order(_servers(job, self.table), DROP)
 
@@ -453,9 +461,9 @@ class Pause:
             has_ended = any(isinstance(each.command, End) for each in asked)
             return has_ended or owner_of(self.number) in job.left
 
-        yield Until(lambda: job.pause(self.number, self.patience_s) or is_over())
+        yield Until(lambda: job.move_lock.pause(self.number, self.patience_s) or is_over())
         why = "" if is_over() else (yield from self._while_paused(job, asked, is_over))
-        yield Do(job.end_pause(self.number))
+        job.move_lock.unpause(self.number)
         if why and not is_over():
             raise RefusedError(why)
 
@@ -539,11 +547,137 @@ class End:
 
     def script(self, job: Job, asked: list[Asked]) -> Script:
         del asked
-        yield Do(job.end_pause(self.number))  # a server was lost, and with it the snapshot
+        job.move_lock.unpause(self.number)  # a server was lost, and with it the snapshot
+        yield from ()
 
     def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
         del job, asked
         return "ps.snapshot()", "", []
+
+
+@dataclass(frozen=True)
+class Migrate:
+    """Partitions get new owners, one migration after the other; see core.migration.
+
+    Attributes:
+        moves: those of a dense table go one by one, of a hash table AT_ONCE in one migration.
+        owner: the rank that has asked; the moves end if it leaves. None: the leader itself.
+        number: of the request.
+        changes_places: partitions leave servers that have no place any more.
+    """
+
+    moves: tuple[Move, ...]
+    owner: int | None
+    number: int
+    changes_places: bool = False
+
+    is_about_tables: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return "migrate", self.owner, self.number
+
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        del asked
+        for each in self.moves:
+            table = job.tables.get(each.partition[0])
+            is_there = table is None or 0 <= each.partition[1] < len(table.owners)
+            if not is_there or each.dest not in job.server_numbers:
+                raise RefusedError(f"ps.rebalance: cannot do {each}")
+        lock, left, n_moved, problems = job.move_lock, deque(self.moves), 0, list[str]()
+        lock.wait(self.key)
+        while left and self.owner not in job.left:
+            yield Until(lambda: self._may_go_on(job, left[0]))
+            if due := _next_migration(job, left) if self.owner not in job.left else []:
+                table = job.tables[due[0].partition[0]]
+                lock.begin(table.key_of(due[0].partition[1]))
+                moved, why_not = yield from _migrate(job, table, due)
+                lock.end()
+                n_moved, problems = n_moved + moved, problems + why_not
+        lock.leave(self.key)
+        return {"moved": n_moved, "problems": problems[:5]}
+
+    def _may_go_on(self, job: Job, move: Move) -> bool:
+        if self.owner in job.left:
+            return True
+        table = job.tables.get(move.partition[0])
+        return job.move_lock.may_move(self.key) and (table is None or table.is_open)
+
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del asked
+        pausing = {owner_of(number) for number in job.move_lock.pauses}
+        return MOVING, "", sorted(pausing & {*job.live_workers})
+
+
+def _next_migration(job: Job, left: deque[Move]) -> list[Move]:
+    """Take the next moves that share a migration out of those that are left."""
+    number, moves = left[0].partition[0], dict[int, Move]()
+    table = job.tables.get(number)  # None: it was closed meanwhile
+    n = 1 if table is None or table.is_dense else AT_ONCE
+    while left and left[0].partition[0] == number and len(moves) < n:
+        move = left.popleft()
+        moves[move.partition[1]] = move
+    owners = {} if table is None else dict(enumerate(table.owners))
+    return [each for part, each in moves.items() if owners.get(part, each.dest) != each.dest]
+
+
+def _migrate(
+    job: Job, table: ServedTable, moves: list[Move]
+) -> Generator[Order | Do, Any, tuple[int, list[str]]]:
+    """Let partitions of one unit change their owners; return how many did, and why others not."""
+    owners = {each.partition[1]: table.owners[each.partition[1]] for each in moves}
+    key = table.key_of(moves[0].partition[1])
+    ends = {*owners.values(), *(each.dest for each in moves)}
+    servers = ends if table.is_dense else job.server_numbers
+
+    def order(do: str, to: Iterable[int] = servers, **more: Any) -> Order:
+        return Order(_told_servers(to, [key, more]), do)
+
+    def stay(why: str) -> Generator[Order | Do, Any, tuple[int, list[str]]]:
+        yield order(THAW)
+        return 0, [f"table {table.name}: {why}"]
+
+    frozen = yield order(FREEZE)
+    if why_not := _problems(frozen):
+        return (yield from stay(why_not))
+    pending = {worker for each in frozen.values() for worker in each["pending"]}
+    if gone := sorted(pending - {*job.clients()}):  # it could not contribute again
+        return (yield from stay(
+            f"worker {gone[0]} is gone, and its part of a round waits for the others. "
+            "Try again after the round"
+        ))  # fmt: skip
+    at = {tuple(each["at"]) for each in frozen.values() if each["at"] is not None}
+    answers = frozen if len(at) < 2 else (yield order(DRAIN, at=max(at)))
+    if why_not := _problems(answers):
+        return (yield from stay(why_not))
+    held = {tuple(each["held"]) for each in answers.values() if each["held"] is not None}
+    if len(held) > 1:  # a worker died, and its gradient had come to some servers
+        return (yield from stay(
+            "a worker died, and its part of a round that waits for its release is on some servers "
+            "alone. Try again after the round"
+        ))  # fmt: skip
+    sources: dict[int, list[tuple[int, int]]] = {}
+    for each in moves:
+        sources.setdefault(owners[each.partition[1]], []).append((each.partition[1], each.dest))
+    contents = {Member(n, True): [key, {"moves": each}] for n, each in sorted(sources.items())}
+    given = yield Order(contents, GIVE)
+    if why_not := _problems(given):
+        return (yield from stay(why_not))
+    problems = [why for each in given.values() for why in each["problems"]]
+    moved = [(part, dest) for each in given.values() for part, dest in each["moved"]]
+    if not moved:
+        yield order(THAW)
+        return 0, problems
+    clocks: dict[int, int] = {}
+    for each in frozen.values():
+        for worker, clock in each["clocks"]:
+            clocks[worker] = min(clock, clocks.get(worker, clock))
+    epoch = table.epoch_of(key) + 1
+    more = {"epoch": epoch, "moved": moved, "clocks": [*clocks.items()]}
+    if why_not := _problems((yield order(COMMIT, job.server_numbers, **more))):
+        problems.append(why_not)
+    yield Do([Notify(job.clients(), key)])
+    return len(moved), problems
 
 
 def command_of(content: Mapping[str, Any], request: CoreRequest) -> Command:
@@ -565,6 +699,11 @@ def command_of(content: Mapping[str, Any], request: CoreRequest) -> Command:
         return Snapshot(content["number"], content["patience_s"], content["save_to"])
     if name == "end":
         return End(content["number"], content["is_taken"])
+    if name == "move":
+        moves = (
+            Move((table, part), source, dest) for table, part, source, dest in content["moves"]
+        )
+        return Migrate(tuple(moves), request.source, request.header.sequence)
     if name == "recover":
         return Recover(tuple(content["servers"]), content["tables"], content["has_checkpoint"])
     if name == "recovered":

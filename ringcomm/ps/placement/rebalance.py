@@ -19,7 +19,7 @@ from ringcomm.ps.placement.partitions import (
     plan_moves,
 )
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameKind, StepOption
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.session import Session, session
 from ringcomm.ps.statistics import counted_since
 
@@ -109,26 +109,31 @@ def move_all(
     Raises:
         RingcommError, by the future: some could not move, and stayed; the text says why.
     """
-    text = packed_json([[*m.partition, m.source, m.dest] for m in moves])
-    body = current.memory_for(current.client.leader, len(text))
-    body[:] = np.frombuffer(text, np.uint8)
-    request = Request(
-        FrameKind.MOVE, server=current.client.leader, option=StepOption.ASK, body=body
-    )
+    asked = {"command": "move", "moves": [[*m.partition, m.source, m.dest] for m in moves]}
     return ask_for_moves(
-        current, "rebalance", request, lambda n_moved: Rebalanced(n_moved, load, load_after)
+        current, "rebalance", asked, lambda n_moved: Rebalanced(n_moved, load, load_after)
     )
 
 
 def ask_for_moves(
-    current: Session, label: str, request: Request, result: Callable[[int], R]
+    current: Session, label: str, asked: dict[str, Any], result: Callable[[int], R]
 ) -> Future[R]:
     """Ask the leader for moves; return a future of result(number of partitions that have moved).
+
+    Args:
+        current: the session.
+        label: of the call.
+        asked: a command, see ringcomm.ps.control.commands.
+        result: see above.
 
     Raises:
         RingcommError, by the future: some could not move; the text says why.
     """
     answers: list[dict[str, Any]] = []
+    text, leader = packed_json(asked), current.client.leader
+    body = current.memory_for(leader, len(text))
+    body[:] = np.frombuffer(text, np.uint8)
+    request = Request(FrameKind.ASK, server=leader, body=body)
     request.on_reply = lambda reply: answers.append(json_of(reply))
 
     def finish() -> R:

@@ -9,10 +9,8 @@ from typing import Any, TypeVar
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_json
-from ringcomm.ps.client.request import Request
 from ringcomm.ps.placement.rebalance import ask_for_moves
-from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameKind, StepOption
+from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.session import Session, session
 
 R = TypeVar("R")
@@ -125,7 +123,6 @@ def _ask(
     current: Session, label: str, question: dict[str, Any], result: Callable[[int], R]
 ) -> Future[R]:
     """Ask the leader; return a future of result(number of partitions that have moved)."""
-    question = {**question, "hosts": [*current.layout.ranks_of_servers().items()]}
-    leader, meta = current.client.leader, packed_json(question)
-    request = Request(FrameKind.MOVE, server=leader, option=StepOption.PLACES, meta=meta)
-    return ask_for_moves(current, label, request, result)
+    hosts = [*current.layout.ranks_of_servers().items()]
+    asked = {"command": "places", **question, "hosts": hosts}
+    return ask_for_moves(current, label, asked, result)

@@ -55,14 +55,12 @@ class FrameKind(IntEnum):
 
 
 class StepOption(IntEnum):
-    """The option of a frame of FrameKind.MOVE. See ringcomm.ps.server.core.migration_facade."""
+    """The option of a frame of FrameKind.MOVE. See ringcomm.ps.server.core.migration."""
 
-    ASK = 0  # a client asks for moves
     SERVERS = 1  # between servers
     NOTICE = 2
     NOTED = 3
     SETTLE = 4  # a client asks for a reply once nothing moves
-    PLACES = 5  # a client asks that servers get a place, or one has none any more
 
 
 class Join(IntEnum):
@@ -155,7 +153,7 @@ class FrameHeader(NamedTuple):
         status: of a reply, see Status; of a frame for a home that does not run where it began, or
             that a home sends: 1 + the number of the home that it is for; else 0.
         view: of a request for a partition: its epoch, see
-            ringcomm.ps.server.core.migration_facade; of a reply: the request's.
+            ringcomm.ps.server.core.migration; of a reply: the request's.
         origin: rank of the job that sends the request, or the reply.
         letter: of a message between homes: its number; else 0.
         sequence: of a request: ascending per rank; of a reply: the request's.
@@ -211,7 +209,7 @@ def header_of_request(header: RequestHeader, status: int = 0) -> FrameHeader:
 
 def is_one_way(header: FrameHeader) -> bool:
     if header.kind == FrameKind.MOVE:
-        return header.option not in (StepOption.ASK, StepOption.SETTLE, StepOption.PLACES)
+        return header.option != StepOption.SETTLE
     return header.kind in _ONE_WAY
 
 

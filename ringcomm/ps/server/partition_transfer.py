@@ -1,4 +1,4 @@
-"""Sends partitions to other servers, installs those that arrive; see core.migration_facade."""
+"""Sends partitions to other servers, installs those that arrive; see core.migration."""
 
 from __future__ import annotations
 

@@ -16,17 +16,22 @@ from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
 from ringcomm.ps.control.agreement import Member
 from ringcomm.ps.control.commands import (
+    COMMIT,
+    DRAIN,
     DROP,
+    FREEZE,
+    GIVE,
     HOLD,
     LET,
     MAKE,
     MAKE_ALL,
     STOP,
+    THAW,
+    Migrate,
     Open,
     command_of,
     failed,
 )
-from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frames import (
     FrameHeader,
@@ -39,6 +44,7 @@ from ringcomm.ps.protocol.frames import (
 from ringcomm.ps.server.busy_time import OwnTime
 from ringcomm.ps.server.clock import Clock, OwnClock
 from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.core.departures import WITHOUT
 from ringcomm.ps.server.perform_actions import ActionPerformer
 from ringcomm.ps.server.user_functions import Function
 from ringcomm.ps.table_spec import Spec
@@ -53,6 +59,7 @@ if TYPE_CHECKING:
 
 _SHOWN_S: Final = 1.0  # between two looks that others may have at this server
 _MISSING_MAX: Final = 100  # things for which requests wait, in an answer
+_OF_MOVES: Final = frozenset((FREEZE, DRAIN, GIVE, COMMIT, THAW))
 _UNIT_KINDS: Final = frozenset(
     (
         FrameKind.PUSH,
@@ -231,7 +238,7 @@ class Server:
 
     def notify_again(self) -> None:
         """Say again what the copy that answered before may not have said before it died."""
-        self._performer.perform(self.core.migration.notices())
+        self._performer.perform(self.core.notices())
         self._performer.perform(self.core.agreement.again())
 
     # --- commands, see ringcomm.ps.control ------------------------------------------------------
@@ -240,14 +247,20 @@ class Server:
         if content["command"] == "open":
             number = self.catalog.begin(Spec.of_json(content["spec"]), request.source)
             self._handle(on.Asked(request, Open(number)))
+        elif content["command"] == "places":
+            self.change_places(request, content)
         else:
             self._handle(on.Asked(request, command_of(content, request)))
 
     def _carry_out(self, order: Delivery) -> None:
         """Carry out an order of the server that leads; some are answered later."""
-        content = json.loads(order.meta)
+        do, content = (json.loads(order.meta)[name] for name in ("do", "content"))
         try:
-            self._orders[content["do"]](order, content["content"])
+            if do in _OF_MOVES:
+                (table, unit), more = content
+                self._handle(on.MoveOrdered(order, do, (table, unit), more))
+            else:
+                self._orders[do](order, content)
         except Exception as error:  # noqa: BLE001 - who has asked for the command hears of it
             self._replies.answer(order, failed(error))
 
@@ -290,15 +303,7 @@ class Server:
     # --- moves ----------------------------------------------------------------------------------
     def _move(self, request: Delivery) -> None:
         header = request.header
-        if header.option == StepOption.ASK:
-            moves = [
-                Move((table, part), source, dest)
-                for table, part, source, dest in json.loads(request.body.tobytes() or b"[]")
-            ]
-            self._handle(on.MovesAsked(request, moves))
-        elif header.option == StepOption.PLACES:
-            self.change_places(request, json.loads(request.meta))
-        elif header.option == StepOption.SETTLE:
+        if header.option == StepOption.SETTLE:
             self._handle(on.Settling(request))
         elif header.option == StepOption.NOTED:
             key = header.table, header.partition
@@ -323,26 +328,30 @@ class Server:
             places.add(asked["add"])
         elif asked["swap"]:
             places.swap(*asked["swap"])
-        moves = self.catalog.displaced(dict(asked["hosts"]))
-        self._handle(on.MovesAsked(request, moves, changes_places=True))
+        moves = tuple(self.catalog.displaced(dict(asked["hosts"])))
+        if request is None:
+            self._handle(on.Begun(Migrate(moves, None, 0, changes_places=True)))
+            return
+        owner, number = request.source, request.header.sequence
+        self._handle(on.Asked(request, Migrate(moves, owner, number, changes_places=True)))
 
     def _on_said(self, request: Delivery) -> None:
         message = json.loads(request.meta)
-        if message["table"] not in self.core.tables and message["do"] != "without":
+        if message["do"] == WITHOUT:
+            self._handle(on.Without(message["table"], message["worker"], message["rounds"]))
+        elif message["table"] not in self.core.tables:
             return  # it is gone: a server died
-        if message["do"] == "take":
+        elif message["do"] == "take":
             why = self.transfer.install(message, request.body)
             if why:
                 why = f"server {self.index} {why}"
             server = self.layout.number_of(request.source)
             self._performer.send_to_server(server, {**message, "do": "taken", "why": why})
-        elif message["do"] == "taken":
+        else:
             self.transfer.taken(message["table"], message["part"])
             self._handle(
                 on.Taken((message["table"], message["unit"]), message["part"], message["why"])
             )
-        else:
-            self._handle(on.ServerMessage(self.layout.number_of(request.source), message))
 
     # --- what it has done, and what it waits for ------------------------------------------------
     def _missing(self, request: Delivery) -> None:

@@ -4,7 +4,7 @@ The number of the view in which rows moved last, the table's epoch, is in every 
 returns a request that was made in an older view, with the owners of now. Once all requests of the
 older view were answered or returned, the calls of which some were returned are split again, in the
 order in which they were made; later ones wait for them. For the servers' side see
-ringcomm.ps.server.core.migration_facade.
+ringcomm.ps.server.core.migration.
 """
 
 from __future__ import annotations

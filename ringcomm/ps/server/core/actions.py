@@ -200,7 +200,7 @@ class Drop(NamedTuple):
 
 # --- other servers, and moves -------------------------------------------------------------------
 class Send(NamedTuple):
-    """Send a message about moves to a server, perhaps this one."""
+    """Send a message to a server, perhaps this one; see ringcomm.ps.server.core.departures."""
 
     server: int
     message: dict[str, Any]

@@ -2,12 +2,13 @@
 
 | what | decided in |
 |---|---|
-| which requests are carried out, kept, or sent to another server | Core, core.migration_facade |
+| which requests are carried out, kept, or sent to another server | Core, core.migration |
 | pushes, reads and what waits, of one unit | core.unit |
 | rounds | core.rounds |
 | steps of workers, places in rounds | core.worker_clocks |
 | snapshots | core.snapshot_moments |
-| moves and pauses | core.migration_facade, core.migration_leader, core.migration_participant |
+| moves | core.migration, control.commands |
+| whose turn it is: moves, or pauses | control.move_lock |
 | commands, which all who live carry out | control.agreement, control.commands |
 | what follows when a rank leaves, dies or joins | core.departures |
 | who takes the place of one that died | placement.replacement_workers |
@@ -22,7 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from ringcomm.ps.control.agreement import Agreement, Member
-from ringcomm.ps.control.commands import Follow, Recovered
+from ringcomm.ps.control.commands import Follow, Migrate, Recovered
+from ringcomm.ps.control.move_lock import MoveLock
 from ringcomm.ps.placement.replacement_workers import Newcomer, Newcomers, Present, WorkerMembers
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.core import events as on
@@ -32,6 +34,7 @@ from ringcomm.ps.server.core.actions import (
     End,
     Hold,
     Key,
+    Notify,
     Open,
     Redirect,
     Reply,
@@ -39,7 +42,7 @@ from ringcomm.ps.server.core.actions import (
 )
 from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.departures import Departures
-from ringcomm.ps.server.core.migration_facade import Migration
+from ringcomm.ps.server.core.migration import Migration
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.server.core.worker_clocks import WorkerProgress
@@ -64,7 +67,8 @@ class Core:
         progress: how far the workers are.
         clocks: of the workers.
         moments: that are held.
-        migration: what moves.
+        migration: what moves here.
+        move_lock: whose turn it is, if it leads.
         departures: what follows when somebody leaves.
         agreement: the commands that it runs, if it leads.
         recovered: the last recovery that was done.
@@ -87,7 +91,8 @@ class Core:
             index, members().workers, lambda: self.live_workers, self.tables
         )
         self.clocks = self.progress.clocks
-        self.migration = Migration(index, members, self.tables, self)
+        self.migration = Migration(index, self.tables, self)
+        self.move_lock = MoveLock(lambda: self._now)
         self.departures = departures = Departures(
             members, self.tables, progress=self.progress, migration=self.migration, units=self,
             newcomers=self.newcomers,
@@ -111,10 +116,12 @@ class Core:
             ],
             on.Held: self._on_held,
             on.MomentEnded: self._on_let,
-            on.Asked: self._on_asked,
-            on.Answered: self._on_answered,
-            on.StepDone: self._on_performed,
+            on.Asked: self._on_command,
+            on.Begun: self._on_command,
+            on.Answered: self._on_command,
+            on.StepDone: self._on_command,
             on.ProcessDied: lambda event, _: [],
+            on.TimePassed: self._on_time_passed,
             **departures.handlers,
         }
 
@@ -145,6 +152,7 @@ class Core:
         """Know no table, nor anything that is under way; who is gone is still gone."""
         left, dead, rested = {*self.left}, {*self.dead}, {*self.rested}
         self.newcomers.restart(self.following)
+        self.agreement.forget_tables()
         self.tables.clear()
         self._begin()
         self.departures.lose(left, dead, rested)
@@ -153,7 +161,12 @@ class Core:
     @property
     def awaits_time(self) -> bool:
         """True if TimePassed may have a consequence."""
-        return self.migration.awaits_time
+        return self.migration.awaits_time or self.move_lock.awaits_time
+
+    def _on_time_passed(self, event: on.TimePassed, now: float) -> Iterator[Action]:
+        del event
+        self.move_lock.look()
+        yield from self.migration.look(now)
 
     # --- tables ---------------------------------------------------------------------------------
     def add_table(self, table: ServedTable) -> None:
@@ -173,7 +186,6 @@ class Core:
     def drop_table(self, number: int) -> None:
         del self.tables[number]
         self.progress.forget(number)
-        self.migration.forget(number)
 
     def units(self) -> Iterator[Unit]:
         for table in self.tables.values():
@@ -224,27 +236,32 @@ class Core:
     def other_servers(self) -> list[int]:
         return [n for n in self._members().server_numbers if n != self._index]
 
+    def _on_command(
+        self, event: on.Asked | on.Begun | on.Answered | on.StepDone, _: float
+    ) -> list[Action]:
+        if isinstance(event, on.Asked):
+            self.agreement.ask(*event)
+        elif isinstance(event, on.Begun):
+            self.agreement.ask(None, event.command)
+        elif isinstance(event, on.Answered):
+            self.agreement.answered(*event)
+        else:
+            self.agreement.performed(*event)
+        return []  # due() follows
+
     @property
-    def is_quiet(self) -> bool:
-        return self.migration.is_quiet
+    def changes_places(self) -> bool:
+        """True while partitions leave servers that have no place any more; for the leader."""
+        moves = (each for each in self.agreement.commands() if isinstance(each, Migrate))
+        return any(each.changes_places for each in moves)
 
-    def pause(self, number: int, patience_s: float) -> bool:
-        return self.migration.pause(number, self._now + patience_s, self._now)
-
-    def end_pause(self, number: int) -> list[Action]:
-        return self.migration.resume(number)
-
-    def _on_asked(self, event: on.Asked, _: float) -> list[Action]:
-        self.agreement.ask(*event)
-        return []
-
-    def _on_answered(self, event: on.Answered, _: float) -> list[Action]:
-        self.agreement.answered(*event)
-        return []
-
-    def _on_performed(self, event: on.StepDone, _: float) -> list[Action]:
-        self.agreement.performed(*event)
-        return []
+    def notices(self) -> list[Action]:
+        """Return what tells clients of the moves that they have not noted; for the leader."""
+        if self._members().leader != self._index:
+            return []
+        keys = {key for key, _, _ in self.migration.state()}
+        keys -= {self.move_lock.moving}  # the command tells them once it is over
+        return [Notify(self.clients(), key) for key in sorted(keys)]
 
     def clocks_of(self, unit: Unit) -> dict[int, int]:
         """Return how many steps of each worker are in a unit for sure."""

@@ -22,15 +22,17 @@ ringcomm.ps.placement.replacement_workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomers, WorkerMembers
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Reply, Send
 from ringcomm.ps.server.core.core_table import ServedTable
-from ringcomm.ps.server.core.migration_facade import Migration
+from ringcomm.ps.server.core.migration import Migration
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.server.core.worker_clocks import WorkerProgress
+
+WITHOUT: Final = "without"  # a message between servers, see above
 
 
 class DepartureUnits(Protocol):
@@ -80,7 +82,7 @@ class Departures:
         self.handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
             on.Left: self._on_left,
             on.Died: lambda event, now: self._die(event.rank, now),
-            on.ServerMessage: self._on_message,
+            on.Without: self._on_without,
             on.Awaits: self._on_awaits,
             on.Alone: self._on_alone,
             on.TookPlace: self._on_took_place,
@@ -138,7 +140,7 @@ class Departures:
         newcomers.fallen[rank] = None
         self.left.add(rank)
         for table, rounds in self._progress.die(rank).items():
-            message = {"do": "without", "table": table, "worker": rank, "rounds": rounds}
+            message = {"do": WITHOUT, "table": table, "worker": rank, "rounds": rounds}
             yield from (Send(server, message) for server in self._members().server_numbers)
         for unit in [*self._units.units()]:
             yield from self._flow(unit, unit.die(rank))
@@ -246,17 +248,13 @@ class Departures:
                 rounds[table] = max(rounds.get(table, 0), unit.rounds.current)
         return rounds
 
-    def _on_message(self, event: on.ServerMessage, now: float) -> Iterator[Action]:
-        message = event.message
-        if message["do"] != "without":
-            yield from self._migration.on_message(event, now)
-            return
-        yield from self._die(message["worker"], now)  # first: what it has sent counts no more
-        table = self._tables.get(message["table"])  # None: it was closed meanwhile
+    def _on_without(self, event: on.Without, now: float) -> Iterator[Action]:
+        yield from self._die(event.worker, now)  # first: what it has sent counts no more
+        table = self._tables.get(event.table)  # None: it was closed meanwhile
         if table is None:
             return
-        for number in message["rounds"]:
-            table.without.setdefault(number, set()).add(message["worker"])
+        for number in event.rounds:
+            table.without.setdefault(number, set()).add(event.worker)
         for unit in [*table.units.values()]:
             if unit.rounds is not None:
                 yield from self._flow(unit, unit.rounds.advance())

@@ -6,8 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ringcomm.ps.control.agreement import Asked as Asked  # noqa: PLC0414 - it is an event, too
-from ringcomm.ps.control.agreement import Member
-from ringcomm.ps.placement.partitions import Move
+from ringcomm.ps.control.agreement import Command, Member
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.server.core.actions import CoreRequest, Key
 
@@ -132,12 +131,13 @@ class Settling(NamedTuple):
     request: CoreRequest
 
 
-class MovesAsked(NamedTuple):
-    """A client asks for moves; or the leader itself, if there is no request."""
+class MoveOrdered(NamedTuple):
+    """A step of a migration, of the server that leads; see core.migration."""
 
-    request: CoreRequest | None
-    moves: Sequence[Move]
-    changes_places: bool = False  # partitions leave servers that have no place any more
+    request: CoreRequest
+    do: str
+    key: Key
+    content: dict[str, Any]
 
 
 class Noted(NamedTuple):
@@ -146,6 +146,12 @@ class Noted(NamedTuple):
     rank: int
     key: Key
     epoch: int
+
+
+class Begun(NamedTuple):
+    """The leader itself begins a command."""
+
+    command: Command
 
 
 class StepDone(NamedTuple):
@@ -211,11 +217,12 @@ class Left(NamedTuple):
 
 
 # --- what the server does by itself -------------------------------------------------------------
-class ServerMessage(NamedTuple):
-    """A message about moves from another server, or this one; see core.migration_facade."""
+class Without(NamedTuple):
+    """A server says in which rounds of ps.FirstOf a worker was that died; see core.departures."""
 
-    server: int
-    message: dict[str, Any]
+    table: int
+    worker: int
+    rounds: Sequence[int]
 
 
 class Taken(NamedTuple):
@@ -238,7 +245,7 @@ class TimePassed(NamedTuple):
 
 Event: TypeAlias = (
     Arrived | Initialized | Assigned | Contributed | Released | Read | Decided | Loaded | Entered
-    | Joined | Ticked | ClockAwaited | Stopped | Held | MomentEnded | Settling | MovesAsked
-    | Noted | Asked | StepDone | Answered | ProcessDied | Awaits | Alone | TookPlace | Retracted
-    | Died | Left | ServerMessage | Taken | Finished | TimePassed
+    | Joined | Ticked | ClockAwaited | Stopped | Held | MomentEnded | Settling | MoveOrdered
+    | Noted | Asked | Begun | StepDone | Answered | ProcessDied | Awaits | Alone | TookPlace
+    | Retracted | Died | Left | Without | Taken | Finished | TimePassed
 )  # fmt: skip

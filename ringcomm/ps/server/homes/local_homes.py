@@ -108,8 +108,8 @@ class Homes:
         And let partitions go on from homes without a place that have some: a move may have failed.
         """
         layout, home, now = self._layout, self._homes[self._layout.leader], time.monotonic()
-        catalog, migration = home.server.catalog, home.server.core.migration
-        is_busy = home.n_places_said or migration.changes_places or home.server.is_over
+        catalog, core = home.server.catalog, home.server.core
+        is_busy = home.n_places_said or core.changes_places or home.server.is_over
         if now < self._places_at or is_busy:
             return
         self._places_at = now + _PLACES_S

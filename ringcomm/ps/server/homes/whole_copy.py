@@ -82,9 +82,9 @@ def way_of(header: FrameHeader, server: Server, sent: SentUnits[Key]) -> Way:
 def may_be_copied(server: Server, link: HomeLink) -> bool:
     """Return True if all that is under way on a server are requests that its core keeps."""
     core = server.core
-    if core.migration.is_under_way or not (core.moments.is_quiet and server.store.is_quiet):
+    if core.migration.is_under_way or core.agreement.awaits_answers:
         return False
-    if core.agreement.awaits_answers:
+    if not (core.move_lock.is_free and core.moments.is_quiet and server.store.is_quiet):
         return False
     left = server.core.left
     known = {(each.source, each.header.sequence) for each in _waiting(server)}
