@@ -1,9 +1,10 @@
-// A library that `ringcomm run` preloads into prterun: it lets in nobody of this host but its own user, and root.
+// A library that `ringcomm run` preloads into prterun, and into prted on the other hosts of a job: they let in
+// nobody of their host but their own user, and root.
 //
-// prterun believes who a connection says it is: over TCP, PMIx 5 checks the user id that the other side sends.
-// Any process of the host that reaches its port can have it start programs, and end the job
+// They believe who a connection says it is: over TCP, PMIx 5 checks the user id that the other side sends.
+// Any process of the host that reaches a port of theirs can have them start programs, and end the job
 // (measured with Open MPI 5.0.11). The kernel knows who has opened a connection within a host; so that of
-// somebody else is closed before prterun has read a byte. Those of other hosts come in: daemons of the job do.
+// somebody else is closed before they have read a byte. Those of other hosts come in: daemons of the job do.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <linux/inet_diag.h>
@@ -16,10 +17,14 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <string>
 
 namespace {
 
+constexpr char kPreload[] = "LD_PRELOAD";
+constexpr char kOwnName[] = "/ringcomm-launcher-door.so";
 constexpr unsigned char kEstablished = 1;  // of include/net/tcp_states.h
 
 enum class Answer { own, foreign, unknown };
@@ -115,9 +120,24 @@ bool is_launcher() {
     if (file == nullptr) return false;
     const bool has_name = std::fgets(name, sizeof name, file) != nullptr;
     std::fclose(file);
-    return has_name && std::strcmp(name, "prterun\n") == 0;
+    return has_name && (std::strcmp(name, "prterun\n") == 0 || std::strcmp(name, "prted\n") == 0);
   }();
   return is_so;
+}
+
+// What the launcher starts, such as ssh and ranks, is not to have it. It is the last one: see launcher_door.py.
+[[gnu::constructor]] void take_back_preload() {
+  const char* const preload = is_launcher() ? std::getenv(kPreload) : nullptr;
+  if (preload == nullptr) return;
+  std::string left = preload;
+  const auto colon = left.rfind(':');
+  if (left.find(kOwnName, colon == std::string::npos ? 0 : colon) == std::string::npos) return;
+  if (colon == std::string::npos) {
+    unsetenv(kPreload);
+  } else {
+    left.resize(colon);
+    setenv(kPreload, left.c_str(), 1);
+  }
 }
 
 // Without an answer, as in a sandbox that has no netlink, all may come in, as before.

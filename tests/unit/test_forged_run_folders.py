@@ -27,7 +27,7 @@ from ringcomm.launch.job.supervisor import Supervisor, supervise
 from ringcomm.launch.job.verdict import judge_ending
 from ringcomm.launch.watch import ctl
 from ringcomm.launched import rank_program
-from ringcomm.launched.launcher_door import with_door
+from ringcomm.launched.launcher_door import LAUNCH_AGENT, agent_with_door, with_door
 from ringcomm.launched.process_stat import ProcessStat
 
 BECOME = [sys.executable, "-I", "-S", rank_program.__file__]
@@ -286,6 +286,15 @@ def test_the_launcher_alone_has_the_library_that_guards_its_ports(given, tmp_pat
     job = Supervisor(argv, environ, folder, size=1, grace_s=1, forks_ranks=True).run()
     assert job.launcher_text.strip() == with_door(given) != given
     assert folder.log_of(0).read_text().splitlines()[0] == given
+
+
+@pytest.mark.parametrize("given", ["", "valgrind prted"])
+def test_the_launcher_is_told_to_start_prted_with_that_library(given, tmp_path):
+    folder = a_run(tmp_path / "run", size=1)
+    environ = {"PATH": os.environ["PATH"]} | ({LAUNCH_AGENT: given} if given else {})
+    argv = ["sh", "-c", f"echo ${LAUNCH_AGENT}"]
+    job = Supervisor(argv, environ, folder, size=1, grace_s=1, forks_ranks=True).run()
+    assert job.launcher_text.strip() == agent_with_door(given) != ""
 
 
 @pytest.mark.parametrize("is_given", [False, True])

@@ -42,7 +42,7 @@ from ringcomm.launch.job.run_folder import CONFIG, END, LAUNCHER_LOG, RunFolder,
 from ringcomm.launch.job.run_words import Stages, start_text
 from ringcomm.launch.job.show import can_show_line, say, show, show_line
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending
-from ringcomm.launched.launcher_door import PRELOAD, with_door
+from ringcomm.launched.launcher_door import LAUNCH_AGENT, PRELOAD, agent_with_door, with_door
 from ringcomm.launched.mpi_defaults import MEMORY, MEMORY_OF_RUN
 from ringcomm.launched.rank_process import RankProcess
 from ringcomm.system_text import text_of
@@ -182,6 +182,8 @@ class Supervisor:
         places = {} if is_given else {_SESSIONS: place}
         if preload := with_door(self._environ.get(PRELOAD, "")):
             places[PRELOAD] = preload
+        if agent := agent_with_door(self._environ.get(LAUNCH_AGENT, "")):
+            places[LAUNCH_AGENT] = agent
         if memory and self._environ.get(MEMORY, MEMORY_OF_RUN).startswith(MEMORY_OF_RUN):
             places[MEMORY] = memory
         return places
