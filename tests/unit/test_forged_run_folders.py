@@ -271,7 +271,8 @@ def test_sessions_of_prterun_are_not_where_every_user_can_replace_them(
     (tmp_path / "tmp").chmod(mode)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     says = "echo $PRTE_MCA_prte_local_tmpdir_base"
-    environ = {"PATH": os.environ["PATH"]}
+    elsewhere = {"PRTE_MCA_prte_remote_tmpdir_base": "/scratch"}  # of other hosts
+    environ = {"PATH": os.environ["PATH"], **elsewhere}
     job = Supervisor(["sh", "-c", says], environ, folder, size=1, grace_s=1, forks_ranks=True)
     where = str(Path(job.run().launcher_text.strip()).parent)
     assert where == (str(tmp_path / "tmp") if is_there else "/dev/shm")

@@ -64,6 +64,7 @@ _TAIL: Final = 1 << 18  # bytes of what the launcher says that are kept, to find
 _BLIND: Final = re.compile(rb"ringcomm run: host (\S+) does not see ")
 _PR_SET_PDEATHSIG: Final = 1
 _SESSIONS: Final = "PRTE_MCA_prte_local_tmpdir_base"  # of Open MPI 5; on this host alone
+_ALL_SESSIONS: Final = "PRTE_MCA_prte_tmpdir_base"
 _PREFIX: Final = Path(MEMORY_OF_RUN).name
 _CANNOT_START: Final = 127
 _OTHER_FILES: Final = 64  # that are opened beside the logs of the ranks
@@ -176,7 +177,7 @@ class Supervisor:
         """Return variables that keep others out of what launcher and ranks have on this host."""
         if not self._forks_ranks:
             return {}
-        is_given = any(name.endswith("_tmpdir_base") for name in self._environ)
+        is_given = _SESSIONS in self._environ or _ALL_SESSIONS in self._environ
         # Of a TMPDIR where every user can replace it, it would be whose they like.
         place = memory if memory and _is_open_to_all(os.path.dirname(sessions)) else sessions
         places = {} if is_given else {_SESSIONS: place}

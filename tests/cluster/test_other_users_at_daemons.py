@@ -1,4 +1,4 @@
-"""prted on the other hosts of a job lets in its own user alone, as prterun does on the first."""
+"""prterun, and prted on the other hosts of a job, let in nobody of their host but their user."""
 
 import os
 import shlex
@@ -80,10 +80,10 @@ def running_job(cluster, folder):
             process.kill()
 
 
-def places_of_prted(cluster, host):
-    """Return "address port" of each socket on which prted listens on a host."""
+def places_of(daemon, cluster, host):
+    """Return "address port" of each socket on which this program listens on a host."""
     of_host = [Path(f"/proc/{pid}") for pid in cluster.pids(host)]
-    daemons = [each for each in of_host if (each / "comm").read_text() == "prted\n"]
+    daemons = [each for each in of_host if (each / "comm").read_text() == f"{daemon}\n"]
     links = {os.readlink(file) for each in daemons for file in (each / "fd").iterdir()}
     found = []
     for table in ("tcp", "tcp6"):
@@ -98,16 +98,17 @@ def places_of_prted(cluster, host):
 
 
 @needs_python
-def test_another_user_of_the_second_host_does_not_hold_up_the_job(cluster, tmp_path):
+@pytest.mark.parametrize(("host", "daemon"), [("h0", "prterun"), ("h1", "prted")])
+def test_another_user_of_a_host_does_not_hold_up_the_job(host, daemon, cluster, tmp_path):
     with ExitStack() as ends:
         job = ends.enter_context(running_job(cluster, tmp_path))
-        places = places_of_prted(cluster, "h1")
-        assert len(places) > 1, "prted listens for daemons and for ranks"
+        places = places_of(daemon, cluster, host)
+        assert len(places) > 1, "it listens for daemons and for ranks"
         (session,) = tmp_path.glob("ringcomm-prted-*/prted.*")
         assert session.parent.stat().st_mode & 0o777 == 0o700
         attacker = ends.enter_context(
             subprocess.Popen(
-                [*cluster.entering("h1", "/"), *AS_ANOTHER, PYTHON, "-I", "-c", HOLD, *places],
+                [*cluster.entering(host, "/"), *AS_ANOTHER, PYTHON, "-I", "-c", HOLD, *places],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
