@@ -586,9 +586,11 @@ class Migrate:
                 raise RefusedError(f"ps.rebalance: cannot do {each}")
         lock, left, n_moved, problems = job.move_lock, deque(self.moves), 0, list[str]()
         lock.wait(self.key)
-        while left and self.owner not in job.left:
+        while left:
             yield Until(lambda: self._may_go_on(job, left[0]))
-            if due := _next_migration(job, left) if self.owner not in job.left else []:
+            if self.owner in job.left:
+                break
+            if due := _next_migration(job, left):
                 table = job.tables[due[0].partition[0]]
                 lock.begin(table.key_of(due[0].partition[1]))
                 moved, why_not = yield from _migrate(job, table, due)
