@@ -21,6 +21,15 @@ _SCRIPTS = ("with_torch/test_horovod_elastic_scripts.py",)
 
 ELASTIC = [
     Mutation(
+        "elastic-what-a-view-held-lives-on",
+        "fault",
+        "elastic/run.py",
+        "            _clear_locals(error)\n",
+        "",
+        "hooks of a DistributedDataParallel of before a loss add to those of the next one",
+        ("unit/test_elastic_states.py",),
+    ),
+    Mutation(
         "positions-of-a-new-view-are-not-compared",
         "fault",
         "data/sampler.py",

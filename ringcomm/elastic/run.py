@@ -185,10 +185,11 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
             if end is None:
                 _stop_if_given_up(error, state)
                 raise
-            loss = loss or (time.monotonic(), end.with_traceback(None))
+            since = time.monotonic()
             if not _heal(end, state):
                 break
             _clear_locals(error)
+            loss = loss or (since, end.with_traceback(None))
             del end
             begin = functools.partial(_resume, state, is_newcomer=is_newcomer)
     return results[0]

@@ -1,6 +1,8 @@
 """States of elastic training: what a commit keeps, and whose commit all ranks get."""
 
 import copy
+import sys
+import weakref
 from itertools import product
 from types import SimpleNamespace
 
@@ -227,6 +229,37 @@ def test_training_goes_on_from_the_last_commit_or_from_where_all_began_again(cls
         _run(train, state, is_elastic=False)
 
     run_ranks(2, lambda _: [train_through(turns) for turns in product(TURNS, repeat=3)])
+
+
+def test_what_the_calls_of_a_view_hold_goes_with_it_though_its_error_lives_on(monkeypatch):
+    """Such as a DistributedDataParallel, whose hooks would add to those of the next one."""
+    kept, refs = [], []
+
+    def fail():
+        try:
+            raise rc.PeerFailedError("rank 1 died", rank=1, reason="died")
+        except rc.PeerFailedError as error:
+            kept.append(error)  # it is that of all handles of the old view, and knows its callers
+            raise copy.copy(error) from None
+
+    nothing = {"_begin": None, "_resume": None, "_record_view": None, "finish_run": None}
+    replaced = {"is_outside": False, "_heal": True} | nothing
+    module = sys.modules[_run.__module__]
+    for name, value in replaced.items():
+        monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
+    is_loss = lambda error: isinstance(error, rc.PeerFailedError)  # noqa: E731
+    monkeypatch.setattr(module, "end_of_view", lambda error: error if is_loss(error) else None)
+
+    def train():
+        assert [ref() for ref in refs] == [None] * len(refs)
+        held = ObjectState()
+        refs.append(weakref.ref(held))
+        if len(refs) < 3:
+            fail()
+        return len(refs)
+
+    assert _run(train, ObjectState(), is_elastic=True) == 3
+    assert len(kept) == 2
 
 
 def test_an_array_stays_the_users_own():
