@@ -109,8 +109,18 @@ def require_mpi_launcher(
 def command_for(size: int | str, *options: str, argv: Sequence[str] | None = None) -> str:
     words = sys.argv if argv is None else argv
     is_file = bool(words) and words[0] not in ("", "-c", "-m")
-    program = words if is_file else ["train.py"]
+    program = [*words] if is_file else ["train.py"]
+    if argv is None and (module := _main_module()):
+        program = ["-m", module, *words[1:]]
     return shlex.join(["ringcomm", "run", "-np", str(size), *options, *program])
+
+
+def _main_module() -> str:
+    """Return what stands after `python -m`, "" if this process was not started so."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is None or spec.name == "__main__":  # a script; a folder or an archive
+        return ""
+    return str(spec.name).removesuffix(".__main__")
 
 
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:

@@ -3,9 +3,11 @@
 import math
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from harness import run_command
 
 from ringcomm import config
 from ringcomm.errors import ConfigError
@@ -246,6 +248,25 @@ def test_other_launchers_are_named(variable, name):
 def test_ranks_that_are_not_mpis_are_refused(environ, by):
     with pytest.raises(ConfigError, match=rf"WORLD_SIZE wants 2 ranks, but {by} started"):
         launcher.refuse_foreign_ranks(environ)
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        (["-m", "package.train", "--lr", "1"], "-m package.train --lr 1"),
+        (["-m", "package"], "-m package"),
+        (["package/train.py"], "package/train.py"),
+        (["package"], "package"),
+    ],
+)
+def test_the_command_in_the_hint_starts_what_torchrun_has_started(command, program, tmp_path):
+    (tmp_path / "package").mkdir()
+    body = "from ringcomm.launched.launcher import refuse_foreign_ranks\nrefuse_foreign_ranks()\n"
+    for name in ("train.py", "__main__.py"):
+        (tmp_path / "package" / name).write_text(body)
+    environ = os.environ | {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    done = run_command([sys.executable, *command], cwd=tmp_path, env=environ)
+    assert f"Run instead: ringcomm run -np 2 {program} (or mpirun" in done.stderr
 
 
 @pytest.mark.parametrize(
