@@ -2,7 +2,7 @@
 
     mpirun -np 2 python ci/integrations/with_accelerate.py
 
-Ranks print a line each if they equal one process; ci/frameworks runs it.
+Ranks print a line each if they equal one process; ci/matrix --frameworks runs it.
 """
 
 import tempfile

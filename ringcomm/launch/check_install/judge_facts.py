@@ -129,7 +129,7 @@ def _settings(facts: Facts) -> _Told:
     return "ok", "every RINGCOMM_ variable is understood"
 
 
-# ci/test or ci/torch_versions has tested these, see docs/torch_distributed.md. The newest is last.
+# ci/test or ci/matrix has tested these, see docs/torch_distributed.md. The newest is last.
 TESTED_TORCH: Final = ("2.6", "2.13", "2.14", "2.15")
 
 
