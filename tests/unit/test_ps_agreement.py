@@ -714,6 +714,19 @@ def test_who_ends_a_snapshot_as_a_server_is_lost_is_answered():
     assert job.move_lock.is_free
 
 
+def test_who_ends_a_snapshot_as_all_recover_is_answered():
+    """No further server was lost; but servers let go what they do not know any more."""
+    job = Job(2)
+    leader = Agreement(job, lambda: 0)
+    answer_all(leader, snapshot_of(leader, job), WHOLE)
+    leader.ask(Asked(0, 2), End(1, is_taken=False))
+    leader.due()
+    leader.forget_tables()
+    assert leader.due() == [Reply(Asked(0, 2))]
+    assert job.move_lock.is_free
+    assert not leader.is_running
+
+
 def test_a_pause_outlives_a_loss():
     losses, job = [0], Job(2)
     leader = Agreement(job, lambda: losses[0])

@@ -206,20 +206,22 @@ class Agreement:
 
     def _begin_anew(self) -> None:
         """Take note that a server was lost: members take no more orders of before."""
+        self.forget_tables()
         before, self._running = self._running, {}
         for running in before.values():
-            if not running.command.is_about_tables:
-                self._begin(running.asked, running.command)
-                continue
-            for each in running.asked:
-                if not each.command.is_about_tables:
-                    self._begin([each], each.command)
+            self._begin(running.asked, running.command)
 
     def forget_tables(self) -> None:
-        """Drop the commands about tables, of which there is none any more."""
+        """Drop the commands about tables, of which there is none any more.
+
+        Who has joined one with a command that is not about tables gets that alone.
+        """
         for key, running in [*self._running.items()]:
             if running.command.is_about_tables:
                 del self._running[key]
+                for each in running.asked:
+                    if not each.command.is_about_tables:
+                        self._begin([each], each.command)
 
     # --- what there is --------------------------------------------------------------------------
     @property
