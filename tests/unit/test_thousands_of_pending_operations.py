@@ -43,8 +43,11 @@ def looks_at(n_pending, monkeypatch):
 
 @pytest.mark.long
 def test_an_operation_costs_the_same_however_many_are_pending(wire, monkeypatch):
-    few, many = (looks_at(n, monkeypatch) for n in (200, 1000))
-    assert many < 3 * few  # it was many times: all were looked at whenever one went on
+    """Each was looked at whenever one went on: 48 to 77 times; now 6 to 18, on a busy machine, too.
+
+    How often of a few is no measure: that varies from 4 to 15.
+    """
+    assert looks_at(1000, monkeypatch) < UNDER_WAY_MAX / 2
 
 
 def errors_of(handles):
