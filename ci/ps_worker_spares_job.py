@@ -8,6 +8,7 @@ checkpoint, and count from there.
 
 import json
 import os
+import threading
 import time
 
 import numpy as np
@@ -17,13 +18,11 @@ from ps_storm_base import BLOCKS, SHARE, ask_for_move, open_tables, plan_deaths_
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.members import let_in, stand_by
-from ringcomm.ps.protocol.frames import Coming
 from ringcomm.ps.session import session
 
 LATE_S = 120  # all meet within that time
 PAUSE_S = 0.01
 MEET_BEFORE_END = 8  # steps: there all workers meet, and newcomers are waited for
-OF_SPARES = {"asking": "await_place", "taking": "take", "telling": "_tell"}
 
 
 def parse():
@@ -44,30 +43,36 @@ class Death(ps_storm_base.Death):
 
     def plant(self):
         """Let those that stand by die as they come in, and the chief beside them."""
-        for when, name in OF_SPARES.items():
-            self._plant_in_spare(when, getattr(stand_by._Spare, name), name)
-        send = let_in.send
+        await_place, begin, here = stand_by._await_place, stand_by._begin, let_in._here
 
-        def send_or_die(current, to, option, meta=b""):
-            if option == Coming.HERE and self.when == "standing":
-                if self.at:  # else nobody hears from it
-                    send(current, to, option, meta)
-                self.now()
-            send(current, to, option, meta)
-
-        let_in.send = send_or_die
-
-    def _plant_in_spare(self, when, method, name):
-        def call(spare, *args, **kwargs):
-            self.plan(spare._current.engine.job_rank)
-            if self.when == when and self.at == 0:
-                self.now()
-            result = method(spare, *args, **kwargs)
-            if self.when == when:
+        def await_or_die(current, **options):
+            self.plan(current.engine.job_rank)
+            if self.when == "asking":
+                if self.at == 0:
+                    self.now()
+                threading.Timer(0.01 * self.at, self.now).start()
+            result = await_place(current, **options)
+            if self.when == "telling":
                 self.now()
             return result
 
-        setattr(stand_by._Spare, name, call)
+        def begin_or_die(current, told):
+            if self.when == "taking" and self.at == 0:
+                self.now()
+            begin(current, told)
+            if self.when == "taking":
+                self.now()
+
+        def here_or_die(current, newcomer):
+            if self.when != "standing":
+                return here(current, newcomer)
+            if self.at:  # else nobody hears from it
+                here(current, newcomer)
+                current.client.wait_until_sent("step")
+            return self.now()
+
+        stand_by._await_place, stand_by._begin = await_or_die, begin_or_die
+        let_in._here = here_or_die
 
 
 class Job:

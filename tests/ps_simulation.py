@@ -74,7 +74,9 @@ class World:
         workers = tuple(range(1, n_workers + 1))
         self.chief = workers[-1]
         self.acked = set()  # of the dead: table, partition and update
-        self.members = Members(workers, (0,), tuple(range(n_servers)), leader)
+        waiting = tuple(range(n_workers + 1, n_workers + 1 + n_spares))
+        servers, ranks = tuple(range(n_servers)), (0, *workers, *waiting)
+        self.members = Members(workers, (0,), servers, leader, waiting, ranks)
         self.leader_rank = FIRST_SERVER + leader
         self.now = 0.0
         self.channels = defaultdict(deque)
@@ -89,9 +91,9 @@ class World:
                 if not shape.is_late:
                     server.install(number, shape)
         self.clients = {rank: Client(self, rank, n_ops) for rank in (0, *workers)}
-        self.filled, self.n_joined, self.n_returned = {}, 0, 0
-        self.spares = [SpareClient(self, n_workers + 1 + k, n_ops) for k in range(n_spares)]
-        self.workers = (*workers, *(each.rank for each in self.spares))
+        self.n_joined = self.n_returned = 0
+        self.spares = [SpareClient(self, rank, n_ops) for rank in waiting]
+        self.workers = (*workers, *waiting)
         self.clients |= {each.rank: each for each in self.spares}
         self.ranks = {**self.clients, **{server.rank: server for server in self.servers}}
 
@@ -123,7 +125,9 @@ class World:
 
     @property
     def may_have_problems(self):
-        return self.may_fail or any(client.has_left for client in self.clients.values())
+        return self.may_fail or any(
+            client.has_left or client.has_rested for client in self.clients.values()
+        )
 
     @property
     def is_abandoned(self):
@@ -167,12 +171,10 @@ class World:
             self.now += 0.2
             self.servers[self.choices.below(self.n_servers)].handle(on.TimePassed())
         elif what < 252:
-            if what < 244 or not self.let_one_in():
-                self.repeat()
+            self.repeat()
         elif self.may_die:
-            live = [client for client in self.clients.values() if not client.has_left]
-            workers = [client for client in live if client.is_worker]
-            if len(workers) > 1:
+            live = [each for each in self.clients.values() if not each.has_left or each.stands_by]
+            if sum(each.is_worker and not each.stands_by for each in live) > 1:
                 self.kill(live[self.choices.below(len(live))])
 
     def kill(self, client):
@@ -190,24 +192,6 @@ class World:
             self.chief = live[-1]
             self.clients[self.chief].succeed()
 
-    def let_one_in(self):
-        """Let a rank that stands by take the place of a worker that died; return False if none can.
-
-        Once a worker has left, or rests, no place is taken any more.
-        """
-        waiting = [each for each in self.spares if each.stands_by]
-        free = [rank for rank in self.workers if rank in self.dead and rank not in self.filled]
-        workers = [self.clients[rank] for rank in self.workers if rank not in self.dead]
-        workers = [each for each in workers if not each.stands_by]
-        if not (waiting and free) or any(each.is_ending or each.is_joining for each in workers):
-            return False
-        between = [each for each in workers if each.is_between_steps]
-        if between:
-            self.n_joined += 1
-            beside = between[self.choices.below(len(between))]
-            waiting[0].join(free[0], beside, self.n_joined)
-        return bool(between)
-
     def deliver(self, pair):
         message, receiver = self.channels[pair].popleft(), self.ranks[pair[1]]
         if isinstance(receiver, Client) and receiver.has_left and not receiver.stands_by:
@@ -217,6 +201,11 @@ class World:
         receiver.receive(message)
         for client in self.clients.values():
             client.look()
+
+    def forget(self, push, server):
+        """Take note that a push came back: it comes to this server no more."""
+        if self.delivered.get((push.source, server)) == push._replace(content=None):
+            del self.delivered[push.source, server]
 
     def repeat(self):
         """Let a push come again."""

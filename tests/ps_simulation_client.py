@@ -3,14 +3,17 @@
 It fails where it reads less than it must, and where a push counts in a part of a table.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
+from ps_simulation_message_types import FIRST_SERVER, Notice, RankOrder, Reply, Request
 
 from ringcomm.ps.client.request_order import RequestOrder
+from ringcomm.ps.control.agreement import OrdersTaken
+from ringcomm.ps.control.commands import MEET, STAND_STILL
 from ringcomm.ps.moment_numbers import moment_number
+from ringcomm.ps.placement.replacement_workers import Beginning
 from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
 from ringcomm.ps.server.core.actions import Key
 
@@ -39,7 +42,7 @@ class Ask:
 class Client:
     """A worker, or an evaluator, which reads and takes snapshots alone."""
 
-    stands_by = is_joining = False
+    stands_by = False
 
     def __init__(self, world, rank, n_ops):
         self.world, self.rank, self.n_ops = world, rank, n_ops
@@ -55,6 +58,11 @@ class Client:
         self.is_blocked = self.has_left = self.is_leaving = self.has_abandoned = False
         self.is_resting = self.has_rested = False
         self.opening: set[int] = set()
+        self.newcomers: Counter[int] = Counter()  # that are to begin where this worker is
+        self.stands_for: set[int] = set()  # those of them that it has said so
+        self.orders_taken = OrdersTaken(
+            {STAND_STILL: self.note_newcomer, MEET: self.meet}, lambda: 0
+        )  # fmt: skip
         self.n_pushed: dict[int, int] = defaultdict(int)
         self.rounds: dict[int, int] = defaultdict(int)
         self.issued: dict[tuple[int, int], list[Any]] = defaultdict(list)
@@ -92,7 +100,7 @@ class Client:
             ask.kind, view=view, origin=self.rank, sequence=sequence, table=table, partition=part,
             clock=ask.clock, option=ask.option,
         )  # fmt: skip
-        content = body if ask.kind in (FrameKind.ASK, FrameKind.MOVE, FrameKind.JOIN) else None
+        content = body if ask.kind in (FrameKind.ASK, FrameKind.MOVE) else None
         request = Request(self.rank, header, ask.flag, body, content)
         self.asked[sequence] = ask
         self.world.ask(self.rank, FIRST_SERVER + server, request)
@@ -193,6 +201,13 @@ class Client:
         if isinstance(message, Notice):
             self.on_notice(message)
             return
+        if isinstance(message, RankOrder):
+            is_valid, answer = self.orders_taken.take(*message)
+            said = {"do": "answer of an order", "from": self.rank, "is_server": False}
+            if is_valid:
+                said |= {"number": message.number, "content": answer}
+                self.world.send(self.rank, self.world.leader_rank, said)
+            return
         sequence = message.to.header.sequence
         ask = self.asked.get(sequence)
         if ask is None:
@@ -275,11 +290,44 @@ class Client:
     def is_between_steps(self):
         return not (self.is_ending or self.is_blocked or self.undecided or self.holding)
 
+    # --- ranks that take places, see ringcomm.ps.members.let_in
+    def note_newcomer(self, rank):
+        self.newcomers[rank] += 1
+        if rank in self.stands_for:
+            self.say_where(rank)
+
+    def meet(self, taken):
+        for newcomer in taken:
+            self.go_on(newcomer.rank)
+
+    def stand_still(self):
+        self.is_blocked = True
+        self.stands_for = {*self.newcomers}
+        for rank in sorted(self.newcomers):
+            self.say_where(rank)
+
+    def say_where(self, newcomer):
+        shapes = self.world.shapes
+        rounds = {n: self.rounds[n] for n in shapes if shapes[n].mode.has_rounds}
+        begins = Beginning(self.clock, rounds).to_json()
+        self.ask_leader(
+            lambda _: self.go_on(newcomer), "here", newcomer=newcomer, begins=begins, calls=0
+        )
+
+    def go_on(self, newcomer):
+        self.newcomers.pop(newcomer, None)
+        if newcomer in self.stands_for:
+            self.stands_for.discard(newcomer)
+            self.is_blocked = bool(self.stands_for)
+
     # --- what a program does
     def act(self):
         """Do the next thing; return False if there is none now."""
         if self.is_leaving or self.has_left or self.is_blocked:
             return False
+        if self.newcomers and self.is_between_steps:
+            self.stand_still()
+            return True
         choose = self.world.choices
         if self.n_ops <= 0:
             abandons = choose.below(4) == 3

@@ -37,6 +37,14 @@ class Reply(NamedTuple):
     body: Any = None
 
 
+class RankOrder(NamedTuple):
+    """An order of the server that leads; see ringcomm.ps.control.agreement."""
+
+    number: int
+    do: str
+    content: Any
+
+
 class Notice(NamedTuple):
     key: Key
     epoch: int

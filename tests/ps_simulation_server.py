@@ -8,15 +8,23 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from ps_simulation_message_types import FIRST_SERVER, Notice, Reply, Request
+from ps_simulation_message_types import FIRST_SERVER, Notice, RankOrder, Reply, Request
 
 from ringcomm.ps.control.agreement import Member
-from ringcomm.ps.control.commands import HOLD, LET, STOP, command_of
+from ringcomm.ps.control.commands import (
+    HOLD,
+    HOW_FAR,
+    LET,
+    RETRACT,
+    STOP,
+    TAKE_PLACE,
+    command_of,
+)
+from ringcomm.ps.placement.replacement_workers import Beginning
 from ringcomm.ps.protocol.frames import (
     EntryOption,
     FrameHeader,
     FrameKind,
-    Join,
     Status,
     StepOption,
 )
@@ -94,7 +102,7 @@ class Server:
         elif message["do"] == "order":
             self.carry_out(message)
         elif message["do"] == "answer of an order":
-            member = Member(message["from"], is_server=True)
+            member = Member(message["from"], message["is_server"])
             self.handle(on.Answered(member, message["number"], message["content"]))
         elif message["do"] == "take":
             why = self.take_over(message)
@@ -125,10 +133,6 @@ class Server:
             self.handle(on.ClockAwaited(request) if header.option else on.Ticked(request))
         elif kind == FrameKind.LEAVE:
             self.handle(on.Left(request.source, request, still_asks=bool(header.option)))
-        elif kind == FrameKind.JOIN and header.option == Join.TAKE:
-            self.handle(on.TookPlace(request, *content))
-        elif kind == FrameKind.JOIN:
-            self.handle(on.Retracted(request))
         elif kind == FrameKind.ASK and content is None:
             self.create(request)
         elif kind == FrameKind.ASK:
@@ -157,6 +161,14 @@ class Server:
             self.handle(on.Held(order, number, rounds))
         elif message["what"] == LET:
             self.handle(on.MomentEnded(order, *content))
+        elif message["what"] == HOW_FAR:
+            self.handle(on.HowFar(order, content))
+        elif message["what"] == TAKE_PLACE:
+            newcomer, begins, beside = content
+            self.handle(on.TookPlace(order, newcomer, Beginning.of_json(begins), beside))
+        elif message["what"] == RETRACT:
+            self.world.n_returned += 1
+            self.handle(on.Retracted(order, content))
         else:
             key, more = content
             self.handle(on.MoveOrdered(order, message["what"], key, copy.deepcopy(more)))
@@ -224,7 +236,11 @@ class Server:
         self.perform(self.core.handle(event, self.world.now))
 
     def tell(self, action):
-        assert action.is_server
+        if not action.is_server:
+            content = copy.deepcopy(action.content)
+            order = RankOrder(action.number, action.do, content)
+            self.world.send(self.rank, action.dest, order)
+            return
         order = {"number": action.number, "what": action.do, "content": action.content}
         self.world.send_to_server(self, action.dest, {"do": "order", **order})
 
@@ -238,7 +254,7 @@ class Server:
     def reply(self, action):
         header = action.request.header
         if header.kind == FrameKind.ORDER:
-            answer = {"number": header.clock, "content": action.content}
+            answer = {"number": header.clock, "content": action.content, "is_server": True}
             server = action.request.source - FIRST_SERVER
             self.world.send_to_server(self, server, {"do": "answer of an order", **answer})
             return
@@ -295,6 +311,7 @@ class Server:
         self.arrived(action.request)
 
     def redirect(self, action):
+        self.world.forget(action.request, self.rank)
         owners = self.owners(self.key_of(action.request))
         self.answer(action.request, Status.WRONG_VIEW, owners=owners)
 

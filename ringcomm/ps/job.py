@@ -21,9 +21,10 @@ from ringcomm.ps.checkpoint.arguments import path_of
 from ringcomm.ps.checkpoint.client import save, save_at_stop
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.json_requests import ask_leader
+from ringcomm.ps.control.commands import MEET, STAND_STILL
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
-from ringcomm.ps.members.let_in import end_step, hear
+from ringcomm.ps.members.let_in import end_step, meet, note_newcomer
 from ringcomm.ps.members.stand_by import stand_by
 from ringcomm.ps.protocol.deaths import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
@@ -262,7 +263,9 @@ def _start(
     dispatcher.deaths.listeners.append(current.on_death)
     dispatcher.takes[FrameKind.ORDER] = current.take_order
     dispatcher.takes[FrameKind.HOMES] = current.on_homes
-    dispatcher.takes[FrameKind.NEWCOMER] = partial(hear, current)
+    dispatcher.takes[FrameKind.MEMBERS] = current.note_members
+    current.orders.handlers[STAND_STILL] = partial(note_newcomer, current)
+    current.orders.handlers[MEET] = partial(meet, current)
     keep_queues(engine, layout.rank_of(layout.leader))
     engine.extensions.add_service(dispatcher)
     engine.extensions.add_waits(lambda: client.waits.label)

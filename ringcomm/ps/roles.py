@@ -113,6 +113,10 @@ class Layout:
             self.evaluators = filled
         return True
 
+    def newcomer(self, rank: int) -> Newcomer:
+        """Return the place that a rank has taken. Raises StopIteration: it has taken none."""
+        return next(each for each in self.filled.values() if each.rank == rank)
+
     @property
     def ranks(self) -> set[int]:
         """All ranks, but those whose place another has."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +95,8 @@ class Session:
         drops_step: the step that this worker is in trains nothing, for it has recovered within it.
         between_steps: called after each step of this worker, if set.
         is_ending: too few workers are left, and the job ends after this step.
-        newcomers: wait until this worker has ended its step, and stands still.
+        newcomers: wait until this worker has ended its step, and stands still; how often it was
+            asked for that.
         members_said: who is in the next group of ps.live_workers(), by the worker that says so.
         begins: on a rank that took the place of a worker: the rounds that are not its own, by
             number of the table; on others empty.
@@ -129,7 +130,7 @@ class Session:
     drops_step: bool = False
     between_steps: Callable[[], None] | None = None
     is_ending: bool = False
-    newcomers: set[int] = field(default_factory=set)
+    newcomers: Counter[int] = field(default_factory=Counter)
     members_said: dict[int, list[int]] = field(default_factory=dict)
     begins: Mapping[int, int] = field(default_factory=dict)
     recovering: WeakSet[Recovering] = field(default_factory=WeakSet)
@@ -267,6 +268,10 @@ class Session:
                 FrameKind.ANSWER, origin=self.engine.job_rank, clock=frame.header.clock
             )  # fmt: skip
             self.client.say(self.layout.leader, header, packed_json(answer))
+
+    def note_members(self, frame: Delivery) -> None:
+        """Another worker, the chief, says who is in the next group of ps.live_workers()."""
+        self.members_said[frame.source] = json.loads(frame.meta)
 
     def note_replaced(self) -> None:
         """Take note that the values of tables were replaced."""

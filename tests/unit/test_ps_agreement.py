@@ -49,6 +49,7 @@ from ringcomm.ps.control.move_lock import MoveLock
 from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.moment_numbers import moment_number
 from ringcomm.ps.placement.partitions import Move
+from ringcomm.ps.placement.replacement_workers import Newcomer, Newcomers
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Discard, Fail, Notify, Reopen, Reply, Step, Tell
 from ringcomm.ps.server.core.core_table import ServedTable
@@ -80,7 +81,8 @@ class Job:
         self.name, self.move_lock = "job", MoveLock(lambda: 0.0)
         self.evaluators, self.standing_by = {EVALUATOR}, {SPARE}
         self.other_servers = [1]
-        self.server_numbers, self.taken = (0, 1), {SPARE: [SPARE, "worker", 7, 1]}
+        self.server_numbers, self.newcomers = (0, 1), Newcomers()
+        self.newcomers.take(Newcomer(SPARE, "worker", 7, 1), None)
         self.tables = {
             n: ServedTable(n, f"t{n}", Mode("async"), True, [0, 1], openers={0, 1}) for n in (1, 2)
         }
@@ -519,7 +521,12 @@ def test_all_begin_anew_with_all_tables_or_hear_why_not(why):
     leader.performed(step.key, "")
     (make,) = makes = leader.due()
     taken, (table,) = make.content
-    assert (make.dest, make.do, taken, table["number"]) == (1, MAKE_ALL, job.taken, 1)
+    assert (make.dest, make.do, taken, table["number"]) == (
+        1,
+        MAKE_ALL,
+        [Newcomer(SPARE, "worker", 7, 1)],
+        1,
+    )
     replies = answer_all(leader, makes, why)
     assert [each.request for each in replies] == [Asked(rank) for rank in range(3)]
     if why:
@@ -528,7 +535,7 @@ def test_all_begin_anew_with_all_tables_or_hear_why_not(why):
             == "ps.recover: tables cannot be made anew: server 1: MemoryError: no room"
         )
     else:
-        assert replies[0].content == {"servers": (0, 1), "tables": [table]}
+        assert replies[0].content == {"servers": (0, 1), "tables": [table], "taken": taken}
 
 
 def test_a_command_that_cannot_be_is_refused():
@@ -852,16 +859,17 @@ def test_if_nothing_could_move_all_go_on_and_who_asked_hears_why(why):
     assert job.move_lock.is_free
 
 
-def test_a_round_that_waits_with_the_part_of_a_worker_that_is_gone_does_not_move():
-    """It could not contribute again."""
+@pytest.mark.parametrize("how", ["left", "rested"])
+def test_a_round_that_waits_with_the_part_of_a_worker_that_is_gone_does_not_move(how):
+    """It could not contribute again; or the round would be over before it has."""
     job, leader, orders = ask_for_moves((1, 0))
-    job.left.add(2)
+    getattr(job, how).add(2)
     thaws = answer_all(leader, orders, {**FROZEN, "pending": [1, 2]})
     assert {each.do for each in thaws} == {THAW}
     (reply,) = answer_all(leader, thaws)
     assert reply.content["problems"] == [
-        "table t1: worker 2 is gone, and its part of a round waits for the others. "
-        "Try again after the round"
+        "table t1: worker 2 has left, or completes no more steps, and its part of a round waits "
+        "for the others. Try again after the round"
     ]
 
 

@@ -389,16 +389,18 @@ def test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers
     assert come(core, 1) == []
     assert come(core, 2, servers=(0, 1, 2)) == []  # about to hear of it
     assert core.agreement.missing(1) == [(RECOVERING, "", [2])]
-    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",))), 0.0) == []
+    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",), keeps_place=False)), 0.0) == []
     (step,) = come(core, 2)
     assert step.actions == [Reopen({1: MINE, 2: MINE})]
     core.restart()
     assert core.tables == {}
     (make,) = core.handle(on.StepDone(step.key, ""), 0.0)
-    assert (make.dest, make.do, make.content) == (1, MAKE_ALL, [{}, []])
+    assert (make.dest, make.do, make.content) == (1, MAKE_ALL, [[], []])
     replies = core.handle(on.Answered(Member(1, is_server=True), make.number, ""), 0.0)
     assert [each.request.source for each in replies] == [1, 2, 2]
-    assert {str(each.content) for each in replies} == {"{'servers': (0, 1), 'tables': []}"}
+    assert {str(each.content) for each in replies} == {
+        "{'servers': (0, 1), 'tables': [], 'taken': []}"
+    }
     assert go_on(core, 2) == []
     (reply,) = core.handle(on.Died(1), 0.0)  # the chief: its heir restores
     assert reply.content == {"said": None, "restores": 2}
@@ -434,7 +436,7 @@ def test_a_death_within_a_recovery_lets_all_come_again():
 
 def test_who_follows_hears_that_no_worker_is_left():
     core = core_of(Mode("sync"))
-    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",))), 0.0) == []
+    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",), keeps_place=False)), 0.0) == []
     assert core.handle(on.Left(1), 0.0) == []
     (reply,) = core.handle(on.Left(2), 0.0)
     assert reply.content == {"tables": None}
@@ -444,7 +446,7 @@ def test_who_follows_waits_for_a_recovery_that_has_begun_and_its_tables_stay():
     core = core_of(Mode("sync"), (1,))
     go_on(core, 1, {"manifest": {"step": 1}})
     (step,) = come(core, 1)
-    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",))), 0.0) == []
+    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",), keeps_place=False)), 0.0) == []
     core.restart()
     for number, name in ((2, "w"), (3, "other")):
         core.add_table(ServedTable(number, name, Mode("sync"), True, [0]))

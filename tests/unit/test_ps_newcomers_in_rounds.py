@@ -22,14 +22,19 @@ from ringcomm.ps.update_modes import FirstOf, Mode
 
 # --- decisions of one server --------------------------------------------------------------------
 SYNC = Mode("sync")
+ORDER = Request(100, FrameHeader(FrameKind.ORDER))  # of the server that leads
+TOO_LATE = {"is_late": True}
 
 
 def take(core, rounds, *, rank=7, place=1, clock=0, beside=2):
     """Let rank 7 take the place of worker 1; return what follows."""
-    request = Request(rank, FrameHeader(FrameKind.JOIN, origin=rank, sequence=1))
     newcomer = Newcomer(rank, "worker", place, 1)
     begins = Beginning(clock, rounds)
-    return core.handle(on.TookPlace(request, newcomer, begins, beside, (0, 1)), 0.0)
+    return core.handle(on.TookPlace(ORDER, newcomer, begins, beside), 0.0)
+
+
+def retract(core):
+    return names(core.handle(on.Retracted(ORDER, 7), 0.0))
 
 
 def die(core, rank):
@@ -40,7 +45,7 @@ def test_a_round_that_has_begun_does_not_wait_for_a_newcomer():
     core = core_of(SYNC)
     die(core, 1)
     assert arrive(core, push(2, 1)) == ["End"]
-    assert [each.is_late for each in take(core, {1: 2})] == [False]
+    assert [each.content for each in take(core, {1: 2})] == [None]
     assert arrive(core, push(7, 2, clock=2)) == []
     assert arrive(core, push(2, 2, clock=1)) == ["End"]
     assert arrive(core, push(2, 3, clock=2)) == ["End"]
@@ -57,7 +62,7 @@ def test_a_newcomer_that_comes_too_late_for_a_round_counts_in_none(why):
         arrive(core, push(3, 1))
     else:
         die(core, 2)
-    assert [each.is_late for each in take(core, {1: 0})] == [True]
+    assert [each.content for each in take(core, {1: 0})] == [TOO_LATE]
     if why == "a round is over":
         arrive(core, push(2, 2, clock=1))
     assert arrive(core, push(3, 2, clock=core.unit_of(KEY).rounds.current)) == ["End"]
@@ -68,9 +73,49 @@ def test_a_newcomer_that_gives_its_place_back_is_not_waited_for():
     die(core, 1)
     take(core, {1: 0})
     assert arrive(core, push(2, 1)) == []
-    retract = on.Retracted(Request(7, FrameHeader(FrameKind.JOIN, origin=7, sequence=2)))
-    assert names(core.handle(retract, 0.0)) == ["End", "Reply"]
+    assert retract(core) == ["End", "Reply"]
     assert core.clients() == [2, 9]
+
+
+def test_who_is_known_to_be_dead_gets_no_place():
+    core = core_of(SYNC)
+    for rank in (1, 7):
+        die(core, rank)
+    assert [each.content for each in take(core, {1: 0})] == [TOO_LATE]
+    assert not core.newcomers.taken
+
+
+def test_nobody_follows_who_died_before_all_knew_its_place():
+    """Another server had heard of its death, and refused."""
+    core = core_of(SYNC)
+    die(core, 1)
+    take(core, {1: 0})
+    die(core, 7)
+    assert arrive(core, push(2, 1)) == ["End"]
+    assert [*core.newcomers.fallen] == [1, 7]
+    assert retract(core) == ["Reply"]
+    assert [*core.newcomers.fallen] == [1]
+    assert arrive(core, push(2, 2, clock=1)) == ["End"]
+
+
+def test_a_server_says_how_far_all_were_once_nobody_lives_though_it_has_not_heard_of_all_deaths():
+    """What the dead have sent counts no more; a round that waits for them is over."""
+    core = core_of(SYNC)
+    arrive(core, push(2, 1))
+    die(core, 1)
+    assert core.unit_of(KEY).rounds.current == 1
+    arrive(core, push(2, 2, clock=1))
+    how_far = on.HowFar(ORDER, (1, 2))
+    (reply,) = (each for each in core.handle(how_far, 0.0) if isinstance(each, Reply))
+    assert Beginning.of_json(reply.content["begins"]).rounds == {1: 2}
+    assert core.dead == {1, 2}
+    leave(core, 9)  # no worker
+    (reply,) = core.handle(how_far, 0.0)
+    assert reply.content["begins"] is not None
+    other = core_of(SYNC)
+    leave(other, 1)
+    (*_, reply) = other.handle(on.HowFar(ORDER, (2,)), 0.0)
+    assert reply.content == {"begins": None}  # training is over
 
 
 def test_rounds_go_by_if_all_who_were_in_them_have_gone():
@@ -142,7 +187,7 @@ class Server:
                 self.late.append(action.contribution.worker)
                 reply(action.contribution.worker, True)
             elif isinstance(action, Reply):
-                reply(action.request.source, action.is_late)
+                reply(action.request.source, action.content == TOO_LATE)
 
 
 class World:
@@ -197,13 +242,13 @@ class World:
 
     def go_on(self, *, was_late):
         """The newcomer has its answers: to TAKE, or to RETRACT."""
-        header = FrameHeader(FrameKind.JOIN, origin=7, sequence=next(self.sequence))
+        order = Request(7, FrameHeader(FrameKind.ORDER))
         if self.beside is None:
             self.take()
         elif was_late:
             self.beside = self.stands_still = None
             self.n_retracted += 1
-            self.send(7, lambda _: on.Retracted(Request(7, header)))
+            self.send(7, lambda _: on.Retracted(order, 7))
         else:
             self.is_in, self.made[7] = True, self.made[self.stands_still]
             self.stands_still = None
@@ -212,8 +257,8 @@ class World:
         """A worker says where the newcomer begins, which tells the servers."""
         self.stands_still = rank
         newcomer, begins = Newcomer(7, "worker", 1, 1), Beginning(0, {1: self.made[rank]})
-        header = FrameHeader(FrameKind.JOIN, origin=7, sequence=next(self.sequence))
-        self.send(7, lambda _: on.TookPlace(Request(7, header), newcomer, begins, rank, (0, 1)))
+        order = Request(7, FrameHeader(FrameKind.ORDER))
+        self.send(7, lambda _: on.TookPlace(order, newcomer, begins, rank))
 
     def steps(self):
         """Return what may happen now."""

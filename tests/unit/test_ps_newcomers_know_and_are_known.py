@@ -14,39 +14,40 @@ from ps_simulation_message_types import Request
 from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.data import WorkQueue
+from ringcomm.ps.control.commands import MEET
 from ringcomm.ps.members import let_in
-from ringcomm.ps.members.stand_by import _Spare
-from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer, Newcomers
-from ringcomm.ps.protocol.frames import Coming, FrameHeader, FrameKind
+from ringcomm.ps.placement.replacement_workers import Beginning, Coming, Newcomer, Newcomers
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Reply
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
-from ringcomm.ps.session import session
+from ringcomm.ps.session import Session, session
 from ringcomm.ps.update_modes import FirstOf, Mode
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 SYNC = Mode("sync")
+ORDER = Request(100, FrameHeader(FrameKind.ORDER))  # of the server that leads
+RETRACT = on.Retracted(ORDER, 7)
 LOOKS_S = 0.3  # a newcomer that waits for nobody has begun by then
 
 
 def take(core, rounds, *, clock=0):
     """Let rank 7 take the place of worker 1, which has died, beside worker 2."""
     core.handle(on.Died(1), 0.0)
-    request = Request(7, FrameHeader(FrameKind.JOIN, origin=7, sequence=1))
-    begins = Beginning(clock, rounds)
-    return core.handle(on.TookPlace(request, Newcomer(7, "worker", 1, 1), begins, 2, (0, 1)), 0.0)
+    newcomer, begins = Newcomer(7, "worker", 1, 1), Beginning(clock, rounds)
+    return core.handle(on.TookPlace(ORDER, newcomer, begins, 2), 0.0)
 
 
 def test_a_newcomer_begins_once_all_workers_know_it(monkeypatch):
     has_begun, was_early = threading.Event(), []
-    send = let_in.send
+    take_order = Session.take_order
 
-    def send_later(current, to, option, meta=b""):
-        if option == Coming.SEEN and current.engine.job_rank == 2:
+    def take_later(current, frame):
+        if json.loads(frame.meta)["do"] == MEET and current.engine.job_rank == 2:
             was_early.append(has_begun.wait(LOOKS_S))
-        send(current, to, option, meta)
+        take_order(current, frame)
 
-    monkeypatch.setattr(let_in, "send", send_later)
+    monkeypatch.setattr(Session, "take_order", take_later)
 
     def body(rank):
         if session().is_newcomer:
@@ -83,57 +84,52 @@ def test_nobody_reads_later_for_who_gave_its_place_back():
     core = core_of(Mode("ssp", 1))
     take(core, {}, clock=5)
     assert core.clocks.all() == {2: 0, 7: 5}
-    retract = on.Retracted(Request(7, FrameHeader(FrameKind.JOIN, origin=7, sequence=2)))
-    assert names(core.handle(retract, 0.0)) == ["Reply"]
+    assert names(core.handle(RETRACT, 0.0)) == ["Reply"]
     assert core.clocks.all() == {2: 0}
 
 
 def test_who_is_alone_begins_behind_the_rounds_of_all_servers():
-    answers = [Beginning(5, {1: 4, 2: 9}), Beginning(6, {1: 5})]
-    spare = SimpleNamespace(
-        _ask=lambda *_: [{"begins": each.to_json()} for each in answers],
-        _current=SimpleNamespace(client=SimpleNamespace(servers=(0, 1))),
-    )
-    assert _Spare._where_all_were(spare) == (Beginning(6, {1: 5, 2: 9}), -1)
+    others = [Beginning(5, {1: 4, 2: 9}), Beginning(6, {1: 5})]
+    assert Beginning.behind(others) == Beginning(6, {1: 5, 2: 9})
 
 
-def test_a_place_is_given_once_and_by_a_copy_too():
-    members = SimpleNamespace(workers=(1, 2), evaluators=())
+def test_a_place_is_given_to_the_lowest_who_fits_and_a_copy_knows_who_is_on_its_way():
+    members = SimpleNamespace(workers=(1, 2), evaluators=(3,))
     first, copy = Newcomers(), Newcomers()
-    first.fallen[1] = None
-    ask = lambda rank: Request(rank, FrameHeader(FrameKind.JOIN, origin=rank, sequence=1))  # noqa: E731
-    first.stand_by(ask(7), evaluates=False)
-    _, given = first.give(members)
-    assert given == Newcomer(7, "worker", 1, 1)
-    first.stand_by(ask(8), evaluates=False)
-    assert first.give(members) is None  # it is on its way
-    copy.load(first.state())
+    assert first.next({7: True}, members) is None
+    first.fallen |= {3: None, 1: None}
+    assert first.next({8: False, 7: False}, members) == Newcomer(7, "worker", 1, 1)
+    assert first.next({8: True, 7: False}, members) == Newcomer(8, "evaluator", 3, 1)
+    first.coming = Coming(first.next({7: False}, members), 2, 5)
+    copy.load(json.loads(json.dumps(first.state())))
+    assert copy.coming == first.coming
     for each in (first, copy):
-        each.stand_by(ask(8), evaluates=False)
-        assert each.give(members) is None
-        each.take(given, Beginning(0, {}))
-        assert each.give(members) is None
+        each.take(each.coming.newcomer, Beginning(0, {}))
+        assert each.next({8: False}, members) is None
         each.fallen[7] = None
-        assert each.give(members)[1] == Newcomer(8, "worker", 7, 2)
+        assert each.next({8: False}, members) == Newcomer(8, "worker", 7, 2)
+        each.is_ending = True
+        assert each.next({8: False}, members) is None
+
+
+def test_the_chief_is_the_lowest_of_those_that_were_there_first():
+    newcomers = Newcomers()
+    newcomers.take(Newcomer(4, "worker", 0, 2), Beginning(0, {}))
+    newcomers.take(Newcomer(5, "worker", 1, 1), Beginning(0, {}))
+    assert newcomers.first_of({2, 4, 5}) == 2
+    assert newcomers.first_of({4, 5}) == 5
 
 
 def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_has_not_opened():
     """It says for them where it has begun itself."""
-    said = []
-    link = SimpleNamespace(send=lambda to, header, meta: said.append(json.loads(meta)))
     table = SimpleNamespace(number=1, n_rounds=9, mode=SYNC)
     current = SimpleNamespace(
-        newcomers={5}, clock=9, begins={1: 4, 2: 3}, tables={"w": table},
-        training=SimpleNamespace(n_calls=0), layout=SimpleNamespace(dead=set()),
-        engine=SimpleNamespace(job_rank=3, watch=SimpleNamespace(peers=SimpleNamespace(gone=[]))),
-        client=SimpleNamespace(
-            link=link, loss=None, wait_until_sent=lambda _: None,
-            drive_until=lambda *_: True,
-        ), between_steps=None, take_back_refusal=lambda: None,
+        clock=9, begins={1: 4, 2: 3}, tables={"w": table}, training=SimpleNamespace(n_calls=6),
+        client=SimpleNamespace(leader=0, call_one=lambda _label, request, _read: request),
     )  # fmt: skip
-    let_in.end_step(current)
-    (here,) = said
-    assert Beginning.of_json(here["begins"]) == Beginning(9, {1: 9, 2: 3})
+    said = json.loads(let_in._here(current, 5).meta)
+    assert Beginning.of_json(said["begins"]) == Beginning(9, {1: 9, 2: 3})
+    assert (said["newcomer"], said["calls"]) == (5, 6)
 
 
 def test_a_copy_that_was_made_later_says_the_same_of_clocks():
@@ -158,8 +154,7 @@ def test_what_moves_waits_for_nobody_who_gave_its_place_back():
     give(core, "commit", epoch=1, moved=[(0, 1)], clocks=[(2, 0), (7, 0)])
     for rank in (2, 9):
         core.handle(on.Noted(rank, (1, 0), 1), 0.0)
-    retract = on.Retracted(Request(7, FrameHeader(FrameKind.JOIN, origin=7, sequence=2)))
-    assert "Free" in names(core.handle(retract, 0.0))
+    assert "Free" in names(core.handle(RETRACT, 0.0))
 
 
 def test_rounds_of_first_of_go_by_if_who_was_let_into_them_has_died():

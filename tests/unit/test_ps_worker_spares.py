@@ -1,5 +1,6 @@
 """A rank that stands by takes the place of a worker, or an evaluator, that died."""
 
+import json
 import logging
 import threading
 import time
@@ -15,11 +16,11 @@ from ringcomm.config import Settings
 from ringcomm.data import WorkQueue
 from ringcomm.engine.core.group import Group
 from ringcomm.ps import evaluation
-from ringcomm.ps.members import let_in
+from ringcomm.ps.control.commands import MEET, STAND_STILL
+from ringcomm.ps.members import stand_by
 from ringcomm.ps.members.let_in import end_step
-from ringcomm.ps.members.stand_by import _Spare
-from ringcomm.ps.protocol.frames import Coming
-from ringcomm.ps.session import session
+from ringcomm.ps.placement.replacement_workers import Newcomer
+from ringcomm.ps.session import Session, session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 KEYS = np.arange(60, dtype=np.uint64)
@@ -195,20 +196,37 @@ def test_once_a_worker_has_left_no_place_is_taken():
     assert run(body, 3, 1) == [0]
 
 
-@pytest.mark.parametrize("moment", ["await_place", "take", "_tell"])
+@pytest.mark.parametrize("moment", ["asks", "is on its way", "has its place"])
 def test_a_spare_that_dies_is_followed_by_another(monkeypatch, moment):
-    real, has_begun = getattr(_Spare, moment), threading.Semaphore(0)
+    real, has_begun, is_on_its_way = (
+        stand_by._await_place,
+        threading.Semaphore(0),
+        threading.Event(),
+    )
+    take_order = Session.take_order
+    others = 3 if moment == "asks" else 2  # rank 3 comes to the later moments after rank 2
 
-    def die_if_first(spare, *args, **kwargs):
-        if spare._current.engine.job_rank == 2:
-            # Whoever still makes a group in ps.init() would fail, too.
-            assert all(has_begun.acquire(timeout=DEADLINE_S) for _ in range(others))
-            raise Boom
-        has_begun.release()
-        return real(spare, *args, **kwargs)
+    def die_if_first(current, *, evaluates):
+        if current.engine.job_rank != 2:
+            has_begun.release()
+            return real(current, evaluates=evaluates)
+        if moment == "is on its way":
+            stand_by.ask_leader(current.client, "test", "stand by", evaluates=evaluates)
+            until = is_on_its_way.is_set
+            assert current.client.drive_until(until, "test", DEADLINE_S)
+        elif moment == "has its place":
+            assert real(current, evaluates=evaluates)
+        # Whoever still makes a group in ps.init() would fail, too.
+        assert all(has_begun.acquire(timeout=DEADLINE_S) for _ in range(others))
+        raise Boom
 
-    monkeypatch.setattr(_Spare, moment, die_if_first)
-    others = 3 if moment == "await_place" else 2  # rank 3 comes to the later moments after rank 2
+    def note(current, frame):
+        take_order(current, frame)
+        if json.loads(frame.meta)["do"] == STAND_STILL:
+            is_on_its_way.set()
+
+    monkeypatch.setattr(stand_by, "_await_place", die_if_first)
+    monkeypatch.setattr(Session, "take_order", note)
 
     def body(rank):
         table, rows = tables("sync")
@@ -221,29 +239,33 @@ def test_a_spare_that_dies_is_followed_by_another(monkeypatch, moment):
                 while 3 not in session().layout.joined:
                     await_newcomers(1 + len(session().layout.joined))
             step_once(table, rows, 1.0)
-        return rank, table.pull().wait()[0]
+        return rank, ps.rank(), session().layout.workers, table.pull().wait()[0]
 
-    assert run(body, 2, 2, spares=2) == [(0, STEPS), (3, STEPS)]
+    results = run(body, 2, 2, spares=2)
+    assert results == [(0, 0, (0, 3), STEPS), (3, 1, (0, 3), STEPS)]
 
 
 @pytest.mark.parametrize("fate", ["hangs", "dies"])
 def test_a_newcomer_waits_for_no_worker_that_hangs_or_dies(monkeypatch, fate):
     """Rank 0 never says that it knows rank 2: that is an error which names it, unless it dies."""
-    real_tell, real_send, has_ended = _Spare._tell, let_in.send, threading.Event()
+    take_order, real, has_ended = Session.take_order, stand_by._await_place, threading.Event()
 
-    def tell_with_a_deadline(spare, newcomer):
-        spare._current.client.deadline_s = 0.5 if fate == "hangs" else DEADLINE_S
+    def await_with_a_deadline(current, *, evaluates):
+        current.client.deadline_s = 2.5 if fate == "hangs" else DEADLINE_S
         try:
-            real_tell(spare, newcomer)
+            return real(current, evaluates=evaluates)
         finally:
             has_ended.set()
 
-    def send_but_seen(current, to, option, *meta):
-        if not (option == Coming.SEEN and current.engine.job_rank == 0):
-            real_send(current, to, option, *meta)
+    def take_all_but_news(current, frame):
+        if current.engine.job_rank == 0 and json.loads(frame.meta)["do"] == MEET:
+            current.newcomers.clear()
+            current.layout.join(Newcomer(2, "worker", 1, 1))
+        else:
+            take_order(current, frame)
 
-    monkeypatch.setattr(_Spare, "_tell", tell_with_a_deadline)
-    monkeypatch.setattr(let_in, "send", send_but_seen)
+    monkeypatch.setattr(stand_by, "_await_place", await_with_a_deadline)
+    monkeypatch.setattr(Session, "take_order", take_all_but_news)
 
     def body(rank):
         table, rows = tables("async")
@@ -253,7 +275,7 @@ def test_a_newcomer_waits_for_no_worker_that_hangs_or_dies(monkeypatch, fate):
             await_newcomers(1)
             if fate == "dies":
                 raise Boom
-            assert has_ended.wait(DEADLINE_S)
+            assert session().client.drive_until(has_ended.is_set, "test", DEADLINE_S)
         step_once(table, rows, 1.0)
         return rank
 
@@ -262,8 +284,9 @@ def test_a_newcomer_waits_for_no_worker_that_hangs_or_dies(monkeypatch, fate):
         assert [each for each in ended(results, 2) if not isinstance(each, str)] == [2]
         return
     (error,) = (each for each in results if isinstance(each, rc.CommTimeoutError))
-    assert error.missing == (0,)
-    assert "worker 1 now, but rank 0" in str(error)
+    assert "A rank that takes a place waits for worker 0. Worker 0 (rank 0 of the job)" in str(
+        error
+    )
     assert results[0] == 0  # the job goes on
 
 
@@ -335,6 +358,41 @@ def test_a_server_without_copies_dies_before_or_after_a_newcomer_joins(has_joine
 
     results = run(body, 2, 2)
     assert results == [(False, STEPS, STEPS), (True, STEPS, STEPS)]
+
+
+def test_who_has_not_heard_of_a_newcomer_before_a_loss_hears_of_it_as_all_recover(
+    monkeypatch, tmp_path
+):
+    """The newcomer knows that it has its place, and waits until the others do."""
+    take_order = Session.take_order
+
+    def take_all_but_news(current, frame):
+        if current.engine.job_rank != 0 or json.loads(frame.meta)["do"] != MEET:
+            take_order(current, frame)
+        else:
+            kill_server(1)
+
+    monkeypatch.setattr(Session, "take_order", take_all_but_news)
+
+    def body(rank):
+        opened = tables("sync")
+        if rank == 0:
+            ps.save(tmp_path, step=0, background=False)
+        while ps.step_number() < STEPS:
+            try:
+                if rank == 1 and ps.step_number() == 3:
+                    raise Boom
+                if rank == 0 and ps.step_number() == 6 and not session().n_recovered:
+                    while True:
+                        session().client.drive_until(lambda: False, "test", 0.01)
+                        end_step(session())
+                        opened[0].pull().wait()
+                step_once(*opened, 1.0)
+            except rc.ServerLostError:
+                ps.recover(tmp_path)
+        return rank, session().layout.workers, opened[0].pull().wait()[0]
+
+    assert run(body, 2, 2) == [(0, (0, 2), STEPS), (2, (0, 2), STEPS)]
 
 
 def test_servers_end_with_a_rank_that_stood_by_if_nobody_lives_to_recover():

@@ -24,6 +24,7 @@ from ringcomm.ps.checkpoint.arguments import folder_of
 from ringcomm.ps.checkpoint.client import limit_of, restore_tables
 from ringcomm.ps.client.json_requests import json_of
 from ringcomm.ps.client.request import Request
+from ringcomm.ps.members.let_in import meet
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.session import Session, is_chief, session
@@ -97,7 +98,10 @@ def follow(current: Session) -> dict[str, Any] | None:
     """
     while True:
         try:
-            answer = _ask(current, float("inf"), "follow", tables=[*current.tables])
+            answer = _ask(
+                current, float("inf"), "follow", tables=[*current.tables],
+                keeps_place=current.is_newcomer,
+            )  # fmt: skip
         except ServerLostError:
             continue  # another one
         if answer["tables"] is None:
@@ -128,9 +132,7 @@ def _recover(current: Session, root: Path, limit_s: float) -> Recovered:
     _reopen(current, answer["tables"])
     manifest = _restored(current, root, limit_s)
     _require_values(current, manifest)
-    step = manifest.get("clock")
-    current.clock = step if step is not None else manifest["step"] or 0
-    current.tick(current.clock)
+    count_from(current, manifest)
     for each in [*current.recovering]:
         each.on_recovered()
     lost = max(0, before - current.clock)
@@ -141,6 +143,14 @@ def _recover(current: Session, root: Path, limit_s: float) -> Recovered:
             "are lost", servers, manifest["step"], root, lost, extra={"event": "recovery"},
         )  # fmt: skip
     return Recovered(manifest, lost)
+
+
+def count_from(current: Session, manifest: dict[str, Any]) -> None:
+    """Count steps on from those of a checkpoint; on a worker."""
+    step = manifest.get("clock")
+    current.clock = step if step is not None else manifest["step"] or 0
+    current.begins = {}
+    current.tick(current.clock)
 
 
 def _has_ticks(current: Session) -> bool:
@@ -158,6 +168,7 @@ def _ask(current: Session, limit_s: float, command: str, **more: Any) -> dict[st
         answer: dict[str, Any] = json_of(reply)
         if answer.get("tables") is not None:  # deaths of which the leader has heard before
             layout.know(answer["servers"])
+            meet(current, answer["taken"])
             client.loss = None
         return answer
 

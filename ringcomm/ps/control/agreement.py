@@ -306,12 +306,15 @@ class OrdersTaken:
     Args:
         handlers: carry out orders, by name: content -> answer.
         n_losses: returns how many servers were lost, as far as this member knows.
+
+    Attributes:
+        handlers: see above; others may be added.
     """
 
     def __init__(
         self, handlers: Mapping[str, Callable[[Any], Any]], n_losses: Callable[[], int]
     ) -> None:
-        self._handlers, self._n_losses = handlers, n_losses
+        self.handlers, self._n_losses = dict(handlers), n_losses
         self._answers: dict[int, Any] = {}  # in the order in which they were made
 
     def take(self, number: int, do: str, content: Any) -> tuple[bool, Any]:
@@ -322,7 +325,7 @@ class OrdersTaken:
         if number >> _NUMBERS < self._n_losses():
             return False, None
         if number not in self._answers:
-            answer = self._handlers[do](content)
+            answer = self.handlers[do](content)
             self._answers[number] = answer
             if len(self._answers) > _KEPT:
                 del self._answers[next(iter(self._answers))]

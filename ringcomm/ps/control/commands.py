@@ -15,6 +15,8 @@
 | Snapshot | a rank that saves, or evaluates | likewise; and servers hold the values of one moment |
 | End | the same rank | its pause, or snapshot, is over |
 | Migrate | a rank; or the leader itself | partitions get new owners, see core.migration |
+| StandBy | a rank that waits for the place of one that died | it has one, and all know it |
+| Here | the chief, which stands still between two steps | a newcomer begins there |
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from ringcomm.ps.control.agreement import (
 from ringcomm.ps.control.move_lock import MoveLock
 from ringcomm.ps.moment_numbers import owner_of
 from ringcomm.ps.placement.partitions import Move
-from ringcomm.ps.placement.replacement_workers import Newcomer
+from ringcomm.ps.placement.replacement_workers import Beginning, Coming, Newcomer, Newcomers
 from ringcomm.ps.protocol.frames import RECOVERING
 from ringcomm.ps.server.core.actions import CoreRequest, Discard, Notify, Reopen
 from ringcomm.ps.server.core.core_table import ServedTable
@@ -50,6 +52,9 @@ END: Final = "end"
 REPLACED: Final = "replaced"
 REFUSE: Final = "refuse"
 GO_ON: Final = "go on"
+STAND_STILL: Final = "stand still"
+BEGIN: Final = "begin"
+MEET: Final = "meet"
 # What servers do.
 MAKE: Final = "make"
 MAKE_ALL: Final = "make all"
@@ -62,6 +67,9 @@ DRAIN: Final = "drain"
 GIVE: Final = "give"
 COMMIT: Final = "commit"
 THAW: Final = "thaw"
+HOW_FAR: Final = "how far"
+TAKE_PLACE: Final = "take a place"
+RETRACT: Final = "retract"
 
 AT_ONCE: Final = (
     64  # partitions of a hash table in one migration: it stands still until they are there
@@ -72,6 +80,7 @@ _TRIES: Final = 10  # of a snapshot: rounds of a new table are over before all s
 CLOSING: Final = "closing"
 STOPPING: Final = "ps.stop()"
 MOVING: Final = "a move"
+JOINING: Final = "a rank that takes a place"
 _Awaited = tuple[str, str, list[int]]
 
 
@@ -110,8 +119,9 @@ class Job(Protocol):
     @property
     def tables(self) -> Mapping[int, ServedTable]: ...
     @property
-    def taken(self) -> Mapping[int, Newcomer]:
-        """Who has the place of a rank that died, by rank."""
+    def newcomers(self) -> Newcomers: ...
+    def next_newcomer(self) -> Newcomer | None:
+        """Return who gets the next place, if one is free and somebody waits for it."""
 
     @property
     def following(self) -> Collection[int]:
@@ -317,14 +327,19 @@ class Recover:
             return {"tables": None}
         why = yield Do([Reopen({rank: each.tables for rank, each in came.items()})])
         if not why:
-            content = [dict(job.taken), _described(job)]
+            content = [_taken(job), _described(job)]
             why = _problems((yield Order(_servers(job, content), MAKE_ALL)))
         if why:
             raise RefusedError(f"ps.recover: tables cannot be made anew: {why}")
-        return {"servers": job.server_numbers, "tables": _described(job)}
+        return {"servers": job.server_numbers, "tables": _described(job), "taken": _taken(job)}
 
     def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
         return RECOVERING, "", sorted(_missing(job, asked))
+
+
+def _taken(job: Job) -> list[Newcomer]:
+    """Return who has the place of another, in the order in which they came."""
+    return [*job.newcomers.taken.values()]
 
 
 def _described(job: Job) -> list[dict[str, Any]]:
@@ -368,10 +383,12 @@ class Follow:
     Attributes:
         rank: see above.
         tables: that it uses.
+        keeps_place: it has taken the place of another.
     """
 
     rank: int
     tables: tuple[str, ...]
+    keeps_place: bool
 
     is_about_tables: ClassVar[bool] = False
 
@@ -388,8 +405,10 @@ class Follow:
         for table in job.tables.values():
             if table.is_open and table.name in self.tables:
                 table.openers.add(self.rank)
-        said = job.recovered.said
-        return {"servers": job.server_numbers, "tables": _described(job), "said": said}
+        return {
+            "servers": job.server_numbers, "tables": _described(job), "taken": _taken(job),
+            "said": job.recovered.said,
+        }  # fmt: skip
 
     def _is_now(self, job: Job) -> bool:
         return job.recovered is not None and job.recovered.servers == job.server_numbers
@@ -643,10 +662,11 @@ def _migrate(
     if why_not := _problems(frozen):
         return (yield from stay(why_not))
     pending = {worker for each in frozen.values() for worker in each["pending"]}
-    if gone := sorted(pending - {*job.clients()}):  # it could not contribute again
+    # It could not contribute again; or the round would end before it does, for nobody waits for it.
+    if gone := sorted(pending - {*job.live_workers}):
         return (yield from stay(
-            f"worker {gone[0]} is gone, and its part of a round waits for the others. "
-            "Try again after the round"
+            f"worker {gone[0]} has left, or completes no more steps, and its part of a round waits "
+            "for the others. Try again after the round"
         ))  # fmt: skip
     at = {tuple(each["at"]) for each in frozen.values() if each["at"] is not None}
     answers = frozen if len(at) < 2 else (yield order(DRAIN, at=max(at)))
@@ -682,6 +702,175 @@ def _migrate(
     return len(moved), problems
 
 
+@dataclass(frozen=True)
+class StandBy:
+    """A rank waits for the place of a worker or an evaluator that dies, and takes it.
+
+    A worker begins where the chief is, which stands still between two steps until all servers know
+    it; or where no worker lives any more, behind what all had made. A rank has its place once all
+    servers know it. It is told first: from then on it trains, whatever follows.
+
+    Attributes:
+        rank: see above.
+        evaluates: it can be an evaluator, too.
+    """
+
+    rank: int
+    evaluates: bool
+
+    is_about_tables: ClassVar[bool] = True  # after a recovery it asks again
+
+    @property
+    def key(self) -> Hashable:
+        return "stand by", self.rank
+
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        while True:
+            yield Until(lambda: self._is_next(job) or self._is_over(job, asked))
+            if not self._is_next(job):
+                return None
+            try:
+                newcomer = yield from self._take_place(job, asked)
+            except RefusedError:
+                job.newcomers.coming = None
+                raise
+            job.newcomers.coming = None
+            if newcomer is not None:
+                return {"place": newcomer}
+
+    def _is_gone(self, asked: list[Asked]) -> bool:
+        return not any(each.command == self for each in asked)
+
+    def _is_over(self, job: Job, asked: list[Asked]) -> bool:
+        has_ended = job.newcomers.is_ending and not job.live_workers
+        return has_ended or self._is_gone(asked)
+
+    def _is_next(self, job: Job) -> bool:
+        coming = job.newcomers.coming
+        newcomer = job.next_newcomer() if coming is None else coming.newcomer
+        return newcomer is not None and newcomer.rank == self.rank
+
+    def _take_place(
+        self, job: Job, asked: list[Asked]
+    ) -> Generator[Order | Until, Any, Newcomer | None]:
+        """Return what the rank is now; None: it has no place, as training is over, or it is gone.
+
+        What it has been given is kept, with what it waits for: a copy of the leader that is made
+        meanwhile begins this anew.
+        """
+        if job.newcomers.coming is None:
+            newcomer = job.next_newcomer()
+            assert newcomer is not None
+            job.newcomers.coming = Coming(newcomer)
+        coming = job.newcomers.coming
+        newcomer, here = coming.newcomer, Here(self.rank, -1, 0, None)
+        is_late = False
+        while True:
+            if newcomer.role == "worker":
+                found = yield from self._beginning(job, asked, coming, again=is_late)
+                if found is None:
+                    return None
+                here = found
+            content = [newcomer, here.begins and here.begins.to_json(), here.beside]
+            answers = yield Order(_all_servers(job, content), TAKE_PLACE)
+            if not any(answers.values()):
+                break
+            yield Order(_all_servers(job, self.rank), RETRACT)
+            if why := _problems(answers):
+                raise RefusedError(f"ps.init: rank {self.rank} cannot take a place: {why}")
+            if self._is_gone(asked):
+                return None
+            is_late, coming.n_heard = True, here.number
+        taken = _taken(job)
+        said = {"taken": taken, "begins": content[1], "calls": here.n_calls}
+        yield Order(_told({self.rank}, said), BEGIN)
+        others, evaluators = {*job.ranks} - {self.rank}, {*job.evaluators}
+        # An evaluator may compute for long: nobody waits for its answer.
+        yield Order(_told(others & evaluators, taken), MEET, lambda: True)
+        yield Order(_told(others - evaluators, taken), MEET)
+        return newcomer
+
+    def _beginning(
+        self, job: Job, asked: list[Asked], coming: Coming, *, again: bool
+    ) -> Generator[Order | Until, Any, Here | None]:
+        """Return where to begin, as a worker says that stands still; None: see above."""
+
+        def here() -> Here | None:
+            said = [each.command for each in asked if isinstance(each.command, Here)]
+            return next(
+                (x for x in said if x.beside == coming.beside and x.number > coming.n_heard), None
+            )
+
+        while job.live_workers:
+            if again or coming.beside not in job.live_workers:
+                again, chief = False, job.newcomers.first_of(job.live_workers)
+                if chief != coming.beside:
+                    coming.beside, coming.n_heard = chief, 0
+                yield Order(_told({chief}, self.rank), STAND_STILL)
+            yield Until(
+                lambda: (
+                    here() is not None
+                    or coming.beside not in job.live_workers
+                    or self._is_gone(asked)
+                )
+            )
+            if self._is_gone(asked):
+                return None
+            if found := here():
+                return found
+        if job.newcomers.is_ending:
+            return None
+        answers = yield Order(_all_servers(job, [*job.newcomers.fallen]), HOW_FAR)
+        if why := _problems(answers):
+            raise RefusedError(f"ps.init: rank {self.rank} cannot take a place: {why}")
+        job.newcomers.is_ending = any(each["begins"] is None for each in answers.values())
+        if job.newcomers.is_ending or self._is_gone(asked):
+            return None
+        begins = [Beginning.of_json(each["begins"]) for each in answers.values()]
+        return Here(self.rank, -1, 0, Beginning.behind(begins))
+
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del asked
+        coming = job.newcomers.coming
+        if coming is None or coming.beside is None:
+            return JOINING, "", []
+        return JOINING, "", [coming.beside]
+
+
+@dataclass(frozen=True)
+class Here:
+    """A worker stands still between two steps: a newcomer begins there; see StandBy.
+
+    Attributes:
+        newcomer: its rank.
+        beside: the worker; -1: none lives.
+        number: of the request.
+        begins: how far the worker is.
+        n_calls: of should_stop() that it has made.
+    """
+
+    newcomer: int
+    beside: int
+    number: int
+    begins: Beginning | None = field(hash=False)
+    n_calls: int = 0
+
+    is_about_tables: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return "stand by", self.newcomer
+
+    def script(self, job: Job, asked: list[Asked]) -> Script:
+        """Do nothing: the newcomer is gone."""
+        del job, asked
+        yield from ()
+
+    def awaited(self, job: Job, asked: list[Asked]) -> _Awaited:
+        del job, asked
+        return JOINING, "", []
+
+
 def command_of(content: Mapping[str, Any], request: CoreRequest) -> Command:
     """Return the command that a request asks for. Raises ValueError: there is none."""
     name = content["command"]
@@ -711,5 +900,10 @@ def command_of(content: Mapping[str, Any], request: CoreRequest) -> Command:
     if name == "recovered":
         return GoOn(tuple(content["servers"]), content["said"])
     if name == "follow":
-        return Follow(request.source, tuple(content["tables"]))
+        return Follow(request.source, tuple(content["tables"]), content["keeps_place"])
+    if name == "stand by":
+        return StandBy(request.source, content["evaluates"])
+    if name == "here":
+        begins, n_calls = Beginning.of_json(content["begins"]), content["calls"]
+        return Here(content["newcomer"], request.source, request.header.sequence, begins, n_calls)
     raise ValueError(f"there is no command {name!r}")

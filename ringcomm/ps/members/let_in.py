@@ -1,26 +1,24 @@
 """What is due between two steps of a worker: it stands still while a newcomer takes a place.
 
-    newcomer -> worker    ASK: stand still once your step is over
-    worker -> newcomer    HERE: how many steps, rounds and calls of should_stop() it has made
-    newcomer -> servers   TAKE: it counts from there on; the worker stands still meanwhile
-    newcomer -> all       IN: it has a place, and which
-    workers -> newcomer   SEEN: they know
-
-So the newcomer is at the same point as the worker, in all tables: their next step is the same.
+See ringcomm.ps.control.commands.StandBy. Once the server that leads has told the chief to, it says
+after its step how many steps, rounds and calls of should_stop() it has made (Here), and stands
+still until it is told who has a place. So the newcomer is at the same point as the chief, in all
+tables: their next step is the same.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
 
+from ringcomm.errors import ServerLostError
+from ringcomm.ps.client.json_requests import ask_leader
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
-from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Coming, FrameHeader, FrameKind
 
 if TYPE_CHECKING:
-    from ringcomm.ps.protocol.link import Delivery
+    from ringcomm.ps.client.future import Future
     from ringcomm.ps.session import Session
 
 # --- enough workers -------------------------------------------------------------------------------
@@ -63,56 +61,61 @@ def end_step(current: Session) -> None:
 
 
 def _let_in(current: Session) -> None:
-    """Stand still until the ranks that have asked for it have their places, or are gone."""
+    """Stand still until the ranks that are to begin here have their places, or are gone."""
     client = current.client
-    for rank in sorted(current.newcomers):
-        if rank in current.engine.watch.peers.gone or client.loss is not None:
-            current.newcomers.discard(rank)
-            continue
-        client.wait_until_sent("step")
-        tables = [table for table in [*current.tables.values()] if table.mode.has_rounds]
-        # Of a table that this rank, a newcomer, has not opened it has what others told it.
-        rounds = {**current.begins, **{table.number: table.n_rounds for table in tables}}
-        beginning = Beginning(current.clock, rounds)
-        said = {"begins": beginning.to_json(), "calls": current.training.n_calls}
-        send(current, rank, Coming.HERE, packed_json(said))
-
-        def is_over(rank: int = rank) -> bool:
-            is_in = rank not in current.newcomers or rank in current.engine.watch.peers.gone
-            return is_in or client.loss is not None
-
-        if not client.drive_until(is_over, "step", None):
-            _log.warning(
-                "ps: %s has not taken its place within %g s, and this worker goes on",
-                current.engine.transport.label(rank), client.deadline_s,
-            )  # fmt: skip
-        current.newcomers.discard(rank)
+    with contextlib.suppress(ServerLostError):  # the next call raises it
+        for rank in sorted(current.newcomers):
+            client.wait_until_sent("step")
+            while current.newcomers[rank] and not _stand_still(current, rank):
+                pass  # it could not begin there, and this rank says anew where it is
+            del current.newcomers[rank]
 
 
-def send(current: Session, to: int, option: Coming, meta: bytes = b"") -> None:
-    header = FrameHeader(FrameKind.NEWCOMER, origin=current.engine.job_rank, option=option)
-    current.client.link.send(to, header, meta)
+def _stand_still(current: Session, newcomer: int) -> bool:
+    """Say where a newcomer begins; return True once it is over."""
+    client, n_told = current.client, current.newcomers[newcomer]
+    here = _here(current, newcomer)
+
+    def is_over() -> bool:
+        is_gone = newcomer in current.engine.watch.peers.gone
+        return is_gone or here.done() or client.loss is not None
+
+    if client.drive_until(
+        lambda: is_over() or current.newcomers[newcomer] != n_told, "step", None
+    ):  # fmt: skip
+        return is_over()
+    _log.warning(
+        "ps: %s has not taken its place within %g s, and this worker goes on",
+        current.engine.transport.label(newcomer), client.deadline_s,
+    )  # fmt: skip
+    return True
 
 
-def hear(current: Session, frame: Delivery) -> None:
-    """Take a frame of a newcomer, or about those that live; called in the loop."""
-    layout, rank, option = current.layout, frame.source, frame.header.option
-    is_worker = layout.role_of(current.engine.job_rank) == "worker"
-    if option == Coming.ASK:
-        current.newcomers.add(rank)
-    elif option == Coming.MEMBERS:
-        current.members_said[rank] = json.loads(frame.meta)
-    elif option == Coming.IN:
-        newcomer = Newcomer(*json.loads(frame.meta))
+def _here(current: Session, newcomer: int) -> Future[Any]:
+    tables = [table for table in [*current.tables.values()] if table.mode.has_rounds]
+    # Of a table that this rank, a newcomer, has not opened it has what others told it.
+    rounds = {**current.begins, **{table.number: table.n_rounds for table in tables}}
+    return ask_leader(
+        current.client, "step", "here", needs_tables=True, newcomer=newcomer,
+        begins=Beginning(current.clock, rounds).to_json(), calls=current.training.n_calls,
+    )  # fmt: skip
+
+
+def note_newcomer(current: Session, rank: int) -> None:
+    current.newcomers[rank] += 1
+
+
+def meet(current: Session, taken: Iterable[Iterable[Any]]) -> None:
+    """Know who has a place; called in the loop."""
+    layout = current.layout
+    is_chief = layout.chief == current.engine.job_rank
+    for newcomer in (Newcomer(*each) for each in taken):
         if layout.join(newcomer):
-            is_chief = layout.chief == current.engine.job_rank
             _log.log(
                 logging.WARNING if is_chief else logging.DEBUG,
                 "ps: %s is %s %d now, in the place of rank %d",
-                current.engine.transport.label(rank), newcomer.role, layout.place_of(rank),
-                newcomer.place,
+                current.engine.transport.label(newcomer.rank), newcomer.role,
+                layout.place_of(newcomer.rank), newcomer.place,
                 extra={"event": "spare"},
             )  # fmt: skip
-        if is_worker:
-            send(current, rank, Coming.SEEN)
-        current.newcomers.discard(rank)
+        current.newcomers.pop(newcomer.rank, None)

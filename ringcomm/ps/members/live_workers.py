@@ -8,9 +8,8 @@ from typing import Final
 
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
-from ringcomm.ps.members.let_in import send
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Coming
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.session import Session, session
 
 _log: Final = logging.getLogger("ringcomm")
@@ -64,7 +63,8 @@ def _members(current: Session) -> list[int]:
             members = _live(current)
             for rank in members:
                 if rank != me:
-                    send(current, rank, Coming.MEMBERS, packed_json(members))
+                    header = FrameHeader(FrameKind.MEMBERS, origin=me)
+                    current.client.link.send(rank, header, packed_json(members))
             return members
         if who in current.members_said:  # else another one is the chief since then
             return current.members_said.pop(who)

@@ -1,15 +1,8 @@
 """Ranks that take the places of workers and evaluators that died, as one server knows them. Pure.
 
-| event | what follows |
-|---|---|
-| Awaits | the leader keeps the request until there is a place; then a reply that names it |
-| Alone | a reply once no worker lives: how far all were |
-| TookPlace | the newcomer counts from a given round on; if it cannot, a reply that is late |
-| Retracted | it counts no more, and asks again |
-| a worker leaves, or rests | training ends: no place of a worker is given any more |
-| nobody is left to train | replies that are late |
-
-The leader gives one place at a time, so a newcomer meets those that came before it.
+The leader gives one place at a time (ringcomm.ps.control.commands.StandBy), so a newcomer knows
+those that came before it. Training ends once a worker leaves, or rests: no place of a worker is
+given any more.
 
 A worker begins where another one is that stands still between two steps until all servers know it:
 see ringcomm.ps.members. So no round of mode "sync" that it is to be in ends on any server before,
@@ -19,6 +12,7 @@ unless that other worker dies.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 
@@ -75,17 +69,41 @@ class Beginning(NamedTuple):
     def of_json(cls, data: list[Any]) -> Beginning:
         return cls(data[0], {int(table): n for table, n in data[1]})
 
+    @classmethod
+    def behind(cls, others: Iterable[Beginning]) -> Beginning:
+        """Return where somebody begins that is in no round in which one of these is."""
+        clock, rounds = 0, dict[int, int]()
+        for each in others:
+            clock = max(clock, each.clock)
+            for table, n in each.rounds.items():
+                rounds[table] = max(n, rounds.get(table, 0))
+        return cls(clock, rounds)
 
-class Newcomers:
-    """The newcomers, and at the leader who waits for a place.
+
+@dataclass
+class Coming:
+    """A rank that has been given a place, and does not train yet; for the leader.
 
     Attributes:
-        taken: those that have a place, by rank.
+        newcomer: see above.
+        beside: the worker that is to stand still meanwhile; None: not chosen yet.
+        n_heard: the last request of that worker that came too late; see commands.Here.
+    """
+
+    newcomer: Newcomer
+    beside: int | None = None
+    n_heard: int = 0
+
+
+class Newcomers:
+    """The newcomers.
+
+    Attributes:
+        taken: those that have a place, by rank, in the order in which they came.
         began: where the workers among them began.
         fallen: ranks that died with a role, and had not left; in this order.
         is_ending: a worker has left, or rests.
-        waiting: requests of ranks that wait for a place, by rank, and whether each can evaluate.
-        alone: requests of newcomers that wait until no worker lives.
+        coming: who is on its way; at the leader.
     """
 
     def __init__(self) -> None:
@@ -93,9 +111,7 @@ class Newcomers:
         self.began: dict[int, Beginning] = {}
         self.fallen: dict[int, None] = {}
         self.is_ending = False
-        self.waiting: dict[int, tuple[Any, bool]] = {}
-        self.alone: list[Any] = []
-        self._granted: Newcomer | None = None
+        self.coming: Coming | None = None
 
     @property
     def workers(self) -> set[int]:
@@ -114,71 +130,59 @@ class Newcomers:
         """Return True if one of these ranks may train, although no worker lives."""
         return bool(standing_by) and bool(self.fallen) and not self.is_ending
 
-    def requests(self) -> list[Any]:
-        return [*(request for request, _ in self.waiting.values()), *self.alone]
-
     # --- places ---------------------------------------------------------------------------------
-    def give(self, members: WorkerMembers) -> tuple[Any, Newcomer] | None:
-        """Give a place to the lowest rank that waits, if one is free; return its request, too."""
-        if self._granted is not None:
-            return None
+    def next(self, waiting: Mapping[int, bool], members: WorkerMembers) -> Newcomer | None:
+        """Return who gets the first place that is free: the lowest rank that fits.
+
+        Args:
+            waiting: ranks that stand by, and whether each can evaluate.
+            members: who takes part at first.
+        """
         filled = {each.place for each in self.taken.values()}
         for place in self.fallen:
             role = self.role_of(place, members)
             if place in filled or (role == "worker" and self.is_ending):
                 continue
-            for rank in sorted(self.waiting):
-                request, evaluates = self.waiting[rank]
-                if role == "worker" or evaluates:
-                    del self.waiting[rank]
-                    number = 1 + max((each.number for each in self.taken.values()), default=0)
-                    self._granted = Newcomer(rank, role, place, number)
-                    return request, self._granted
+            fit = [rank for rank, evaluates in waiting.items() if role == "worker" or evaluates]
+            if fit:
+                number = 1 + max((each.number for each in self.taken.values()), default=0)
+                return Newcomer(min(fit), role, place, number)
         return None
 
-    def stand_by(self, request: Any, evaluates: bool) -> None:
-        """A rank waits for a place; give() follows."""
-        self.forget(request.source)
-        self.waiting[request.source] = request, evaluates
-
-    def ask_alone(self, request: Any) -> None:
-        self.alone.append(request)
+    def first_of(self, workers: Collection[int]) -> int:
+        """Return the chief of these: the lowest of those that were there first."""
+        numbers = {rank: each.number for rank, each in self.taken.items()}
+        return min(workers, key=lambda rank: (numbers.get(rank, 0), rank))
 
     # --- who comes, and who is gone -------------------------------------------------------------
     def take(self, newcomer: Newcomer, beginning: Beginning | None) -> None:
         self.taken[newcomer.rank] = newcomer
         if beginning is not None:
             self.began[newcomer.rank] = beginning
-        self.forget(newcomer.rank)
 
     def retract(self, rank: int) -> None:
+        """Forget that a rank had a place; if it has died, nobody is to follow it."""
         self.taken.pop(rank, None)
         self.began.pop(rank, None)
-
-    def forget(self, rank: int) -> None:
-        self.waiting.pop(rank, None)
-        self.alone = [each for each in self.alone if each.source != rank]
-        if self._granted is not None and self._granted.rank == rank:
-            self._granted = None
+        self.fallen.pop(rank, None)
 
     # --- recovery and copies --------------------------------------------------------------------
-    def restart(self, following: Collection[int]) -> None:
-        """Forget who was on its way; `following`: ranks that do not count as workers now."""
-        self.waiting.clear()
-        self.alone.clear()
-        self._granted = None
-        self.taken = {rank: each for rank, each in self.taken.items() if rank not in following}
+    def restart(self, others: Collection[int]) -> None:
+        """Forget who was on its way; `others`: ranks that do not know that they have a place."""
+        self.coming = None
+        self.taken = {rank: each for rank, each in self.taken.items() if rank not in others}
         self.began = {rank: Beginning(0, {}) for rank, each in self.taken.items()
                       if each.role == "worker"}  # fmt: skip
 
     def state(self) -> dict[str, Any]:
-        """Return all but the requests that wait, as load() takes it."""
+        """Return all, as load() takes it."""
+        coming = self.coming
         return {
             "taken": [*self.taken.values()],
             "began": [(rank, each.to_json()) for rank, each in self.began.items()],
             "fallen": [*self.fallen],
             "is_ending": self.is_ending,
-            "granted": self._granted,
+            "coming": coming and (coming.newcomer, coming.beside, coming.n_heard),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -186,7 +190,8 @@ class Newcomers:
         self.began = {rank: Beginning.of_json(each) for rank, each in state["began"]}
         self.fallen = dict.fromkeys(state["fallen"])
         self.is_ending = state["is_ending"]
-        self._granted = None if state["granted"] is None else Newcomer(*state["granted"])
+        coming = state["coming"]
+        self.coming = coming and Coming(Newcomer(*coming[0]), *coming[1:])
 
     def keep(self, taken: Iterable[Iterable[Any]]) -> None:
         """Know who has a place once all begin anew, as the leader says."""

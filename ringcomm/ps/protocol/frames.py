@@ -50,8 +50,7 @@ class FrameKind(IntEnum):
     ANSWER = 24  # to that server
     RECORD = 26  # between the copies of a home, see Copy
     HOMES = 27  # a server to all: a rank died, and these homes run here; of some there are copies
-    JOIN = 28  # a rank takes the place of one that died, see Join
-    NEWCOMER = 29  # the same, between clients, see Coming
+    MEMBERS = 29  # the chief to workers: who is in the next group of ps.live_workers()
 
 
 class StepOption(IntEnum):
@@ -61,25 +60,6 @@ class StepOption(IntEnum):
     NOTICE = 2
     NOTED = 3
     SETTLE = 4  # a client asks for a reply once nothing moves
-
-
-class Join(IntEnum):
-    """The option of a frame of FrameKind.JOIN. See ringcomm.ps.placement.replacement_workers."""
-
-    WAIT = 0  # to the leader: I stand by
-    ALONE = 1  # a newcomer: no worker lives; how far were they?
-    TAKE = 2  # a newcomer: it has its place, and begins there and then
-    RETRACT = 3  # a newcomer: it has no place after all
-
-
-class Coming(IntEnum):
-    """The option of a frame of FrameKind.NEWCOMER. See ringcomm.ps.members."""
-
-    ASK = 0  # the newcomer, to a worker: stand still once your step is over
-    HERE = 1  # the worker, which stands still: here you begin
-    IN = 2  # the newcomer, to all: it has a place
-    SEEN = 3  # a worker, to the newcomer: it knows that
-    MEMBERS = 4  # the chief, to workers: who is in the next group of ps.live_workers()
 
 
 class CopyOption(IntEnum):
@@ -122,7 +102,7 @@ _ONE_WAY: Final = frozenset(
         FrameKind.ANSWER,
         FrameKind.RECORD,
         FrameKind.HOMES,
-        FrameKind.NEWCOMER,
+        FrameKind.MEMBERS,
     )
 )
 

@@ -194,7 +194,7 @@ class Catalog:
         """Make all tables anew, after a loss: who has a place by now, and the tables."""
         taken, tables = content
         self.on_restart()
-        self._core.departures.keep(taken.values())
+        self._core.departures.keep(taken)
         self.make(tables)
 
     def clear(self) -> None:

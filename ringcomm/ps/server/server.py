@@ -22,10 +22,13 @@ from ringcomm.ps.control.commands import (
     FREEZE,
     GIVE,
     HOLD,
+    HOW_FAR,
     LET,
     MAKE,
     MAKE_ALL,
+    RETRACT,
     STOP,
+    TAKE_PLACE,
     THAW,
     Migrate,
     Open,
@@ -36,7 +39,6 @@ from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frames import (
     FrameHeader,
     FrameKind,
-    Join,
     OrderOption,
     StepOption,
     is_one_way,
@@ -133,7 +135,6 @@ class Server:
             FrameKind.ORDER: self._carry_out,
             FrameKind.ANSWER: self._hear_answer,
             FrameKind.LEAVE: self._leave,
-            FrameKind.JOIN: lambda r: self._handle(_said_by_newcomer(r)),
         }
         self._orders: dict[str, Callable[[Delivery, Any], None]] = {
             MAKE: self._answering(self.catalog.make),
@@ -142,6 +143,9 @@ class Server:
             STOP: lambda order, number: self._handle(on.Stopped(order, number)),
             HOLD: self._hold,
             LET: lambda order, what: self._handle(on.MomentEnded(order, *what)),
+            HOW_FAR: lambda order, dead: self._handle(on.HowFar(order, dead)),
+            TAKE_PLACE: self._take_place,
+            RETRACT: lambda order, rank: self._handle(on.Retracted(order, rank)),
         }
 
     def answers_for(self, number: int) -> bool:
@@ -279,6 +283,11 @@ class Server:
             self.store.begin(number, save_to)
         self._handle(on.Held(order, number, {int(table): n for table, n in rounds.items()}))
 
+    def _take_place(self, order: Delivery, content: Any) -> None:
+        newcomer, begins, beside = content
+        beginning = begins and Beginning.of_json(begins)
+        self._handle(on.TookPlace(order, Newcomer(*newcomer), beginning, beside))
+
     def _hear_answer(self, answer: Delivery) -> None:
         member, rank = Member(answer.source), answer.source
         if answer.header.option == OrderOption.SERVER:
@@ -392,20 +401,6 @@ class Server:
                 for number, shard in shards.items()
             }
         self._replies.json(request, stats)
-
-
-def _said_by_newcomer(request: Delivery) -> on.Event:
-    """Return that a rank stands by, or takes a place, or has none after all."""
-    content, option = json.loads(request.body.tobytes()), request.header.option
-    if option == Join.WAIT:
-        return on.Awaits(request, content["evaluates"])
-    if option == Join.ALONE:
-        return on.Alone(request)
-    if option == Join.RETRACT:
-        return on.Retracted(request)
-    begins = content["begins"] and Beginning.of_json(content["begins"])
-    place, beside, servers = (content[name] for name in ("place", "beside", "servers"))
-    return on.TookPlace(request, Newcomer(*place), begins, beside, servers)
 
 
 def _named(header: FrameHeader) -> str:

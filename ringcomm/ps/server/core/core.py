@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from ringcomm.ps.control.agreement import Agreement, Member
-from ringcomm.ps.control.commands import Follow, Migrate, Recovered
+from ringcomm.ps.control.commands import Follow, Migrate, Recovered, StandBy
 from ringcomm.ps.control.move_lock import MoveLock
 from ringcomm.ps.placement.replacement_workers import Newcomer, Newcomers, Present, WorkerMembers
 from ringcomm.ps.protocol.frames import FrameKind
@@ -48,6 +48,12 @@ from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.server.core.worker_clocks import WorkerProgress
 
 _PARTINGS: Final = frozenset((on.Left, on.Died, on.ProcessDied))
+_OF_VALUES: Final = frozenset(  # no command waits for one of these
+    (
+        on.Arrived, on.Initialized, on.Assigned, on.Contributed, on.Released, on.Read, on.Decided,
+        on.Entered, on.Joined, on.Ticked, on.ClockAwaited,
+    )
+)  # fmt: skip
 
 
 class Core:
@@ -142,16 +148,18 @@ class Core:
             self.agreement.lose(Member(event.rank))  # type: ignore[union-attr]
         actions = self._handlers[type(event)](event, now)
         done = actions if type(actions) is list else list(actions)
-        if self.agreement.is_running:
+        if self.agreement.is_running and type(event) not in _OF_VALUES:
             done = done + self.agreement.due()
-        if self.newcomers.waiting or self.newcomers.alone:
-            done = [*done, *self.departures.due(len(self.live_workers))]
         return done
 
     def restart(self) -> None:
         """Know no table, nor anything that is under way; who is gone is still gone."""
         left, dead, rested = {*self.left}, {*self.dead}, {*self.rested}
-        self.newcomers.restart(self.following)
+        follow = self.agreement.asked(Follow)
+        gives_up = [
+            x for x in follow if isinstance(x.command, Follow) and not x.command.keeps_place
+        ]
+        self.newcomers.restart({each.request.source for each in gives_up})
         self.agreement.forget_tables()
         self.tables.clear()
         self._begin()
@@ -223,9 +231,16 @@ class Core:
     def server_numbers(self) -> tuple[int, ...]:
         return self._members().server_numbers
 
-    @property
-    def taken(self) -> dict[int, Newcomer]:
-        return self.newcomers.taken
+    def next_newcomer(self) -> Newcomer | None:
+        """Return who gets the next place, if one is free and somebody waits for it."""
+        if not self.newcomers.fallen:
+            return None  # as a rule
+        waiting = {
+            each.request.source: each.command.evaluates
+            for each in self.agreement.asked(StandBy)
+            if isinstance(each.command, StandBy)
+        }
+        return self.newcomers.next(waiting, self._members())
 
     @property
     def following(self) -> set[int]:
@@ -271,7 +286,8 @@ class Core:
     def n_waiting(self) -> int:
         waiting = sum(len(unit.waiting) for unit in self.units())
         waiting += self.progress.n_waiting + self.migration.n_waiting
-        return waiting + len(self.agreement.asked()) + len(self.newcomers.alone)
+        asked = self.agreement.asked()
+        return waiting + sum(not isinstance(each.command, StandBy) for each in asked)
 
     # --- requests for a unit --------------------------------------------------------------------
     def admits(self, key: Key, view: int) -> bool:

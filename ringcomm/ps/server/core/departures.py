@@ -83,10 +83,9 @@ class Departures:
             on.Left: self._on_left,
             on.Died: lambda event, now: self._die(event.rank, now),
             on.Without: self._on_without,
-            on.Awaits: self._on_awaits,
-            on.Alone: self._on_alone,
             on.TookPlace: self._on_took_place,
             on.Retracted: self._on_retracted,
+            on.HowFar: self._on_how_far,
         }
 
     def lose(self, left: Iterable[int], dead: Iterable[int], rested: Iterable[int]) -> None:
@@ -114,8 +113,6 @@ class Departures:
         rank, rests = event.rank, event.still_asks
         (self.rested if rests else self.left).add(rank)
         self._newcomers.is_ending |= rank in self._members().workers
-        if not rests:
-            self._newcomers.forget(rank)
         (self._progress.rest if rests else self._progress.leave)(rank)
         for unit in [*self._units.units()]:
             yield from self._flow(unit, (unit.rest if rests else unit.leave)(rank))
@@ -133,11 +130,10 @@ class Departures:
             self.dead.add(rank)
             return
         self.dead.add(rank)
-        members, newcomers = self._members(), self._newcomers
-        newcomers.forget(rank)
+        members = self._members()
         if rank not in {*members.workers, *members.evaluators}:
             return  # a server, see commands.Recover; or one that stood by
-        newcomers.fallen[rank] = None
+        self._newcomers.fallen[rank] = None
         self.left.add(rank)
         for table, rounds in self._progress.die(rank).items():
             message = {"do": WITHOUT, "table": table, "worker": rank, "rounds": rounds}
@@ -180,27 +176,18 @@ class Departures:
             if rank not in self.left | self.rested:
                 self._progress.join(rank, beginning.clock, beginning.rounds)
 
-    def _on_awaits(self, event: on.Awaits, _: float) -> list[Action]:
-        self._newcomers.stand_by(event.request, event.evaluates)
-        return []  # due() replies
-
-    def _on_alone(self, event: on.Alone, _: float) -> list[Action]:
-        self._newcomers.ask_alone(event.request)
-        return []  # likewise
-
     def _on_took_place(self, event: on.TookPlace, _: float) -> Iterator[Action]:
         newcomer, beginning = event.newcomer, event.beginning
-        members = self._members()
-        is_now = tuple(event.servers) == tuple(members.server_numbers)  # else one hears of a loss
-        if not is_now or event.beside in self.left or not self._may_begin(beginning):
-            yield Reply(event.request, is_late=True)
+        rank = newcomer.rank
+        is_late = event.beside in self.left or rank in self.dead
+        if is_late or not self._may_begin(beginning):
+            yield Reply(event.request, content={"is_late": True})
             return
         self._newcomers.take(newcomer, beginning)
         if beginning is not None:
-            rank, rounds = newcomer.rank, beginning.rounds
-            self._progress.join(rank, beginning.clock, rounds)
+            self._progress.join(rank, beginning.clock, beginning.rounds)
             for unit in [*self._units.units()]:
-                yield from self._flow(unit, unit.join(rank, rounds))
+                yield from self._flow(unit, unit.join(rank, beginning.rounds))
         yield Reply(event.request)
 
     def _may_begin(self, beginning: Beginning | None) -> bool:
@@ -213,7 +200,7 @@ class Departures:
         )
 
     def _on_retracted(self, event: on.Retracted, now: float) -> Iterator[Action]:
-        rank = event.request.source
+        rank = event.rank
         self._newcomers.retract(rank)
         self._progress.rest(rank)
         for unit in [*self._units.units()]:
@@ -221,23 +208,12 @@ class Departures:
         yield from self._end_what_it_owned(rank, now)
         yield Reply(event.request)
 
-    def due(self, n_live: int) -> Iterator[Action]:
-        """Yield replies to those that wait for a place; n_live: workers that complete steps."""
-        newcomers = self._newcomers
-        if not n_live:
-            is_late = newcomers.is_ending
-            for request in newcomers.alone:
-                begins = Beginning(self._progress.clocks.most, self._rounds())
-                yield Reply(request, is_late=is_late, content={"begins": begins.to_json()})
-            newcomers.alone.clear()
-            if is_late:
-                for request, _ in newcomers.waiting.values():
-                    yield Reply(request, is_late=True)
-                newcomers.waiting.clear()
-        given = newcomers.give(self._members())
-        if given is not None:
-            request, newcomer = given
-            yield Reply(request, content={"place": newcomer, "taken": [*newcomers.taken.values()]})
+    def _on_how_far(self, event: on.HowFar, now: float) -> Iterator[Action]:
+        for rank in event.dead:  # first: what they have sent counts no more
+            yield from self._die(rank, now)
+        begins = Beginning(self._progress.clocks.most, self._rounds()).to_json()
+        is_ending = self._newcomers.is_ending  # a worker has left here before it died
+        yield Reply(event.request, content={"begins": None if is_ending else begins})
 
     def _rounds(self) -> dict[int, int]:
         """Return how many rounds are over, by table."""

@@ -175,19 +175,6 @@ class ProcessDied(NamedTuple):
     rank: int
 
 
-class Awaits(NamedTuple):
-    """A rank stands by for the place of one that dies; for the leader."""
-
-    request: CoreRequest
-    evaluates: bool  # it may be an evaluator, too
-
-
-class Alone(NamedTuple):
-    """A newcomer has nobody who says where it begins, for no worker lives."""
-
-    request: CoreRequest
-
-
 class TookPlace(NamedTuple):
     """A newcomer has a place; beginning: of a worker."""
 
@@ -195,13 +182,20 @@ class TookPlace(NamedTuple):
     newcomer: Newcomer
     beginning: Beginning | None
     beside: int  # the worker that stands still meanwhile; -1: none lives
-    servers: Sequence[int]  # that live, as far as it knows
 
 
 class Retracted(NamedTuple):
     """A newcomer has no place after all."""
 
     request: CoreRequest
+    rank: int
+
+
+class HowFar(NamedTuple):
+    """The server that leads asks how far all workers were: these have died, and none lives."""
+
+    request: CoreRequest
+    dead: Sequence[int]
 
 
 class Died(NamedTuple):
@@ -246,6 +240,6 @@ class TimePassed(NamedTuple):
 Event: TypeAlias = (
     Arrived | Initialized | Assigned | Contributed | Released | Read | Decided | Loaded | Entered
     | Joined | Ticked | ClockAwaited | Stopped | Held | MomentEnded | Settling | MoveOrdered
-    | Noted | Asked | Begun | StepDone | Answered | ProcessDied | Awaits | Alone | TookPlace
-    | Retracted | Died | Left | Without | Taken | Finished | TimePassed
+    | Noted | Asked | Begun | StepDone | Answered | ProcessDied | TookPlace | Retracted | HowFar
+    | Died | Left | Without | Taken | Finished | TimePassed
 )  # fmt: skip

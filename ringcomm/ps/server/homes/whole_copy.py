@@ -106,7 +106,7 @@ def _waiting(server: Server) -> list[Delivery]:
 def _waiting_for_no_unit(server: Server) -> list[Delivery]:
     core = server.core
     commands = [each.request for each in core.agreement.asked()]
-    return _changes([*core.progress.requests(), *core.newcomers.requests(), *commands])
+    return _changes([*core.progress.requests(), *commands])
 
 
 def _changes(requests: Iterable[Any]) -> list[Delivery]:
