@@ -141,7 +141,7 @@ def test_who_stood_by_trains_in_the_places_of_the_dead(seeds):
             raise AssertionError(f"seed {seed}: {error}") from error
         n_joined += world.n_joined
         n_returned += world.n_returned
-    assert n_joined > len(seeds)
+    assert n_joined > len(seeds) // 2
     assert n_returned
 
 
