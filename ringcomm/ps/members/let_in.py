@@ -68,7 +68,7 @@ def _let_in(current: Session) -> None:
             client.wait_until_sent("step")
             while current.newcomers[rank] and not _stand_still(current, rank):
                 pass  # it could not begin there, and this rank says anew where it is
-            del current.newcomers[rank]
+            current.newcomers.pop(rank, None)
 
 
 def _stand_still(current: Session, newcomer: int) -> bool:
