@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import DEADLINE_S, run_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 from training_models import (
@@ -30,6 +30,9 @@ from training_models import (
 import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.engine.api import collectives
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core import completion
+from ringcomm.engine.progress.deadlines import ask_around
 from ringcomm.torch.optim.bucket_order import BucketPlan
 
 
@@ -404,6 +407,33 @@ def test_a_user_s_names_are_not_those_of_an_optimizer():
         return [handle.wait().item() for handle in handles]
 
     assert run_ranks(2, body) == [[2.0] * 3] * 2
+
+
+def test_a_rank_that_waits_in_two_optimizers_interrupts_no_other_to_learn_its_line(monkeypatch):
+    asked, has_asked, lines = [], threading.Event(), []
+
+    def ask(task, watch):
+        asked.append(task.label)
+        if len(asked) > 3:
+            has_asked.set()
+        ask_around(task, watch)
+
+    monkeypatch.setattr(completion, "ask_around", ask)
+
+    def body(rank):
+        engine().watch.line_of = lambda other: lines.append(other) or ""
+        parts = nn.Linear(2, 2), nn.Linear(2, 2)
+        optimizers = [hvd.DistributedOptimizer(sgd(part.parameters())) for part in parts]
+        if rank == 1:
+            assert has_asked.wait(DEADLINE_S)
+        parts[1](parts[0](torch.ones(1, 2))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return weights(parts[0])
+
+    results = run_ranks(2, body)
+    assert lines == []
+    assert_close(results, results[0], 0)
 
 
 @pytest.mark.parametrize("is_lone", [False, True])

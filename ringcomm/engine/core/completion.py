@@ -88,6 +88,17 @@ class Completion:
             raise
         return True
 
+    def wait_briefly(self, limit_s: float, task: Task | CompletedTask) -> bool:
+        """Wait until a task is over; return False after limit_s, having asked the others for news.
+
+        For who waits for one of several tasks, again and again. An interrupt breaks the engine.
+        """
+        if not task.is_over:
+            assert isinstance(task, Task)
+            self._state.require_own_process()
+            self._wait(task, limit_s, raises=False)
+        return task.is_over
+
     def break_unless_over(self, task: Task | CompletedTask | None, error: BaseException) -> None:
         """Break the engine if `error` interrupted a task; None: the task did not begin."""
         if task is not None and not task.is_over:
@@ -113,8 +124,11 @@ class Completion:
             self._last_dropped = text
             _log.warning("nobody waited for an operation that failed: %s", text)
 
-    def _wait(self, task: Task, limit_s: float) -> None:
-        """Return once the task is over. After limit_s find missing ranks, then raise an error."""
+    def _wait(self, task: Task, limit_s: float, *, raises: bool = True) -> None:
+        """Return once the task is over. After limit_s find missing ranks, then raise an error.
+
+        To find the lines at which they are takes long, and interrupts them.
+        """
         task.waiters.append(0)
         try:
             if self.progress.wait(task, limit_s):
@@ -123,7 +137,7 @@ class Completion:
             text = f"{task.label}: is not over."
             if limit_s > 0:
                 ask_around(task, self._watch)
-                if self.progress.wait(task, min(ANSWER_S, limit_s)):
+                if self.progress.wait(task, min(ANSWER_S, limit_s)) or not raises:
                     return
                 text = describe_wait(task, self._watch, limit_s)
                 missing = self._watch.peers.blamed(task.key, task.members)

@@ -49,6 +49,10 @@ class Handle(Generic[R_co]):
         """See Completion.wait_unless()."""
         return self._completion.wait_unless(is_vain, self._task)
 
+    def wait_briefly(self, limit_s: float) -> bool:
+        """See Completion.wait_briefly()."""
+        return self._completion.wait_briefly(limit_s, self._task)
+
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the operation has succeeded or failed.
 

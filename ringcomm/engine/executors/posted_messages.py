@@ -58,6 +58,10 @@ class PostedMessage(Handle[R_co]):
         self._settle()
         return super().wait_unless(is_vain)
 
+    def wait_briefly(self, limit_s: float) -> bool:
+        self._settle()
+        return super().wait_briefly(limit_s)
+
     def when_done(self, callback: Callable[[], None]) -> None:
         self._settle()
         super().when_done(callback)

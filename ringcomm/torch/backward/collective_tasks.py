@@ -21,7 +21,7 @@ from ringcomm.torch.backward import autograd_hooks
 R = TypeVar("R")
 CollectiveTask = Generator[Handle[Any], None, R]  # yields the handles that it waits for
 
-# Time limits of one wait. After each timeout a rank asks the other ranks why they are late.
+# Time limits of one wait. After each of them a rank asks the other ranks why they are late.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1e-3, 0.1
 
 
@@ -76,5 +76,8 @@ def _next_ready(handles: Sequence[Handle[Any]]) -> int:
             if handle.done():
                 return index
         with contextlib.suppress(RingcommError):  # the task waits for the handle again, and raises
-            handles[0].wait(wait_s if len(handles) > 1 else None)
+            if len(handles) > 1:
+                handles[0].wait_briefly(wait_s)
+            else:
+                handles[0].wait()
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
