@@ -22,6 +22,11 @@ def test_a_sparse_linear_model_beats_the_majority(n, tmp_path):
     assert "accuracy" in run(n, "ps_sparse_linear.py", "--epochs", epochs, cwd=tmp_path)
 
 
+@pytest.mark.parametrize("n", at_length([2, 3, 4], [3]))
+def test_embeddings_of_nodes_foretell_edges(n, tmp_path):
+    assert "by the communities 0.859; 2,000 rows" in run(n, "ps_graph.py", cwd=tmp_path)
+
+
 @pytest.mark.at_length
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_embeddings_recommend_better_than_popularity(n, tmp_path):
