@@ -27,6 +27,14 @@ def test_embeddings_of_nodes_foretell_edges(n, tmp_path):
     assert "by the communities 0.859; 2,000 rows" in run(n, "ps_graph.py", cwd=tmp_path)
 
 
+@pytest.mark.at_length  # a job takes 5 s of a core
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_a_stream_is_learnt_while_an_evaluator_says_how_well(n, tmp_path):
+    output = run(n, "ps_online.py", cwd=tmp_path)
+    assert f"{n - 2} workers: " in output
+    assert "of what can be known, says rank" in output
+
+
 @pytest.mark.at_length
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_embeddings_recommend_better_than_popularity(n, tmp_path):
