@@ -35,8 +35,8 @@ BELOW = {
     ],
     "examples/README": [
         *("hello_allreduce", "digits_cnn", "elastic", "work_queue", "heat_equation", "ddp_backend"),
-        *("zero1", "fsdp_transformer", "pipeline_tp", "gpu_train", "ps_digits", "ps_roles"),
-        *("ps_recommender", "ps_sparse_linear", "ps_graph", "ps_text", "ps_online"),
+        *("zero1", "fsdp_transformer", "pipeline_tp", "gpu_train", "multi_task", "ps_digits"),
+        *("ps_roles", "ps_recommender", "ps_sparse_linear", "ps_graph", "ps_text", "ps_online"),
         "ps_failover",
     ],
 }
