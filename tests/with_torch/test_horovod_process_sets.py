@@ -99,7 +99,8 @@ def test_after_a_first_call_that_nobody_else_makes_the_next_one_says_why():
 
 def test_init_refuses_ranks_that_are_no_process_set():
     def body(rank):
-        with pytest.raises(TypeError, match=r"must be a hvd.ProcessSet, not \[0\]"):
+        told = r"must be a hvd.ProcessSet, not \[0\]\. hvd.add_process_set\(ranks\), called on all"
+        with pytest.raises(TypeError, match=told):
             hvd.init(process_sets=[[0]])
 
     run_ranks(2, body)

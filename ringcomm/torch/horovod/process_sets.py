@@ -88,7 +88,10 @@ class ProcessSet:
     def require(cls, given: object) -> None:
         """Raise TypeError if `given` is not a process set."""
         if not isinstance(given, cls):
-            raise TypeError(f"process_set must be a hvd.ProcessSet, not {given!r}")
+            raise TypeError(
+                f"process_set must be a hvd.ProcessSet, not {given!r}. hvd.add_process_set(ranks), "
+                "called on all ranks, makes one"
+            )
 
     def group_for(self, family: str) -> Group:
         """Return the group in which operations of this family are matched by order."""
