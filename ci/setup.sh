@@ -171,6 +171,9 @@ new_venv() {
   touch "$venv/made-by-ci"
   say "making ${venv##*/}"
   "$base" -m venv "${options[@]}" "$venv" 2>&1 | narrate "making ${venv##*/}" .
+  # The pip of Python 3.11 looks through the files of an index twice as long as newer ones.
+  [[ $venv != "$BUILDER" ]] ||
+    pip_in "$venv" install --no-compile --constraint "$CONSTRAINTS" --upgrade pip
 }
 
 # Print the requirements in these groups: extras, or "required" for those of the package itself.
