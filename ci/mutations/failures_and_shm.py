@@ -4,6 +4,15 @@ from mutations.mutation import Mutation
 
 FAULT = [
     Mutation(
+        "stacks-are-asked-for-all-at-once",
+        "failures",
+        "status/stacks.py",
+        "    except BlockingIOError:\n        return False\n",
+        "    except BlockingIOError:\n        return True\n",
+        "a rank that is late dies of the questions where it is",
+        ("unit/test_stacks.py",),
+    ),
+    Mutation(
         "a-rank-takes-its-own-error-for-that-of-another",
         "fault",
         "status/error_printer.py",

@@ -2,12 +2,17 @@
 
 The handler is faulthandler's, in C: it needs no lock of Python, so it works while the process hangs
 in a C function. It writes to a memfd, which other processes of the user open through /proc.
+
+That needs one signal at a time: of several that come at once the kernel gives some to other
+threads, and the handler then reads frames that the main thread may just have freed. So who asks has
+a lock on the memfd, and who comes meanwhile takes what is there by then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import re
 import signal
@@ -23,6 +28,7 @@ from ringcomm.system_text import read_text
 _SIGNAL: Final = signal.SIGRTMAX - 3  # one that programs do not use, as a rule
 _ANSWER_S: Final = 1.0
 _TICK_S: Final = 0.002
+_FRESH_S: Final = 0.1  # so old may stacks be for which another process has asked
 _MAX_NBYTES: Final = 1 << 18
 _HEAD: Final = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -63,10 +69,44 @@ def stacks_of(page: Mapping[str, Any]) -> str:
         if not number or not _handles(pid, number):
             return ""
         with open(f"/proc/{pid}/fd/{page['stacks_fd']}", "rb") as file:
-            before = os.fstat(file.fileno()).st_size
-            os.kill(pid, number)
-            return _written_after(before, file.fileno())
+            return _ask(pid, number, file.fileno())
     return ""
+
+
+def _ask(pid: int, number: int, fd: int) -> str:
+    deadline = time.monotonic() + _ANSWER_S
+    while not _has_lock(fd):
+        if time.monotonic() > deadline:
+            return ""  # it has not answered who asked before
+        time.sleep(_TICK_S)
+    status = os.fstat(fd)
+    if status.st_size and 0 <= time.time() - status.st_mtime < _FRESH_S:
+        start = max(0, status.st_size - _MAX_NBYTES)
+        return last_of(os.pread(fd, _MAX_NBYTES, start).decode(errors="replace"))
+    os.kill(pid, number)
+    return _written_after(status.st_size, fd)
+
+
+def _has_lock(fd: int) -> bool:
+    """Return True once no other process has the lock, until `fd` is closed."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def last_of(text: str) -> str:
+    """Return the last of the texts that faulthandler has written; each has a thread once. Pure."""
+    parts = re.split(r"^(?=Current thread|Thread)", text, flags=re.MULTILINE)
+    last, seen = "", set[str]()
+    for part in reversed(parts):
+        head = _HEAD.match(part)
+        if head is None or head[1] in seen:
+            break
+        seen.add(head[1])
+        last = part + last
+    return last
 
 
 def main_stack(text: str, main_thread: int) -> list[StackFrame]:
