@@ -5,7 +5,7 @@ from mutations.mutation import Mutation
 FAULT = [
     Mutation(
         "stacks-are-asked-for-all-at-once",
-        "failures",
+        "fault",
         "status/stacks.py",
         "    except BlockingIOError:\n        return False\n",
         "    except BlockingIOError:\n        return True\n",
