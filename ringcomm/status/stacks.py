@@ -84,7 +84,7 @@ def _ask(pid: int, number: int, fd: int) -> str:
         start = max(0, status.st_size - _MAX_NBYTES)
         return last_of(os.pread(fd, _MAX_NBYTES, start).decode(errors="replace"))
     os.kill(pid, number)
-    return _written_after(status.st_size, fd)
+    return _written_after(status.st_size, fd, deadline)
 
 
 def _has_lock(fd: int) -> bool:
@@ -149,9 +149,9 @@ def _handles(pid: int, number: int) -> bool:
     return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 
 
-def _written_after(before: int, fd: int) -> str:
+def _written_after(before: int, fd: int, deadline: float) -> str:
     """Return what has been written to a file since it had `before` bytes."""
-    deadline, size = time.monotonic() + _ANSWER_S, before
+    size = before
     while time.monotonic() < deadline:
         time.sleep(_TICK_S)  # nobody tells of a write to a file
         now = os.fstat(fd).st_size

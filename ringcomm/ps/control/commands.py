@@ -785,9 +785,10 @@ class StandBy:
         said = {"taken": taken, "begins": content[1], "calls": here.n_calls}
         yield Order(_told({self.rank}, said), BEGIN)
         others, evaluators = {*job.ranks} - {self.rank}, {*job.evaluators}
-        # An evaluator may compute for long: nobody waits for its answer.
+        # An evaluator may compute for long: nobody waits for its answer. A worker may hang: if the
+        # newcomer gives up, so does this. Who comes next tells of both.
         yield Order(_told(others & evaluators, taken), MEET, lambda: True)
-        yield Order(_told(others - evaluators, taken), MEET)
+        yield Order(_told(others - evaluators, taken), MEET, lambda: self._is_gone(asked))
         return newcomer
 
     def _beginning(
