@@ -28,7 +28,6 @@ from ringcomm.system_text import read_text
 _SIGNAL: Final = signal.SIGRTMAX - 3  # one that programs do not use, as a rule
 _ANSWER_S: Final = 1.0
 _TICK_S: Final = 0.002
-_FRESH_S: Final = 0.1  # so old may stacks be for which another process has asked
 _MAX_NBYTES: Final = 1 << 18
 _HEAD: Final = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -75,16 +74,20 @@ def stacks_of(page: Mapping[str, Any]) -> str:
 
 def _ask(pid: int, number: int, fd: int) -> str:
     deadline = time.monotonic() + _ANSWER_S
+    has_waited = False
     while not _has_lock(fd):
         if time.monotonic() > deadline:
-            return ""  # it has not answered who asked before
+            return ""
+        has_waited = True
         time.sleep(_TICK_S)
     status = os.fstat(fd)
-    if status.st_size and 0 <= time.time() - status.st_mtime < _FRESH_S:
-        start = max(0, status.st_size - _MAX_NBYTES)
-        return last_of(os.pread(fd, _MAX_NBYTES, start).decode(errors="replace"))
-    os.kill(pid, number)
-    return _written_after(status.st_size, fd, deadline)
+    if not has_waited:
+        os.kill(pid, number)
+        return _written_after(status.st_size, fd, deadline)
+    if time.time() - status.st_mtime > _ANSWER_S:
+        return ""  # it has not answered who asked before
+    start = max(0, status.st_size - _MAX_NBYTES)
+    return last_of(os.pread(fd, _MAX_NBYTES, start).decode(errors="replace"))
 
 
 def _has_lock(fd: int) -> bool:

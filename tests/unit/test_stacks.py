@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from harness import wait_until
 
 from ringcomm.status import stacks
 from ringcomm.status.stacks import last_of, main_stack, stacks_of
@@ -43,44 +44,53 @@ def page():
             child.kill()
 
 
-def test_who_asks_at_once_gets_the_stacks_for_one_signal(page, monkeypatch):
-    """Several signals at once may end a healthy process."""
-    sent, found, kill = [], [], os.kill
+def ask_at_once(page, monkeypatch, n=8):
+    """Let n threads ask while the first has the lock; return the signals, and the answers."""
+    sent, found, late, kill, has_lock = [], [], set(), os.kill, stacks._has_lock
 
-    def count(pid, number):
+    def note_late(fd):
+        has_it = has_lock(fd)
+        if not has_it:
+            late.add(threading.get_ident())
+        return has_it
+
+    def kill_once_all_wait(pid, number):
         sent.append(number)
-        time.sleep(0.05)  # the others ask meanwhile
+        if len(sent) == 1:
+            wait_until(lambda: len(late) == n - 1, "not all ask")
         kill(pid, number)
 
-    monkeypatch.setattr(stacks, "_FRESH_S", 3600)
-    monkeypatch.setattr(stacks.os, "kill", count)
+    with monkeypatch.context() as patch:
+        patch.setattr(stacks, "_has_lock", note_late)
+        patch.setattr(stacks.os, "kill", kill_once_all_wait)
+        asks = [threading.Thread(target=lambda: found.append(stacks_of(page))) for _ in range(n)]
+        for each in asks:
+            each.start()
+        for each in asks:
+            each.join()
+    return sent, found
+
+
+def test_who_asks_at_once_gets_the_stacks_for_one_signal(page, monkeypatch):
+    """Several signals at once may end a healthy process."""
     monkeypatch.setattr(stacks, "_ANSWER_S", 60)
-    asks = [threading.Thread(target=lambda: found.append(stacks_of(page))) for _ in range(8)]
-    for each in asks:
-        each.start()
-    for each in asks:
-        each.join()
+    sent, found = ask_at_once(page, monkeypatch)
     assert sent == [page["stacks_signal"]]
     assert len(found) == 8
     for text in found:
         assert "waits_here" in {frame.function for frame in main_stack(text, page["main_thread"])}
-    monkeypatch.setattr(stacks, "_FRESH_S", 0)
-    assert "waits_here" in stacks_of(page)
-    assert len(sent) == 2
+    assert "waits_here" in stacks_of(page)  # it is asked again
 
 
 def test_nobody_asks_a_process_that_has_not_answered_yet(page, monkeypatch):
     """Signals would gather, and come all at once."""
-    sent, kill = [], os.kill
-    monkeypatch.setattr(stacks.os, "kill", lambda pid, number: (sent.append(1), kill(pid, number)))
-    monkeypatch.setattr(stacks, "_ANSWER_S", 0.3)
-    kill(page["pid"], signal.SIGSTOP)
-    asks = [threading.Thread(target=stacks_of, args=[page]) for _ in range(8)]
-    for each in asks:
-        each.start()
-    for each in asks:
-        each.join()
-    assert len(sent) <= 4
+    monkeypatch.setattr(stacks, "_ANSWER_S", 0.5)
+    stacks_of(page)
+    os.kill(page["pid"], signal.SIGSTOP)
+    time.sleep(0.6)  # what it has said before is no answer
+    sent, found = ask_at_once(page, monkeypatch)
+    assert len(sent) == 1
+    assert found == [""] * 8
 
 
 def test_the_last_of_several_texts_has_each_thread_once():
