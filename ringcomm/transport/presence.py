@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from ringcomm._core import NodeMemory, StatusPage
 from ringcomm.errors import ConfigError, MismatchError
 from ringcomm.launched.launcher import is_fault_tolerant
+from ringcomm.open_errors import needed_for
 from ringcomm.status.ending_text import how_it_ended
 from ringcomm.status.guardian import Ward
 from ringcomm.status.page_enums import Ending, PageState
@@ -35,7 +37,6 @@ from ringcomm.transport.membership.view import View
 from ringcomm.transport.node.neighbours import Neighbours, Offer
 from ringcomm.transport.node.node_discovery import meet
 from ringcomm.transport.node.shared_memory import SharedNode, make_memory
-from ringcomm.transport.node.sleep_that_threads_end import Parking
 from ringcomm.transport.start_mpi import agreed_tags
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _log = logging.getLogger("ringcomm")
 _LOOK_S = 1e-3  # between two looks for deaths
+_EPOLL_S = 1e-3  # epoll counts whole milliseconds
 _WITHDREW = "takes part no more, or died (so says another rank)"
 
 # The place of a rank. node: the lowest rank of its node. machine: the lowest rank on the host that
@@ -59,6 +61,44 @@ class Line(NamedTuple):
 
     data: MPI.Comm
     control: MPI.Comm
+
+
+class Parking:
+    """Sleeps until the time is over, another thread calls wake(), or a descriptor has an event.
+
+    Events of the descriptor `news` end only sleeps of at least 1 ms. Raises OSError if `ulimit -n`
+    allows no more descriptors.
+    """
+
+    def __init__(self, news: int) -> None:
+        self._short = threading.Lock()  # for sleeps of less than 1 ms: wake() releases it
+        self._short.acquire()
+        with needed_for("what wakes this rank (epoll, eventfd)"):
+            self._poller = select.epoll()
+            self._long = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # for longer sleeps
+            self._poller.register(news, select.EPOLLIN)
+            self._poller.register(self._long, select.EPOLLIN)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for at most `seconds`."""
+        if seconds < _EPOLL_S:
+            self._short.acquire(timeout=seconds)
+            return
+        if any(fd == self._long for fd, _ in self._poller.poll(seconds)):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._long)
+
+    def wake(self) -> None:
+        """End the sleep of another thread, or else the next sleep. Any thread may call this."""
+        with contextlib.suppress(RuntimeError):  # released already
+            self._short.release()
+        with contextlib.suppress(OSError, ValueError):  # closed: no thread sleeps any more
+            os.eventfd_write(self._long, 1)
+
+    def close(self) -> None:
+        self._poller.close()
+        os.close(self._long)
+        self._long = -1
 
 
 class Presence:

@@ -16,13 +16,13 @@ from ringcomm import open_errors
 from ringcomm._core import Loop, NodeMemory, StatusPage, take, view
 from ringcomm.transport.node.neighbours import Neighbour, Offer
 from ringcomm.transport.node.shared_memory import make_memory
-from ringcomm.transport.node.sleep_that_threads_end import Parking
+from ringcomm.transport.presence import Parking
 
 # Runs in a process of its own, whose limit of descriptors then matters to nobody else.
 FEW = """
 import os, resource, select
 from ringcomm._core import Loop, NodeMemory, StatusPage
-from ringcomm.transport.node.sleep_that_threads_end import Parking
+from ringcomm.transport.presence import Parking
 loop, news = Loop(None, False), select.epoll()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 taken = []
