@@ -136,7 +136,7 @@ def add_device_adapter(is_its_own: Callable[[Array], bool], adapter: DeviceAdapt
 
 
 def _torch_cuda() -> DeviceAdapter:
-    from ringcomm.arrays.torch_cuda import TORCH_CUDA
+    from ringcomm.arrays.torch import TORCH_CUDA
 
     return TORCH_CUDA
 
