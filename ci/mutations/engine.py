@@ -117,7 +117,7 @@ ORDER = [
     Mutation(
         "split-forgets-the-key",
         "order",
-        "engine/operations/split.py",
+        "engine/operations/allgather_and_gather.py",
         'ranks[np.argsort(pairs[ranks, 1], kind="stable")]',
         "ranks",
         "a split numbers the ranks of each new group as the old one did",

@@ -51,7 +51,12 @@ from ringcomm.engine.core.handle import Handle  # noqa: F401 - used by annotatio
 from ringcomm.engine.executors.gpu_loader import note_current_gpu
 from ringcomm.engine.executors.joined_rank import plan_stand_in
 from ringcomm.engine.executors.short_calls import short_calls_of
-from ringcomm.engine.operations.allgather_and_gather import plan_allgather, plan_gather
+from ringcomm.engine.operations.allgather_and_gather import (
+    members_of,
+    plan_allgather,
+    plan_gather,
+    plan_split,
+)
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.alltoall import plan_alltoall
 from ringcomm.engine.operations.barrier import plan_barrier
@@ -71,7 +76,6 @@ from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.engine.operations.scan import plan_exscan, plan_scan
 from ringcomm.engine.operations.scatter import plan_scatter
-from ringcomm.engine.operations.split import members_of, plan_split
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,27 +1,35 @@
-"""Allgather and gather: every rank, or root alone, gets the rows of all ranks in rank order."""
+"""Allgather and gather: every rank, or root alone, gets the rows of all ranks in rank order.
+
+Split is an allgather: every rank learns the color and the key of all ranks.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringcomm.arrays import Array, Flat, adapter_for, any_adapter_for, arrived
 from ringcomm.collectives.algorithms import linear
 from ringcomm.collectives.message_patterns import consecutive, from_own
 from ringcomm.collectives.recording import perform
 from ringcomm.engine.core.agreement import gather_alike, node_or
+from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.gpu_loader import plan
-from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, rows_call
+from ringcomm.engine.operations.base import A, Operation, contiguous, int_of, rank_of, rows_call
 from ringcomm.engine.operations.scalars import takes_scalars
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
+
+_NO_COLOR: Final = -1
+_INT64: Final = np.iinfo(np.int64)
 
 
 def plan_allgather(group: Group, name: str | None, x: A) -> Plan[A]:
@@ -138,3 +146,29 @@ def _disagreement(sent: Sequence[int], due: Sequence[int], ranks: Sequence[int],
                 f"the root, rank {ranks[root]}, has {expected}. Pass tensors of one size."
             )
     return ""
+
+
+def plan_split(group: Group, name: str | None, color: Any, key: Any) -> Plan[NDArray[np.int64]]:
+    """Plan to get each rank's color and key, shape (size, 2); the color is -1 where it is None."""
+    pair = (
+        _NO_COLOR
+        if color is None
+        else _within("color", color, "an int >= 0, or None for no group", 0),
+        0 if key is None else _within("key", key, "an int, or None", _INT64.min),
+    )
+    plan = plan_allgather(group, None, np.array([pair], np.int64))
+    plan.call = Call("split", name)
+    return plan
+
+
+def members_of(color: int, pairs: NDArray[np.int64]) -> list[int]:
+    """Return the ranks that have this color, ordered by key, and by rank where keys are equal."""
+    ranks = np.flatnonzero(pairs[:, 0] == color)
+    return [int(rank) for rank in ranks[np.argsort(pairs[ranks, 1], kind="stable")]]
+
+
+def _within(what: str, number: Any, due: str, least: int) -> int:
+    value = int_of(f"split: {what}", number, due)
+    if not least <= value <= _INT64.max:
+        raise ValueError(f"split: {what} is {value}; it must be {due}, {least} to {_INT64.max}")
+    return value
