@@ -24,8 +24,7 @@ from ringcomm.engine.control.commands import parse
 from ringcomm.launch.dashboard.access import OPEN, Asked, Gate, has_token, judge
 from ringcomm.launch.dashboard.all_runs import AllRuns
 from ringcomm.launch.dashboard.connections import Door
-from ringcomm.launch.dashboard.log_lines import lines_after, whole_log
-from ringcomm.launch.dashboard.source import Source, Viewer
+from ringcomm.launch.dashboard.source import Source, Viewer, lines_after, whole_log
 
 _STATIC: Final = Path(__file__).with_name("static")
 _TYPES: Final = {

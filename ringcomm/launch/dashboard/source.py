@@ -1,12 +1,13 @@
-"""Data for the dashboard: the pages of live ranks, and the folder of a run."""
+"""Data for the dashboard: the pages of live ranks, and the folder and the logs of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -25,6 +26,8 @@ from ringcomm.launch.job.verdict import SIGNAL_NAMES
 from ringcomm.launch.watch.diagnosis import Verdicts
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.find_runs import RUNS, find
+from ringcomm.launch.watch.log_order import in_order, shown_line
+from ringcomm.launch.watch.logs_command import Logs
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run
 from ringcomm.launch.watch.rank_rows import RankSample, as_json
 from ringcomm.launch.watch.send_command import CommandOutcome, ask, choose_job
@@ -35,6 +38,11 @@ _SEARCH_S: Final = 2.0
 _MEMBERS_S: Final = 1.0  # between looks which jobs are of the run
 _FRESH_S: Final = 0.2  # several viewers see the same state
 _LOG_BYTES: Final = 1 << 16
+_LINES_ALL: Final = 1 << 18  # bytes of the lines of a first answer, of all ranks together
+_LINES_RANK: Final = 1 << 16  # of one rank in an answer
+_LINE: Final = 4000  # characters of a line that are shown
+_CURSOR: Final = re.compile(r"(?:(0|[1-9][0-9]{0,8}):([0-9]{1,18}))")
+_CURSOR_MAX: Final = 1 << 16
 _COMMAND_S: Final = 20.0
 _USE_MAX: Final = 1 << 25  # bytes of a file of a host
 
@@ -265,6 +273,50 @@ class Source:
         return sorted(texts | self._folders.problems)
 
 
+def lines_after(source: Source, cursor: str) -> dict[str, Any]:
+    """Return the lines of all ranks that came after a cursor, and the next cursor.
+
+    Args:
+        source: the run.
+        cursor: of the last answer; "": the latest lines are asked for.
+
+    Returns:
+        {"lines": [rank, text] of each, in the order of `ringcomm logs`; "cursor"}.
+    """
+    places = parse_cursor(cursor)
+    found: dict[int, list[str]] = {}
+    folder = source.folder
+    if folder is None:
+        return {"lines": [], "cursor": ""}
+    with contextlib.suppress(OSError):  # the run was removed
+        ranks = folder.ranks_with_log()
+        most = _LINES_RANK if places else min(_LINES_RANK, _LINES_ALL // max(1, len(ranks)))
+        is_over = folder.end() is not None
+        for rank in ranks:
+            found[rank], places[rank] = _lines(source, rank, places.get(rank), most, is_over)
+    lines = [[rank, shown_line(line)[:_LINE]] for rank, line in in_order(found)]
+    return {"lines": lines, "cursor": ",".join(f"{r}:{at}" for r, at in sorted(places.items()))}
+
+
+def parse_cursor(text: str) -> dict[int, int]:
+    """Return rank -> bytes that were read; what is no cursor is none."""
+    if len(text) > _CURSOR_MAX:
+        return {}
+    found = (_CURSOR.fullmatch(each) for each in text.split(","))
+    return {int(each[1]): int(each[2]) for each in found if each is not None}
+
+
+def whole_log(source: Source) -> Iterator[str]:
+    """Yield all that the ranks have written, as `ringcomm logs` prints it."""
+    if source.folder is None:
+        return
+    with contextlib.closing(Logs(source.folder, (), None)) as logs, contextlib.suppress(OSError):
+        for rank, line in in_order(logs.until_now()):
+            yield f"[{rank}] {shown_line(line)}\n"
+        for rank, line in logs.rest():
+            yield f"[{rank}] {shown_line(line)}\n"
+
+
 def newest_run(runs: Path) -> RunFolder | None:
     """Return the newest run in a folder of runs, of this user if there is one; or None."""
     found = runs_in(runs)
@@ -306,3 +358,22 @@ def _code_text(code: int | None, *, is_good: bool) -> str:
     if code is None:
         return "left no exit code"
     return f"exit {code}, as asked" if is_good and code else f"exit {code}"
+
+
+def _lines(
+    source: Source, rank: int, at: int | None, most: int, is_over: bool
+) -> tuple[list[str], int]:
+    with source.open_log(rank) or contextlib.nullcontext() as file:
+        if file is None:
+            return [], at or 0
+        size = os.fstat(file.fileno()).st_size
+        begin = max(0, size - most) if at is None else min(at, size)
+        file.seek(begin)
+        data = file.read(most)
+        end = data.rfind(b"\n") + 1
+        if (is_over and begin + len(data) >= size) or (not end and len(data) == most):
+            end = len(data)  # the last line has no end; or it is a long one
+        lines = data[:end].decode(errors="replace").removesuffix("\n").split("\n") if end else []
+        if at is None and begin and len(lines) > 1:
+            lines = lines[1:]  # the first one has lost its beginning
+        return lines, begin + end
