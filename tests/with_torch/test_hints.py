@@ -10,7 +10,7 @@ from harness import DEADLINE_S, job_environment, run_ranks
 
 import ringcomm.torch as hvd
 from ringcomm.config import Settings
-from ringcomm.torch.optim.same_data import NO_VALUES, digest_of
+from ringcomm.torch.optim.bucket_order import NO_VALUES, digest_of
 
 SAME = "the first gradients of all 2 ranks are the same bit for bit"
 

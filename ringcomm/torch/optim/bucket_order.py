@@ -1,15 +1,24 @@
-"""The buckets of an optimizer; after the first step, in the order in which gradients get ready."""
+"""The buckets of an optimizer; after the first step, in the order in which gradients get ready.
+
+In the first step the ranks also tell each other a digest of their gradients, before these are
+reduced: if all train on the same data, that costs their work and gains nothing.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core.group import Group
 from ringcomm.torch.backward.collective_tasks import CollectiveTask
 from ringcomm.torch.backward.optimizer_numbers import next_number
 from ringcomm.torch.backward.watched_tensors import n_storage_references
@@ -17,7 +26,12 @@ from ringcomm.torch.optim.buckets import Bucket, Member, Scaling, make_buckets
 from ringcomm.torch.optim.distributed_optimizer_options import GradientOptions
 from ringcomm.torch.optim.gradient_presence import SPARSE, GradientPresence, ready_order
 from ringcomm.torch.optim.gradient_slot import GradientSlot, GradientState
-from ringcomm.torch.optim.same_data import NO_VALUES, digest_of, warn_of_same_data
+
+_SAMPLE: Final = 4096  # elements of each gradient
+_MOST: Final = 64  # gradients
+NO_VALUES: Final = (0, 0)
+
+_log = logging.getLogger("ringcomm")
 
 
 class BucketPlan:
@@ -181,3 +195,35 @@ class BucketPlan:
                 continue
             for slot, member in together:
                 slot.history.move(slot.parameter.grad, member.view)
+
+
+def digest_of(gradients: Iterable[torch.Tensor | None]) -> tuple[int, ...]:
+    """Return two int32 that tell samples of gradients apart; NO_VALUES if these are all 0."""
+    digest, n, is_zero = hashlib.blake2b(digest_size=8), 0, True
+    for gradient in gradients:
+        if gradient is None or gradient.layout is not torch.strided or not gradient.is_cpu:
+            continue
+        sample = gradient.detach().reshape(-1)[:_SAMPLE].resolve_conj().resolve_neg().contiguous()
+        is_zero = is_zero and not bool(sample.any())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+        n += 1
+        if n == _MOST:
+            break
+    if is_zero:
+        return NO_VALUES
+    return tuple(np.frombuffer(digest.digest(), np.int32).tolist())
+
+
+def warn_of_same_data(digests: NDArray[Any], group: Group) -> None:
+    """Log a warning on the first rank if all digests, by rank, are the same."""
+    if len(digests) < 2 or group.rank != 0 or not engine().settings.hints:
+        return
+    if (digests != digests[0]).any() or tuple(digests[0]) == NO_VALUES:
+        return
+    _log.warning(
+        "the first gradients of all %d ranks are the same bit for bit: each rank seems to train on "
+        "the same data, which takes their work and gains nothing. Give each one its part: "
+        "DataLoader(dataset, sampler=ringcomm.data.ShardedSampler(dataset)). RINGCOMM_HINTS=0 "
+        "silences this",
+        len(digests),
+    )
