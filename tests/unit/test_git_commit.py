@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringcomm.launch.job.git_commit import commit_of
+from ringcomm.launch.job.command import commit_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -18,7 +19,7 @@ from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ringcomm._version import __version__
 from ringcomm.config import environment
@@ -27,7 +28,6 @@ from ringcomm.foreign_text import printable
 from ringcomm.launch.check_install.gather_facts import gather
 from ringcomm.launch.child import outside_of_a_job, run_child
 from ringcomm.launch.job.arguments import Arguments, parse_arguments
-from ringcomm.launch.job.git_commit import commit_of
 from ringcomm.launch.job.limits import Limits
 from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import RunPlan, RunRequest, Surroundings
@@ -48,6 +48,8 @@ _REFUSED, _INTERRUPTED = 2, 130
 _HOST_ANSWER_S = 15.0
 _AT_ONCE = 32
 _NO_AGENT = 127  # of run_child()
+_COMMIT: Final = re.compile(rb"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_GIT_MOST: Final = 1 << 20  # bytes of a file of git that are read
 
 
 def gather_surroundings(
@@ -317,6 +319,47 @@ def _config(
             **here.facts.versions,
         },
     }
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit that is checked out in the folder or one above it; "" if none is.
+
+    Git's own files say so: no program is started for it.
+    """
+    try:
+        for parent in (folder, *folder.parents):
+            if (parent / ".git").exists():
+                return _head_of(parent / ".git")
+    except (OSError, BrokenFileError, UnicodeDecodeError, ValueError):
+        pass
+    return ""
+
+
+def _head_of(git: Path) -> str:
+    if git.is_file():  # of a worktree, or a submodule
+        git = git.parent / _read_of_git(git).decode().removeprefix("gitdir:").strip()
+    head = _read_of_git(git / "HEAD").strip()
+    if not head.startswith(b"ref:"):
+        return _whole(head)
+    ref = head[4:].strip().decode()
+    shared = git / "commondir"
+    common = git / _read_of_git(shared).decode().strip() if shared.exists() else git
+    for path in (git / ref, common / ref):
+        if path.exists():
+            return _whole(_read_of_git(path).strip())
+    for line in _read_of_git(common / "packed-refs").splitlines():
+        commit, _, name = line.partition(b" ")
+        if name == ref.encode():
+            return _whole(commit)
+    return ""
+
+
+def _read_of_git(path: Path) -> bytes:
+    return read_regular(path, _GIT_MOST)
+
+
+def _whole(text: bytes) -> str:
+    return text.decode() if _COMMIT.fullmatch(text) else ""
 
 
 def _has_secrets(request: RunRequest) -> bool:
