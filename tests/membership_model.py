@@ -9,8 +9,7 @@ from ringcomm.data import ShardedSampler
 from ringcomm.transport.membership import events_and_actions as ea
 from ringcomm.transport.membership.messages import MembershipMessage
 from ringcomm.transport.membership.state_machine import Membership, Phase, handle
-from ringcomm.transport.membership.view import View
-from ringcomm.transport.membership.who_may_evict import Eviction, eviction
+from ringcomm.transport.membership.view import Eviction, View, eviction
 
 
 class Job:

@@ -3,7 +3,6 @@
 from mutations.mutation import Mutation
 
 _MACHINE = "transport/membership/state_machine.py"
-_EVICTION = "transport/membership/who_may_evict.py"
 _VIEW = "transport/membership/view.py"
 _TESTS = ("unit/test_membership.py",)
 _STRANGERS = (
@@ -337,7 +336,7 @@ ELASTIC = [
     Mutation(
         "a-minority-kills-the-rest",
         "fault",
-        _EVICTION,
+        _VIEW,
         "lead = 2 * len(waiting) - len(members)",
         "lead = len(waiting)",
         "a rank whose messages are late has all others killed",
@@ -455,7 +454,7 @@ ELASTIC = [
     Mutation(
         "both-halves-kill-at-once",
         "fault",
-        _EVICTION,
+        _VIEW,
         "if lead > 0 or (lead == 0 and waiting[:1] == list(members[:1])):",
         "if lead >= 0:",
         "two halves of a job that wait for each other kill each other",
@@ -464,7 +463,7 @@ ELASTIC = [
     Mutation(
         "half-gives-up-on-a-half-that-may-live",
         "fault",
-        _EVICTION,
+        _VIEW,
         "return Eviction.IF_UNHARMED if lead == 0 and missing <= near else Eviction.NEVER",
         "return Eviction.IF_UNHARMED if lead == 0 else Eviction.NEVER",
         "ranks of another host, which cannot be reached, are to be killed when the link is back",

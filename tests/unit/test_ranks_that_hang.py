@@ -14,7 +14,7 @@ from ringcomm.errors import CommTimeoutError
 from ringcomm.transport.membership.events_and_actions import Arrive, GiveUp, Heal, Heard
 from ringcomm.transport.membership.messages import MembershipKind, MembershipMessage
 from ringcomm.transport.membership.state_machine import Membership, Phase, handle
-from ringcomm.transport.membership.who_may_evict import Eviction, eviction
+from ringcomm.transport.membership.view import Eviction, eviction
 
 NOW, LATER, NEVER = Eviction
 

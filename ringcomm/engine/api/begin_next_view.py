@@ -25,7 +25,7 @@ from ringcomm.transport.membership.events_and_actions import (
     Withdraw,
 )
 from ringcomm.transport.membership.state_machine import Phase
-from ringcomm.transport.membership.who_may_evict import Eviction, eviction
+from ringcomm.transport.membership.view import Eviction, eviction
 
 if TYPE_CHECKING:
     from ringcomm.transport.membership.service import MembershipService

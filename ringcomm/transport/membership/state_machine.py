@@ -33,7 +33,7 @@ The end of a run is agreed on, too. A rank that is done sends DONE, and its run 
 members have sent it; before it goes on, it sends OVER to all. So if the run is over for one rank
 and a member dies, the others learn from OVER that their run, which was done, is over as well.
 
-A rank that waits in vain for others, and may not have them killed (who_may_evict.py), ends the job:
+A rank that waits in vain for others, and may not have them killed (view.eviction()), ends the job:
 it sends ENDS to all, members or not, and nobody goes on. A rank for which others have waited in
 vain ends alone (GONE).
 """
