@@ -41,7 +41,7 @@ class Commanded:
         program.add_rate(lambda: lambda rate: self.taken.append((rate, self.n_steps)))
         this = engine()
         this.page = self.page
-        this.control = Control(this, program)
+        this.control = Control(this, this.groups, program)
 
     def command(self, text):
         assert self.page.take_mailbox(os.getpid())
@@ -112,7 +112,7 @@ def test_a_job_that_is_to_stop_ends_whatever_commands_came_before():
             program, saved, answers = Program(asks_to_stop=True), [], []
             program.checkpoints.append(saved.append)
             program.add_rate(lambda: lambda _: None)
-            control, has_ended = Control(engine(), program), threading.Event()
+            control, has_ended = Control(engine(), engine().groups, program), threading.Event()
 
             def command(words=words, answers=answers, has_ended=has_ended):
                 answers += [answer_to(mine.page, word) for word in (*words, "stop")]

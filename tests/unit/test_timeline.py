@@ -156,7 +156,8 @@ def test_ctl_leaves_the_timelines_of_single_ranks_as_they_are(tmp_path, monkeypa
         if rank == 1:
             rc.start_timeline("timeline")
         rc.allreduce(np.ones(1), name="before")
-        perform(parse(["timeline", "start"]), PROGRAM, (), engine(), Answer(1, said.append))
+        command, answer = parse(["timeline", "start"]), Answer(1, said.append)
+        perform(command, PROGRAM, (), engine(), answer, is_first=rank == 0)
         rc.allreduce(np.ones(1), name="after")
 
     said = []

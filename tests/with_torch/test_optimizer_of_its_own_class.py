@@ -323,7 +323,7 @@ def test_a_command_of_ctl_is_taken_at_the_end_of_a_step():
 
         this = engine()
         this.page = page
-        this.control = Control(this)
+        this.control = Control(this, this.groups)
         optimizer = wrap(model)
         fit(model, optimizer, data(1, 1))
         assert page.take_mailbox(os.getpid())

@@ -11,8 +11,8 @@ from ringcomm.launched.child_marks import create_run_file, run_file
 
 if TYPE_CHECKING:
     from ringcomm.engine.control.commands import Command
-    from ringcomm.engine.control.controlled_engine import ControlledEngine
     from ringcomm.engine.control.live_parameters_and_callbacks import Program
+    from ringcomm.engine.core.context import EngineContext
 
 _NO_CHECKPOINT = "the program has no function that @rc.on_checkpoint marks"
 STOPPED = "stopped"  # a file in the folder of the run
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 def refusal(
     command: Command,
     program: Program,
-    engine: ControlledEngine,
+    engine: EngineContext,
     *,
     is_paused: bool,
     can_save: bool,
@@ -66,8 +66,10 @@ def perform(
     command: Command,
     program: Program,
     savers: Sequence[Callable[[int], object]],
-    engine: ControlledEngine,
+    engine: EngineContext,
     answer: Answer,
+    *,
+    is_first: bool,
 ) -> None:
     """Carry out a command other than pause and resume.
 
@@ -77,6 +79,7 @@ def perform(
         savers: functions that save a checkpoint.
         engine: of this rank.
         answer: takes the outcome.
+        is_first: no rank of the default group that lives has a lower number.
 
     Raises what the program's own functions raise; SystemExit(75) after `stop`, if the program has
     never called rc.should_stop().
@@ -87,7 +90,7 @@ def perform(
         _save(savers, answer)
         answer.give("checkpoint written")
     elif command.word == "stop":
-        _stop(program, savers, engine, answer)
+        _stop(program, savers, answer, is_first=is_first)
     elif command.word == "scale":
         _scale(command.n, program, answer)
     else:
@@ -115,14 +118,14 @@ def _save(savers: Sequence[Callable[[int], object]], answer: Answer) -> None:
 def _stop(
     program: Program,
     savers: Sequence[Callable[[int], object]],
-    engine: ControlledEngine,
     answer: Answer,
+    *,
+    is_first: bool,
 ) -> None:
     if program.is_stopping:  # several ranks have got a signal
         answer.give("stops")
         return
-    live = [rank for rank in engine.groups.default.ranks if rank not in engine.watch.peers.gone]
-    if engine.job_rank == min(live) and (path := run_file(STOPPED)):
+    if is_first and (path := run_file(STOPPED)):
         with open(create_run_file(path), "wb") as file:
             file.write(b"%d\n" % answer.step)
     end(program, savers, answer)
@@ -148,7 +151,7 @@ def _scale(n: int, program: Program, answer: Answer) -> None:
         answer.give(f"{n} ranks are asked for")
 
 
-def _record(value: str, engine: ControlledEngine, answer: Answer) -> None:
+def _record(value: str, engine: EngineContext, answer: Answer) -> None:
     if value == "stop":
         engine.pending.record(None)
         answer.give("the timeline ends")

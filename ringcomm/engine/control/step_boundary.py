@@ -18,11 +18,12 @@ from typing import Any, Final
 
 from ringcomm._core import catch_stop_signals, release_stop_signals, stop_signal
 from ringcomm.engine.control.commands import STOP, parse, split
-from ringcomm.engine.control.controlled_engine import ControlledEngine
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM, Program
 from ringcomm.engine.control.perform import END, Answer, end, perform, refusal
 from ringcomm.engine.control.rounds import ControlRounds, Note, RoundMessage
+from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.peers.drive_until import drive_until
+from ringcomm.engine.peers.groups import Groups
 from ringcomm.errors import CommTimeoutError
 from ringcomm.ranks_as_text import ranks_text
 from ringcomm.status.run_events import write_event
@@ -38,6 +39,7 @@ class Control:
 
     Args:
         engine: of this rank.
+        groups: of this engine.
         program: what commands may change.
 
     Attributes:
@@ -47,8 +49,9 @@ class Control:
         workers: returns the ranks that take commands, if the default group does not tell.
     """
 
-    def __init__(self, engine: ControlledEngine, program: Program = PROGRAM) -> None:
+    def __init__(self, engine: EngineContext, groups: Groups, program: Program = PROGRAM) -> None:
         self._engine = weakref.proxy(engine)
+        self._groups = groups
         self._page = engine.page
         self._program = program
         self._lock = threading.Lock()
@@ -223,7 +226,7 @@ class Control:
 
     @property
     def _members(self) -> Sequence[int]:
-        return self._engine.groups.default.ranks if self.workers is None else self.workers()
+        return self._groups.default.ranks if self.workers is None else self.workers()
 
     @property
     def _gone(self) -> Collection[int]:
@@ -268,7 +271,11 @@ class Control:
             if command.word == "stop":
                 self._set_paused(is_paused=False)
                 self.signals.tell_of_stop(self._members)
-            perform(command, self._program, self._savers, self._engine, answer)
+            live = {*self._groups.default.ranks}.difference(self._engine.watch.peers.gone)
+            perform(
+                command, self._program, self._savers, self._engine, answer,
+                is_first=self._engine.job_rank == min(live, default=None),
+            )  # fmt: skip
 
     def _set_paused(self, *, is_paused: bool) -> None:
         self.is_paused = is_paused
@@ -301,7 +308,7 @@ class StopSignals:
 
     has_news = is_busy = is_streaming = False  # as a service: others make the loop poll
 
-    def __init__(self, engine: ControlledEngine) -> None:
+    def __init__(self, engine: EngineContext) -> None:
         self._engine = engine
         self._page = engine.page
         self._is_armed = self._is_asked = self._is_taken = False

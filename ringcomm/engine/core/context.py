@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ringcomm._core import StatusPage
@@ -54,6 +56,19 @@ class EngineContext:
         self.progress = self.completion.progress
         self.conversations = Conversations(self.job_rank, self.state, self.pending, self.completion)
         self.extensions = Extensions(self.pending, self.progress)
+
+    def run_until(
+        self,
+        is_enough: Callable[[], bool],
+        *,
+        is_done: Callable[[], bool] | None = None,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """See Progress.run_until(). Raises RingcommError if the engine is unusable."""
+        self.state.require_usable()
+        self.progress.run_until(is_enough, is_done=is_done, timeout_s=timeout_s)
+        if self.state.is_broken:
+            raise self.state.copy_of_error()
 
     def shared_memory(self, nbytes: int) -> Bytes | None:
         self.state.require_own_process()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -58,7 +57,7 @@ class Engine(EngineContext):
         self.here = Whereabouts(watch, self.pending, self.extensions, self.groups)
         self._joined = JoinedRanks(watch, self.pending, self.groups, self.here, talks)
         self._routes = Routes(watch, self.selection)
-        self.control = Control(self)
+        self.control = Control(self, self.groups)
 
     @property
     def rank(self) -> int:
@@ -142,19 +141,6 @@ class Engine(EngineContext):
         """Poll the services, at once if no thread drives the loop. Any thread may call this."""
         self.state.require_usable()
         self.progress.nudge()
-
-    def run_until(
-        self,
-        is_enough: Callable[[], bool],
-        *,
-        is_done: Callable[[], bool] | None = None,
-        timeout_s: float = math.inf,
-    ) -> None:
-        """See Progress.run_until(). Raises RingcommError if the engine is unusable."""
-        self.state.require_usable()
-        self.progress.run_until(is_enough, is_done=is_done, timeout_s=timeout_s)
-        if self.state.is_broken:
-            raise self.state.copy_of_error()
 
     # --- without a task ---------------------------------------------------------------------------
     def take_place(self, ledger: Ledger, team: Team) -> int | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.layer_hooks import Extensions
 from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.core.pending_operations import Pending
-from ringcomm.engine.peers.drive_until import Driving
 from ringcomm.engine.peers.groups import Groups
 from ringcomm.engine.progress.task import Task
 from ringcomm.transport.control_header import ControlHeader, ControlKind
@@ -42,7 +42,9 @@ class Whereabouts:
             for base, number in waits
         )
 
-    def have_others_begun(self, engine: Driving, name: str, group: Group, limit_s: float) -> bool:
+    def have_others_begun(
+        self, engine: EngineContext, name: str, group: Group, limit_s: float
+    ) -> bool:
         """Return True if, within limit_s, another rank says that it has entered an operation.
 
         It is the next operation of this name in `group`, which this rank has not entered.

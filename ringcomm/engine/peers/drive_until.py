@@ -5,28 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
+from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.progress.deadlines import refuse_hopeless
 from ringcomm.errors import RingcommError
-from ringcomm.transport.control_messages import Watch
 
 _LOOKS: Final = 16  # at a condition, between two looks for ranks that died
-
-
-class Driving(Protocol):
-    """An engine; see Engine."""
-
-    job_size: int
-    watch: Watch
-
-    def run_until(
-        self,
-        is_enough: Callable[[], bool],
-        *,
-        is_done: Callable[[], bool] | None = None,
-        timeout_s: float = ...,
-    ) -> None: ...
 
 
 @dataclass
@@ -57,7 +42,7 @@ class WaitInJob:
         engine: of this rank.
     """
 
-    def __init__(self, label: str, engine: Driving) -> None:
+    def __init__(self, label: str, engine: EngineContext) -> None:
         self._label, self._engine = label, engine
         self._survivable: frozenset[int] | None = None
 
@@ -70,7 +55,9 @@ class WaitInJob:
         return self._wait
 
 
-def drive_until(engine: Driving, is_over: Callable[[], bool], label: str, timeout_s: float) -> bool:
+def drive_until(
+    engine: EngineContext, is_over: Callable[[], bool], label: str, timeout_s: float
+) -> bool:
     """Drive the loop; return True once is_over(), False if that takes longer than timeout_s.
 
     Raises:
