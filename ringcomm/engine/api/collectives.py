@@ -48,7 +48,6 @@ from ringcomm.engine.api.blocking_async_in_place import (
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import BlockingCalls, Group
 from ringcomm.engine.core.handle import Handle  # noqa: F401 - used by annotations of the forms
-from ringcomm.engine.executors.gpu_loader import note_current_gpu
 from ringcomm.engine.executors.joined_rank import plan_stand_in
 from ringcomm.engine.executors.short_calls import short_calls_of
 from ringcomm.engine.operations.allgather_and_gather import (
@@ -60,6 +59,7 @@ from ringcomm.engine.operations.allgather_and_gather import (
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.alltoall import plan_alltoall
 from ringcomm.engine.operations.barrier import plan_barrier
+from ringcomm.engine.operations.base import note_current_gpu
 from ringcomm.engine.operations.broadcast import plan_broadcast
 from ringcomm.engine.operations.grouped import (
     plan_grouped_allgather,

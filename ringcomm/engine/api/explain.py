@@ -17,7 +17,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.call import checked_options
 from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.gpu_loader import TransportChoice, device_executor, is_on_gpu
+from ringcomm.engine.operations.base import TransportChoice, device_executor, is_on_gpu
 from ringcomm.errors import ConfigError
 from ringcomm.integers import is_integer
 from ringcomm.transport.wire_team import most_brought

@@ -31,14 +31,13 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.plan import Deferred
-from ringcomm.engine.executors.gpu_loader import HostStaging, device_executor
 from ringcomm.engine.executors.mail import (
     Kind,
     Mail,
     mail_of,
     tag_in_64_bits,
 )
-from ringcomm.engine.operations.base import int_of, rank_of
+from ringcomm.engine.operations.base import HostStaging, device_executor, int_of, rank_of
 from ringcomm.engine.operations.objects import pickled
 from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine
 from ringcomm.errors import MismatchError

@@ -23,7 +23,7 @@ from ringcomm.arrays.numpy import NUMPY
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.gpu_loader import device_executor, is_on_gpu
+from ringcomm.engine.operations.base import device_executor, is_on_gpu
 
 
 class NodeMemory(NamedTuple):

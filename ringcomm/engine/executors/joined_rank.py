@@ -13,12 +13,12 @@ from ringcomm.collectives.operators import StandInOptions
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.executors.gpu_loader import device_executor
 from ringcomm.engine.operations.adasum import plan_adasum
 from ringcomm.engine.operations.allgather_and_gather import plan_allgather, plan_gather
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.alltoall import plan_alltoall
 from ringcomm.engine.operations.barrier import plan_barrier
+from ringcomm.engine.operations.base import device_executor
 from ringcomm.engine.operations.broadcast import plan_broadcast
 from ringcomm.engine.operations.grouped import (
     plan_grouped,

@@ -21,8 +21,7 @@ from ringcomm.collectives.scale_factors import from_bfloat16, to_bfloat16
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.executors.gpu_loader import plan
-from ringcomm.engine.operations.base import A, GroupedOperation, require_one_kind
+from ringcomm.engine.operations.base import A, GroupedOperation, plan, require_one_kind
 from ringcomm.transport.channel import Channel
 
 _Vector = NDArray[Any]  # float32; float64 if one of the arrays has float64

@@ -21,8 +21,15 @@ from ringcomm.engine.core.agreement import gather_alike, node_or
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.executors.gpu_loader import plan
-from ringcomm.engine.operations.base import A, Operation, contiguous, int_of, rank_of, rows_call
+from ringcomm.engine.operations.base import (
+    A,
+    Operation,
+    contiguous,
+    int_of,
+    plan,
+    rank_of,
+    rows_call,
+)
 from ringcomm.engine.operations.scalars import takes_scalars
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel

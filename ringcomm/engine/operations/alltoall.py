@@ -20,8 +20,7 @@ from ringcomm.engine.core.agreement import node_or
 from ringcomm.engine.core.call import require_flag
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.executors.gpu_loader import plan
-from ringcomm.engine.operations.base import A, Operation, contiguous, rows_call
+from ringcomm.engine.operations.base import A, Operation, contiguous, plan, rows_call
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
 

@@ -15,8 +15,7 @@ from ringcomm.engine.core.agreement import node_or
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.executors.gpu_loader import plan
-from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, written
+from ringcomm.engine.operations.base import A, Operation, contiguous, plan, rank_of, written
 from ringcomm.engine.operations.scalars import takes_scalars
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeCopy

@@ -17,7 +17,6 @@ from ringcomm.collectives.scale_factors import scale
 from ringcomm.engine.core.call import Call, reduction_call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import AllDeferred, Plan
-from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.allgather_and_gather import plan_allgather
 from ringcomm.engine.operations.base import (
     A,
@@ -25,6 +24,7 @@ from ringcomm.engine.operations.base import (
     contiguous,
     extent_of,
     listed,
+    plan,
     require_one_kind,
     written,
 )

@@ -25,8 +25,14 @@ from ringcomm.engine.core.agreement import node_or
 from ringcomm.engine.core.call import Call, checked_options
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.executors.gpu_loader import plan
-from ringcomm.engine.operations.base import A, Operation, extent_of, memory_of, require_one_kind
+from ringcomm.engine.operations.base import (
+    A,
+    Operation,
+    extent_of,
+    memory_of,
+    plan,
+    require_one_kind,
+)
 from ringcomm.engine.operations.reduction_of_one_array import reduction_in_node
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel

@@ -27,8 +27,15 @@ from ringcomm.engine.core.agreement import broadcast_bytes, node_or
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.executors.gpu_loader import device_executor, note_current_gpu
-from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, require_rows
+from ringcomm.engine.operations.base import (
+    A,
+    Operation,
+    contiguous,
+    device_executor,
+    note_current_gpu,
+    rank_of,
+    require_rows,
+)
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeExchange, Pulls, ShownByAll
 

@@ -1,4 +1,4 @@
-"""The executor that the engine loads for arrays on GPUs; see engine/executors/gpu_loader.py."""
+"""The executor that the engine loads for arrays on GPUs; see engine/operations/base.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ringcomm.arrays.base import Array, DeviceAdapter, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.executors.gpu_loader import DeviceExecutor
-from ringcomm.engine.operations.base import Operation
+from ringcomm.engine.operations.base import DeviceExecutor, Operation
 from ringcomm.gpu.executor import host_staging, plans
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
 from ringcomm.gpu.transports.transport_choice import GpuChoice

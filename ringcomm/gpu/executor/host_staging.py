@@ -109,7 +109,7 @@ async def through_host(
 
 @dataclass(frozen=True)
 class Staging:
-    """The Staging of engine/executors/gpu_loader.py, for one operation."""
+    """The Staging of engine/operations/base.py, for one operation."""
 
     group: Group
     issue: Issue

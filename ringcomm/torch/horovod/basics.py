@@ -11,7 +11,7 @@ from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.world import is_outside
 from ringcomm.engine.core.current_engine import has_engine
-from ringcomm.engine.executors.gpu_loader import device_executor
+from ringcomm.engine.operations.base import device_executor
 from ringcomm.errors import ConfigError
 from ringcomm.launched.launcher import command_for, is_launched_by_mpi
 from ringcomm.torch.horovod import process_sets as sets
