@@ -11,8 +11,14 @@ from ringcomm.collectives.scale_factors import scale
 from ringcomm.engine.core.call import reduction_call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.operations.base import A, contiguous, plan, written
-from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction, reduction_in_node
+from ringcomm.engine.operations.base import (
+    A,
+    ArrayReduction,
+    contiguous,
+    plan,
+    reduction_in_node,
+    written,
+)
 from ringcomm.engine.operations.scalars import takes_scalars
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To

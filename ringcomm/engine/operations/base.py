@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from ringcomm.arrays import AnyAdapter, Array, DeviceAdapter, Flat, Span, current_gpu
+from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.dtypes import DType
 from ringcomm.arrays.host_mirror import MIRROR, Mirror
 from ringcomm.collectives.message_patterns import chunks
-from ringcomm.collectives.operators import ReductionOptions
+from ringcomm.collectives.operators import Op, ReductionOptions
+from ringcomm.collectives.scale_factors import scale
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.group import Group
@@ -26,6 +28,8 @@ from ringcomm.engine.core.plan import Deferred, Plan
 from ringcomm.errors import ConfigError
 from ringcomm.integers import is_integer
 from ringcomm.transport.channel import Channel
+from ringcomm.transport.node import To
+from ringcomm.transport.node.steps import NodeReduction
 
 A = TypeVar("A", bound=Any)
 _GPU: Final = "ringcomm.gpu.executor.executor"
@@ -47,6 +51,29 @@ class Operation:
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
         return replace(self, adapter=MIRROR, x=mirrors[0], **self.mirrored).on_host()
+
+
+@dataclass(slots=True, eq=False)
+class ArrayReduction(Operation):
+    """A reduction of one array: allreduce, reduce, reduce_scatter."""
+
+    options: ReductionOptions
+    in_place: bool  # x gets the result
+    is_borrowed: bool = False  # the caller keeps x unchanged until the end, so no copy is needed
+    root: int = 0  # the rank that gets the result of a reduce
+    to: ClassVar[To]
+    mirrored: ClassVar[dict[str, Any]] = {"in_place": True}
+
+    def working_copy(self) -> tuple[Any, Flat]:
+        """Return a contiguous array, x times own_prescale, to reduce in place, and its memory."""
+        adapter, options = self.adapter, self.options
+        if self.in_place and not options.is_scaled:
+            work = contiguous(self.x, adapter)
+        else:
+            work = adapter.copy(self.x)
+        flat = adapter.flat(work)
+        scale(flat, options.own_prescale)
+        return work, flat
 
 
 @dataclass(slots=True, eq=False)
@@ -204,6 +231,29 @@ def rows_by_rank(shape: tuple[int, ...], group: Group) -> tuple[list[slice], sli
 def contiguous(x: A, adapter: AnyAdapter) -> A:
     copied: A = x if adapter.is_contiguous(x) else adapter.copy(x)
     return copied
+
+
+def reduction_in_node(
+    source: Flat,
+    target: Bytes | None,
+    op: Op,
+    group: Group,
+    *,
+    parts: Sequence[slice] = (),
+    root: int | None = None,
+) -> NodeReduction:
+    """Return the reduction as a step in shared memory.
+
+    With `parts`, each rank gets its part; with a root, it alone gets the result.
+    """
+    to = To.OWNER if parts else To.ALL if root is None else To.ROOT
+    item = source.dtype.itemsize
+    has_parts = parts and group.takes_steps
+    bounds = [0, *(part.stop * item for part in parts)] if has_parts else ()
+    divisor = op.divisor(group.size)
+    return NodeReduction(
+        source.bytes, target, op.kernel, source.dtype.kernel, divisor, to, root or 0, bounds
+    )
 
 
 def written(x: A, work: A, adapter: AnyAdapter, t: Channel | None = None) -> A:

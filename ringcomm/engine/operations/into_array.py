@@ -31,9 +31,9 @@ from ringcomm.engine.operations.base import (
     extent_of,
     memory_of,
     plan,
+    reduction_in_node,
     require_one_kind,
 )
-from ringcomm.engine.operations.reduction_of_one_array import reduction_in_node
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import MOST_HEADER, NodeCopy, NodeExchange, Pulls, ShownByAll

@@ -13,8 +13,15 @@ from ringcomm.engine.core.agreement import node_or
 from ringcomm.engine.core.call import reduction_call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.operations.base import A, contiguous, plan, rank_of, written
-from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction, reduction_in_node
+from ringcomm.engine.operations.base import (
+    A,
+    ArrayReduction,
+    contiguous,
+    plan,
+    rank_of,
+    reduction_in_node,
+    written,
+)
 from ringcomm.engine.operations.scalars import takes_scalars
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To

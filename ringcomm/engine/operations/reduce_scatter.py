@@ -11,8 +11,16 @@ from ringcomm.collectives.scale_factors import scale
 from ringcomm.engine.core.call import reduction_call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.engine.operations.base import A, contiguous, plan, require_rows, rows_by_rank, written
-from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction, reduction_in_node
+from ringcomm.engine.operations.base import (
+    A,
+    ArrayReduction,
+    contiguous,
+    plan,
+    reduction_in_node,
+    require_rows,
+    rows_by_rank,
+    written,
+)
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 

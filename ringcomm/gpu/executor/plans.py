@@ -28,11 +28,16 @@ from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.operations.adasum import Adasum
 from ringcomm.engine.operations.allgather_and_gather import Gathering
 from ringcomm.engine.operations.alltoall import Alltoall
-from ringcomm.engine.operations.base import Operation, contiguous, rows_by_rank, written
+from ringcomm.engine.operations.base import (
+    ArrayReduction,
+    Operation,
+    contiguous,
+    rows_by_rank,
+    written,
+)
 from ringcomm.engine.operations.broadcast import Broadcast
 from ringcomm.engine.operations.grouped import GroupedAllreduce
 from ringcomm.engine.operations.into_array import AllgatherInto, AlltoallInto, ReduceScatterInto
-from ringcomm.engine.operations.reduction_of_one_array import ArrayReduction
 from ringcomm.engine.operations.scan import Scan
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
