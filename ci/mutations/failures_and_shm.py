@@ -275,7 +275,7 @@ FAULT = [
     Mutation(
         "moves-do-not-count",
         "fault",
-        "transport/programs_as_requests.py",
+        "transport/channel.py",
         "return self._running.test() or self._run.moves != self._seen",
         "return self._running.test()",
         "a long operation is given up at its deadline although it goes on",

@@ -17,9 +17,9 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
 from ringcomm.open_errors import needed_for
 from ringcomm.transport.base import ArrivedMessage, Event, PeerDied, WireRequest
+from ringcomm.transport.channel import StepRequest
 from ringcomm.transport.peer_messages import make_peer_messages
 from ringcomm.transport.presence import Presence
-from ringcomm.transport.programs_as_requests import StepRequest
 from ringcomm.transport.start_mpi import runner_over
 from ringcomm.transport.unannounced_messages import ShortMessages
 

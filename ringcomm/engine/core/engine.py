@@ -23,9 +23,8 @@ from ringcomm.engine.peers.groups import Groups
 from ringcomm.engine.peers.join import JoinedRanks
 from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.transport.base import Transport
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.channel import Channel, StepRequest
 from ringcomm.transport.node.steps import Meeting, Team, drive
-from ringcomm.transport.programs_as_requests import StepRequest
 
 R = TypeVar("R")
 
