@@ -32,7 +32,7 @@ from ringcomm.transport.node import To
 from ringcomm.transport.node.steps import NodeReduction
 
 A = TypeVar("A", bound=Any)
-_GPU: Final = "ringcomm.gpu.executor.executor"
+_GPU: Final = "ringcomm.gpu.executor.plans"
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,6 @@
-"""Plans operations on arrays in a GPU's memory, after their arguments have been checked.
+"""The executor that the engine loads for arrays on GPUs; see engine/operations/base.py.
+
+It plans operations on arrays in a GPU's memory, after their arguments have been checked.
 
 The ranks agree as on any other operation. A plan notes how far the caller's stream is at
 the call. Once the ranks agree, the operation is enqueued on the team's stream, behind that point.
@@ -13,16 +15,18 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from ringcomm.arrays import Array, Span
+from ringcomm.arrays import Array, DeviceAdapter, Span
+from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.fusion import Item
 from ringcomm.collectives.message_patterns import consecutive
 from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.engine.core.agreement import gather_alike, gather_counts
 from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.operations.adasum import Adasum
@@ -30,6 +34,7 @@ from ringcomm.engine.operations.allgather_and_gather import Gathering
 from ringcomm.engine.operations.alltoall import Alltoall
 from ringcomm.engine.operations.base import (
     ArrayReduction,
+    DeviceExecutor,
     Operation,
     contiguous,
     rows_by_rank,
@@ -41,11 +46,12 @@ from ringcomm.engine.operations.into_array import AllgatherInto, AlltoallInto, R
 from ringcomm.engine.operations.scan import Scan
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.gpu.executor.engine_gpus import Gpus, issue_of
-from ringcomm.gpu.executor.host_staging import Staging, through_host
+from ringcomm.gpu.executor.host_staging import Staging, copied, make, through_host
 from ringcomm.gpu.executor.jobs import Jobs
 from ringcomm.gpu.executor.streams import Issue
 from ringcomm.gpu.kernels.scale import can_scale
 from ringcomm.gpu.transports.base import GpuTransport
+from ringcomm.gpu.transports.transport_choice import GpuChoice
 from ringcomm.gpu.transports.works import GpuMove, GpuReduce, Job, Pull
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
@@ -397,3 +403,39 @@ def _why_on_host(options: ReductionOptions, spans: Sequence[Span]) -> str:
 
 def _plan(call: Call, nbytes: int, run: Callable[[Channel], Coroutine[Any, Any, Any]]) -> Plan[Any]:
     return Plan(call, nbytes, run, agrees_first=True)
+
+
+class _GpuExecutor:
+    """The DeviceExecutor of CUDA; Gpus holds its state, one per engine."""
+
+    def plan(self, operation: Operation) -> Plan[Any]:
+        return plan(operation)
+
+    def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> Staging:
+        return Staging(group, issue_of(group, adapter, x))
+
+    def make(
+        self, group: Group, kind: str, dtype: DType, shape: tuple[int, ...]
+    ) -> tuple[Array, Staging]:
+        return make(group, kind, dtype, shape)
+
+    def copied(self, group: Group, x: Array) -> Array:
+        return copied(group, x)
+
+    def note_current(self, engine: EngineContext, index: int) -> None:
+        Gpus.of(engine).current = index
+
+    def require(self, engine: EngineContext) -> None:
+        Gpus.of(engine).require()
+
+    def allocate(
+        self, engine: EngineContext, adapter: DeviceAdapter, index: int, nbytes: int
+    ) -> Span:
+        regions = Gpus.of(engine).memory(index).device.regions
+        return regions.take(nbytes, adapter.stream(index), adapter.stream_owner(index))
+
+    def choice(self, engine: EngineContext, group: Group) -> GpuChoice | None:
+        return None if group.rank is None else Gpus.of(engine).choice(group)
+
+
+EXECUTOR: Final[DeviceExecutor] = _GpuExecutor()
