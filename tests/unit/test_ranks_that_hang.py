@@ -73,7 +73,7 @@ class Clock:
         self.state = Membership.first(0, 4)
         monkeypatch.setattr(begin_next_view.time, "monotonic", lambda: self.now)
         limits = Settings(elastic=True, elastic_hang_s=5.0, stall_warning_s=0.0, grace_s=3.0)
-        self.patience = begin_next_view._Patience(world_of(self.state.view), limits)
+        self.patience = begin_next_view._HealingWait(world_of(self.state.view), limits)
 
     def wait(self, seconds, missing):
         self.now += seconds
@@ -96,7 +96,7 @@ class Clock:
 
 
 def world_of(view):
-    """Return what begin_next_view._Patience needs of a world."""
+    """Return what begin_next_view._HealingWait needs of a world."""
     presence = SimpleNamespace(near=frozenset(view.members))
     return SimpleNamespace(transport=SimpleNamespace(view=view), presence=presence)
 

@@ -243,7 +243,7 @@ def _agree(world: World, membership: MembershipService) -> None:
     settings, presence = world.engine.settings, world.presence
     membership.handle(Heal())
     try:
-        patience = _Patience(world, settings)
+        patience = _HealingWait(world, settings)
         nap_s = _NAP_S
         while membership.state.phase is Phase.HEALING and membership.state.is_member:
             presence.look(at_once=True)
@@ -286,7 +286,7 @@ def in_next_view(world: World, membership: MembershipService) -> World:
     return world._replace(engine=engine, transport=transport)
 
 
-class _Patience:
+class _HealingWait:
     """The wait of a rank that heals: warns once, then kills who hangs, or raises an error.
 
     It begins anew when others come or are awaited: those that make progress do not hang.

@@ -11,11 +11,11 @@ from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 C = TypeVar("C", bound=Callable[[int], Any])
 
 
-class _Program:
-    """The program whose steps step() counts."""
+class _OwnSteps:
+    """The owner of the steps that step() counts."""
 
 
-_THIS_PROGRAM: Final = _Program()
+_THIS_PROGRAM: Final = _OwnSteps()
 
 
 def step() -> None:

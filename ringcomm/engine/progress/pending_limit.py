@@ -23,7 +23,7 @@ T = TypeVar("T", bound=_Numbered)
 
 
 @dataclass(slots=True)
-class _Group(Generic[T]):
+class _Line(Generic[T]):
     n_under_way: int = 0
     last: int = 0  # number of the last operation that began
     waiting: list[tuple[int, T]] = field(default_factory=list)
@@ -33,11 +33,11 @@ class Admission(Generic[T]):
     """The unnamed operations of all groups."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, _Group[T]] = {}
+        self._groups: dict[int, _Line[T]] = {}
 
     def may_begin(self, task: T) -> bool:
         """Return True if a task may begin now; else a later leave() returns it."""
-        group = self._groups.setdefault(task.base, _Group())
+        group = self._groups.setdefault(task.base, _Line())
         # Other ranks may wait for a task that another thread's later task has overtaken.
         if group.n_under_way < UNDER_WAY_MAX or task.number < group.last:
             group.n_under_way += 1
