@@ -26,6 +26,8 @@ LARGE = ("torch", "numpy", "ringcomm.engine.api.init_rank_size")
 COMPILER = "torch._dynamo"
 SHAPES = "torch.fx.experimental.symbolic_shapes"  # it imports sympy, which takes 2 s
 META = "torch._meta_registrations"  # operators in Python for tensors without data
+COMPARISON = "torch.testing._comparison"  # each comparison imports DTensors, for which META loads
+DTENSORS = "torch.distributed.tensor"
 # What else these find loaded already where a whole torch is.
 FIRST = {
     "torch.fx.experimental.proxy_tensor": "torch.fx.passes",  # the two import each other
@@ -62,7 +64,7 @@ PACKAGES = {
     "torch.func": ("vmap",),
     "unittest": (),
 }
-USERS_OF_META = ("torch._decomp", "torch._prims", "torch._refs", "torch.distributed.tensor")
+USERS_OF_META = ("torch._decomp", "torch._prims", "torch._refs", DTENSORS)
 
 
 class Compiler(ModuleType):
@@ -225,6 +227,8 @@ class Finder:
             return ModuleSpec(fullname, Typings())
         if fullname in LARGE:
             return without_collections(PathFinder.find_spec(fullname, path, target))
+        if fullname == COMPARISON:
+            return without_dtensors(PathFinder.find_spec(fullname, path, target))
         if fullname in USERS_OF_META and META in LATE:
             return ModuleSpec(fullname, After(META))
         if fullname in FIRST and FIRST[fullname] not in sys.modules:
@@ -366,6 +370,23 @@ def without_collections(spec):
             if was_enabled:
                 gc.enable()
         gc.freeze()
+
+    spec.loader.exec_module = exec_module
+    return spec
+
+
+def without_dtensors(spec):
+    """Let torch.testing.assert_close() look for DTensors once their module is there."""
+    load = spec.loader.exec_module
+
+    @functools.wraps(load)
+    def exec_module(module):
+        load(module)
+        unwrap = getattr(module, "_unwrap_dtensor_for_comparison", None)  # from torch 2.13 on
+        if unwrap is not None:
+            module._unwrap_dtensor_for_comparison = lambda actual, expected: (
+                unwrap(actual, expected) if DTENSORS in sys.modules else (actual, expected)
+            )
 
     spec.loader.exec_module = exec_module
     return spec

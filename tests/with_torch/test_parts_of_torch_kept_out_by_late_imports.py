@@ -8,7 +8,7 @@ from harness import LATE_IMPORTS, job_environment, run_command
 ENVIRONMENT = job_environment({"PYTHONPATH": str(LATE_IMPORTS)})  # under ci/all_cases, too
 
 
-def test_parts_load_when_asked_for_and_neither_backward_nor_a_checkpoint_asks(tmp_path):
+def test_parts_load_when_asked_for_and_no_step_checkpoint_or_comparison_asks(tmp_path):
     code = (
         "import sys, torch, torch.utils.checkpoint as saved\n"
         "x = torch.ones(2, requires_grad=True)\n"
@@ -16,6 +16,7 @@ def test_parts_load_when_asked_for_and_neither_backward_nor_a_checkpoint_asks(tm
         "    y = saved.checkpoint(torch.sin, x, use_reentrant=is_reentrant)\n"
         "    torch.autograd.backward([y], [torch.ones(2)])\n"
         "assert torch.equal(x.grad, 2 * x.cos())\n"
+        "torch.testing.assert_close(x, x + 1e-9)\n"
         "assert not {'sympy', 'torch._dynamo.eval_frame'} & set(sys.modules)\n"
         "part = torch.distributions\n"
         "assert type(part).__name__ == 'Part' and 'torch.distributions.normal' not in sys.modules\n"
@@ -44,7 +45,7 @@ def test_parts_load_when_asked_for_and_neither_backward_nor_a_checkpoint_asks(tm
 
 
 @pytest.mark.at_length  # it loads what compiles
-def test_what_backward_and_steps_use_of_the_compiler_is_the_real_one_once_asked_for(tmp_path):
+def test_what_is_kept_out_is_the_real_one_once_asked_for(tmp_path):
     code = (
         "import torch\n"
         "x = torch.ones(2, requires_grad=True)\n"
@@ -55,7 +56,19 @@ def test_what_backward_and_steps_use_of_the_compiler_is_the_real_one_once_asked_
         "assert sym_eq((2,), (2,)) is True and expect_true(True)\n"
         "torch.compile(torch.sin, backend='eager')(x)\n"
         "assert torch.cond(True, torch.sin, torch.cos, (x,)).shape == (2,)\n"
-        "assert torch.export.export(torch.nn.Linear(2, 2), (x,)).module()(x).shape == (2,)"
+        "assert torch.export.export(torch.nn.Linear(2, 2), (x,)).module()(x).shape == (2,)\n"
+        "import torch.distributed as dist, torch.distributed.tensor as tensor\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "mesh = dist.init_device_mesh('cpu', (1,))\n"
+        "of_one = tensor.distribute_tensor(x.detach(), mesh)\n"
+        "torch.testing.assert_close(of_one, of_one)\n"
+        "try:\n"
+        "    torch.testing.assert_close(of_one, x)\n"
+        "except TypeError as error:\n"
+        "    assert 'DTensor' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError('a DTensor was compared as if it were none')\n"
+        "dist.destroy_process_group()"
     )
     done = run_command([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
