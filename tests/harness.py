@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import hashlib
+import importlib
 import os
 import signal
 import subprocess
@@ -153,6 +154,13 @@ def is_fast():
 def at_length(every, gate):
     """Return all the cases of a test under ci/all_cases, else those for which the gate has time."""
     return every if is_at_length() else gate
+
+
+def load_little_of_torch():
+    """Let torch load what is used of it, as in the ranks of jobs: the rest takes 5 s of a core."""
+    if not is_at_length() and "torch" not in sys.modules:
+        sys.path.append(str(LATE_IMPORTS))
+        importlib.import_module("sitecustomize")
 
 
 def few_of(cases):

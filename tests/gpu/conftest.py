@@ -6,7 +6,11 @@ import threading
 
 import gpu_emulation
 import pytest
-from harness import wait_until
+from harness import load_little_of_torch, wait_until
+
+
+def pytest_configure():
+    load_little_of_torch()
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,13 @@
 """The tests of this folder are skipped, with the reason, where torch is not installed."""
 
-import importlib
 import importlib.util
-import sys
 
-import harness
 import pytest
+from harness import load_little_of_torch
 
 
 def pytest_configure():
-    """Let torch load what is used of it, as in the ranks of jobs: the rest takes 5 s of a core."""
-    if not harness.is_at_length() and "torch" not in sys.modules:
-        sys.path.append(str(harness.LATE_IMPORTS))
-        importlib.import_module("sitecustomize")
+    load_little_of_torch()
 
 
 class WithoutTorch(pytest.Module):
