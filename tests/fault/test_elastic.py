@@ -298,21 +298,44 @@ def train(state):
 
 train(state)
 print(f"rank {me} is done: {rc.rank()} of {rc.size()}", flush=True)
+state = rc.elastic.ArrayState(step=0, x=np.zeros(1000))
+
+@rc.elastic.run
+def of_two(state):
+    while state.step < 10:
+        if (me, state.step) == (2, 3):
+            rc.elastic.leave()
+        step(state)
+    if me == 1:
+        time.sleep(600)  # after its last operation, until it is killed
+
+of_two(state)
+print(f"rank {me} is left: {rc.rank()} of {rc.size()}", flush=True)
 """
 
 
-@pytest.mark.parametrize("in_python", at_length([False, True], [False]))
-def test_ranks_that_hang_are_killed_if_the_user_wants_it_and_the_others_go_on(in_python, tmp_path):
-    body = HANGS.replace("len(sys.argv) > 1", str(in_python))
-    job = run_elastic(
-        4, body, cwd=tmp_path, launcher_may_hang=True, RINGCOMM_ELASTIC_HANG_S="6",
-        RINGCOMM_SPARES="1",
-    )  # fmt: skip
-    for rank in [0, 2] if in_python else [0]:
-        assert f"rank {rank} at first (host" in job.output, job.output
-    n = 2 if in_python else 3
-    assert f"rank 1 is done: 0 of {n}" in job.output
-    assert f"rank 3 is done: 1 of {n}" in job.output
+@pytest.fixture(scope="module", params=at_length([2, 3], [3]))
+def hung(request, tmp_path_factory):
+    """A job of 3 ranks and a spare: how many come to the end of the first run, and its output."""
+    body = HANGS.replace("len(sys.argv) > 1", str(request.param == 2))
+    limits = {"RINGCOMM_ELASTIC_HANG_S": "6", "RINGCOMM_GRACE_S": "0.5"}
+    folder, spares = tmp_path_factory.mktemp("hung"), {"RINGCOMM_SPARES": "1"}
+    job = run_elastic(4, body, cwd=folder, launcher_may_hang=True, **spares, **limits)
+    return request.param, job.output
+
+
+def test_ranks_that_hang_are_killed_if_the_user_wants_it_and_the_others_go_on(hung):
+    n, output = hung
+    for rank in [0, 2] if n == 2 else [0]:
+        assert f"rank {rank} at first (host" in output, output
+    assert f"rank 1 is done: 0 of {n}" in output
+    assert f"rank 3 is done: 1 of {n}" in output
+
+
+def test_half_of_the_ranks_go_on_if_the_first_hangs_even_at_the_end(hung):
+    _, output = hung
+    assert "rank 1 at first (host" in output, output
+    assert "rank 3 is left: 0 of 1" in output, output
 
 
 WAITS_FOR_ONE_THAT_HANGS = """
@@ -392,13 +415,24 @@ sizes = []
 train(state)
 print(f"rank {me} is done, {sizes[-1]}, view {rc.elastic.view().number}", flush=True)
 print(f"{state.x[0]:g} at the end", flush=True)
+
+from ringcomm.engine.api.one_error_for_all import gather_or_raise
+
+@rc.elastic.run
+def refuse(state):
+    print(f"rank {me} goes on in view {rc.elastic.view().number}", flush=True)
+    error = rc.RingcommError("/data/x is damaged: copy it again") if me == 1 else None
+    gather_or_raise("data", None, error)
+    print("not reached", flush=True)
+
+refuse(state)
 """
 
 
-@pytest.fixture(scope="module")
-def resized(tmp_path_factory):
-    """A job of 3 ranks, whose last one leaves and comes back 4 times."""
-    return run_elastic(3, RESIZED, cwd=tmp_path_factory.mktemp("resized"))
+@pytest.fixture(scope="module", params=at_length(ANY_EXIT, ANY_EXIT[1:]))
+def resized(request, tmp_path_factory):
+    """A job of 3 ranks, whose last one leaves and comes back 4 times; then one refuses its data."""
+    return run_elastic(3, RESIZED, options=request.param, cwd=tmp_path_factory.mktemp("resized"))
 
 
 def test_a_small_job_can_change_as_often_as_is_said_by_default(resized):
@@ -411,24 +445,14 @@ def test_who_leaves_the_view_and_comes_back_has_the_state_of_the_others(resized)
     assert len(set(ends)) == 1
 
 
-HALF_HANGS = """
-@rc.elastic.run
-def train(state):
-    while state.step < 10:
-        step(state)
-    if me == 0:
-        time.sleep(600)  # after its last operation, until it is killed
-
-train(state)
-print(f"rank {me} is done: {rc.rank()} of {rc.size()}", flush=True)
-"""
-
-
-def test_half_of_the_ranks_go_on_if_the_first_hangs_even_at_the_end(tmp_path):
-    limits = {"RINGCOMM_ELASTIC_HANG_S": "2", "RINGCOMM_GRACE_S": "0.5"}
-    job = run_elastic(2, HALF_HANGS, cwd=tmp_path, launcher_may_hang=True, **limits)
-    assert "rank 0 at first (host" in job.output, job.output
-    assert "rank 1 is done: 0 of 1" in job.output, job.output
+def test_what_one_rank_refuses_is_no_loss_all_end_with_it_and_one_prints_it(resized):
+    assert sorted(re.findall(r"rank \d goes on in view \d", resized.output)) == [
+        f"rank {rank} goes on in view 8" for rank in range(3)
+    ], resized.output
+    assert "not reached" not in resized.output
+    assert resized.output.count("Traceback") == 1
+    assert "RingcommError: data: rank 1: /data/x is damaged: copy it again" in resized.output
+    assert "died" not in resized.output
 
 
 GROWS = """
@@ -469,39 +493,39 @@ def test_reserves_replace_lost_ranks_and_the_job_grows_and_shrinks(launcher, tmp
     assert "rank 0 of 3 is done, [2, 3, 4]" in job.output
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"RINGCOMM_ELASTIC": "1"}, "the job has 1 processes: at least one must be neither"),
-        ({}, "only an elastic job has places for other ranks"),
-    ],
-)
-def test_spares_that_cannot_be_are_refused(settings, text, tmp_path):
+def test_a_job_of_spares_alone_is_refused(tmp_path):
     done = run_command(
         [BIN / "python", "-P", "-c", "import ringcomm as rc; rc.init(); print('not reached')"],
         cwd=tmp_path,
-        env=job_environment(settings | {"RINGCOMM_SPARES": "1"}),
+        env=job_environment(ELASTIC | {"RINGCOMM_SPARES": "1"}),
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert text in done.stderr, done.stderr
+    assert "the job has 1 processes: at least one must be neither" in done.stderr, done.stderr
 
 
 OF_ONE_HOST = """
 import os
 other = {"1": "direct", "2": "ring"}.get(os.environ["OMPI_COMM_WORLD_RANK"])
+import ringcomm as rc
+os.environ["RINGCOMM_ELASTIC"] = "0"
+try:
+    rc.init()
+except rc.ConfigError as error:
+    print(error, flush=True)
+os.environ["RINGCOMM_ELASTIC"] = "1"
 if other:
     os.environ["RINGCOMM_ALGORITHM"] = other
-import ringcomm as rc
 rc.init()
 print("not reached", flush=True)
 """
 
 
-def test_processes_without_a_place_have_the_settings_of_the_ranks_from_the_start(tmp_path):
-    """When one takes a place, a difference would end them all."""
-    env = ELASTIC | {"RINGCOMM_SPARES": "1", "RINGCOMM_RESERVES": "1"}
+def test_places_for_others_and_their_settings_are_checked_at_the_start(tmp_path):
+    """When a process without a place takes one, a difference would end all ranks."""
+    env = {"RINGCOMM_SPARES": "1", "RINGCOMM_RESERVES": "1"}
     job = run_script(3, OF_ONE_HOST, cwd=tmp_path, options=LAUNCHERS["ulfm"], env=env)
     assert job.code != 0
+    assert job.output.count("only an elastic job has places for other ranks") == 3, job.output
     started = "started with RINGCOMM_ALGORITHM="
     text = f"init: rank 0 {started}auto, rank 1 {started}direct, rank 2 {started}ring"
     assert text in job.output, job.output
@@ -599,14 +623,13 @@ print("trained", flush=True)
 def test_a_kept_commit_outlives_a_rank_that_dies_while_it_reads_it(tmp_path):
     """Those that are left must not begin anew, and write their first commit over it."""
 
-    def run(n, how):
-        script = tmp_path / "kept.py"
-        script.write_text(PRELUDE + KEPT)
-        # One way for the launcher does: all that is asked here is of the ranks.
-        return run_job(n, script, how, cwd=tmp_path, options=ANY_EXIT[0], env=ELASTIC).output
-
-    assert "began at 0" in run(1, "first")
-    job = run(3, "killed")
+    script = tmp_path / "kept.py"
+    script.write_text(PRELUDE + KEPT)
+    # Under a launcher that would end others: a job of one process says nothing of that.
+    first = run_job(1, script, "first", cwd=tmp_path, env=ELASTIC)
+    assert (first.code, first.output) == (0, "began at 0\ntrained\n")
+    # One way for the launcher does: all that is asked here is of the ranks.
+    job = run_job(3, script, "killed", cwd=tmp_path, options=ANY_EXIT[0], env=ELASTIC).output
     assert job.count("began at 5") == job.count("trained") == 2, job
     assert (tmp_path / "state.previous").exists()
 
@@ -676,29 +699,3 @@ def test_a_job_with_too_few_ranks_because_the_spare_is_refused_says_so_and_ends_
         "rank 0 ends with 75 [5]", "rank 2 ends with 75 [5]",
     ], job  # fmt: skip
     assert "is done" not in job
-
-
-REFUSED = """
-from ringcomm.engine.api.one_error_for_all import gather_or_raise
-
-@rc.elastic.run
-def train(state):
-    print(f"rank {me} begins in view {rc.elastic.view().number}", flush=True)
-    error = rc.RingcommError("/data/x is damaged: copy it again") if me == 1 else None
-    gather_or_raise("data", None, error)
-    print("not reached", flush=True)
-
-train(state)
-"""
-
-
-@pytest.mark.parametrize("options", at_length(ANY_EXIT, ANY_EXIT[1:]))
-def test_what_one_rank_refuses_is_no_loss_all_end_with_it_and_one_prints_it(options, tmp_path):
-    job = run_elastic(2, REFUSED, options=options, cwd=tmp_path).output
-    assert sorted(re.findall(r"rank \d begins in view \d", job)) == [
-        f"rank {rank} begins in view 0" for rank in range(2)
-    ], job
-    assert "not reached" not in job
-    assert job.count("Traceback") == 1
-    assert "RingcommError: data: rank 1: /data/x is damaged: copy it again" in job
-    assert "died" not in job
