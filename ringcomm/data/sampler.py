@@ -356,7 +356,7 @@ class Batches:
 
     def __len__(self) -> int:
         """Return the number of batches of the epoch under way, or else of the next."""
-        return len(self._lengths(self.sampler.rank))
+        return len(self._lengths(self.sampler.n_dealt(), self.sampler.rank))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iter(); see ShardedSampler.set_epoch()."""
@@ -366,7 +366,9 @@ class Batches:
         """Begin the next epoch now, and return its batches."""
         sampler = self.sampler
         batching = {each: getattr(self, each) for each in _NO_BATCHES}
-        return sampler.begin(batching).take(self._lengths, sampler.rank)
+        run = sampler.begin(batching)
+        n = sampler.n_dealt()  # once all have been dealt out, it is that of the next epoch
+        return run.take(lambda rank: self._lengths(n, rank), sampler.rank)
 
     @property
     def samples_per_step(self) -> int:
@@ -375,9 +377,8 @@ class Batches:
         is_global = self.constant == "global"
         return self.batch_size * (sampler.first_size if is_global else sampler.size)
 
-    def _lengths(self, rank: int) -> list[int]:
+    def _lengths(self, n: int, rank: int) -> list[int]:
         sampler, per_step = self.sampler, self.samples_per_step
-        n = sampler.n_dealt()
         if self.drop_last:
             n = n // per_step * per_step
         return batch_lengths(n, rank, sampler.size, per_step)

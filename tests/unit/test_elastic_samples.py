@@ -12,11 +12,18 @@ from ringcomm.data.epoch_order import epoch_order
 from ringcomm.elastic import ObjectState
 
 
-def position_of(sampler, batches, n):
-    """Take n batches; return them and the position after them."""
+def position_of(sampler, batches, n, is_ahead=False):
+    """Take n batches; return them and the position after them.
+
+    is_ahead: all others are dealt out, too, as to a Loader, which loads some ahead.
+    """
     iterator = iter(batches)
     taken = [next(iterator) for _ in range(n)]
-    return taken, sampler.elastic_position()
+    if not is_ahead:
+        return taken, sampler.elastic_position()
+    for _ in iterator:
+        pass
+    return taken, sampler.elastic_position(n)
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,9 +50,10 @@ def test_each_sample_of_an_epoch_is_dealt_once_whoever_is_lost_and_when(
         batches = [sampler.batches(batch_size, constant=constant) for sampler in samplers]
         n_batches = len(batches[0])
         k = n_batches if is_last else data.draw(st.integers(0, n_batches))
+        is_ahead = data.draw(st.booleans())
         positions = []
         for sampler, mine in zip(samplers, batches, strict=True):
-            taken, at = position_of(sampler, mine, k)
+            taken, at = position_of(sampler, mine, k, is_ahead)
             seen += [index for batch in taken for index in batch]
             positions.append(at)
         assert all(at == positions[0] for at in positions), "all ranks know the same position"
@@ -53,6 +61,22 @@ def test_each_sample_of_an_epoch_is_dealt_once_whoever_is_lost_and_when(
     if position["epoch"] == 1:
         assert sorted(seen) == list(range(n))
     assert len(set(seen)) == len(seen)
+
+
+def test_a_loss_after_the_end_of_an_epoch_has_been_loaded_takes_no_sample():
+    seen, position = [], {"epoch": 0, "phases": (), "first_size": 5}
+    for size, n_steps in ((5, 3), (4, 7), (3, 1)):
+        positions = []
+        for rank in range(size):
+            sampler = ShardedSampler(203, seed=3, remainder="uneven", rank=rank, size=size)
+            sampler.set_elastic_position(position)
+            taken, at = position_of(sampler, sampler.batches(4), n_steps, is_ahead=True)
+            seen += [index for batch in taken for index in batch]
+            positions.append(at)
+        assert all(at == positions[0] for at in positions)
+        position = positions[0]
+    assert position["epoch"] == 1
+    assert sorted(seen) == list(range(203))
 
 
 @settings(max_examples=60, deadline=None)
