@@ -417,13 +417,6 @@ def test_daemon_workers_of_a_failing_rank_end_with_it(raises):
     wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
-@above_mpi
-def test_a_single_process_needs_no_launcher(tmp_path):
-    code = script("rc.init(); assert rc.size() == 1; print(rc.allreduce(X)[0])")
-    done = run_command([sys.executable, "-c", code], cwd=tmp_path, env=job_environment())
-    assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
-
-
 def test_a_launcher_of_another_kind_is_refused(tmp_path):
     done = run_command(
         [sys.executable, "-c", script("rc.init()")],
@@ -435,13 +428,17 @@ def test_a_launcher_of_another_kind_is_refused(tmp_path):
 
 
 @above_mpi
-def test_ranks_of_torchrun_are_refused_and_their_children_told_what_they_are(tmp_path):
-    """Each would be rank 0 of 1; but a rank of MPI that has torch's variables is none of these."""
+def test_a_process_alone_needs_no_launcher_but_ranks_of_torchrun_are_refused(tmp_path):
+    """Each would be rank 0 of 1; but a rank of MPI that has torch's variables is none of these.
+
+    What a rank's child is told is the same.
+    """
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     body = """
         import os, subprocess
         if "WORLD_SIZE" not in os.environ:
             rc.init()
+            assert (rc.size(), rc.allreduce(X)[0]) == (1, 1.0)
             os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
             child = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
             assert "is a child of the rank" in child.stderr, child.stderr
