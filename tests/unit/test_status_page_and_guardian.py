@@ -290,6 +290,7 @@ EVIDENCE = {
     "exception": ('raise ValueError("boom")', ("own", 1)),
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", ("killed", 137)),
     "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", ("asked", 143)),
+    "abort": ("os.abort()", ("own", 134)),
     "exit in C code": ("import ctypes; ctypes.CDLL(None).exit(14)", ("mpi", 14)),
 }
 
