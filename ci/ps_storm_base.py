@@ -31,14 +31,17 @@ OF_REQUESTS = {
     "snapshot": (FrameKind.ASK, FrameKind.ORDER),
     "saving": (FrameKind.SAVE,),
     "recovering": (FrameKind.ASK, FrameKind.RESTORE, FrameKind.ORDER),
-    "opening": (FrameKind.ASK, FrameKind.ORDER, FrameKind.ANSWER),
+    "opening": (FrameKind.ASK, FrameKind.ORDER),
 }
 OF_COMMANDS = {
-    "moving": (b'"move"', b'"places"', b'"freeze"', b'"drain"', b'"give"', b'"commit"', b'"thaw"'),
+    "moving": (
+        b'"move"', b'"places"', b'"freeze"', b'"drain"', b'"give"', b'"take"', b'"commit"',
+        b'"thaw"',
+    ),
     "snapshot": (b'"snapshot"', b'"end"', b'"stop rounds"', b'"hold"', b'"let go"'),
     "recovering": (b'"recover"', b'"recovered"', b'"make all"'),
     "opening": (b'"open"', b'"make"'),
-}
+}  # fmt: skip
 
 
 def parser(servers, steps):

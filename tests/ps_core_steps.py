@@ -59,7 +59,7 @@ def ask_for_move(core, rank=1):
 def answer(core, tell, content=None):
     """Let a server answer an order; return what follows."""
     member = Member(tell.dest, is_server=True)
-    return core.handle(on.Answered(member, tell.number, content), 0.0)
+    return core.handle(on.Answered(member, tell.step, content), 0.0)
 
 
 def leave(core, worker):

@@ -18,6 +18,7 @@ from ringcomm.ps.control.commands import (
     RETRACT,
     STOP,
     TAKE_PLACE,
+    WITHOUT,
     command_of,
 )
 from ringcomm.ps.placement.replacement_workers import Beginning
@@ -108,13 +109,11 @@ class Server:
             why = self.take_over(message)
             dest = FIRST_SERVER + message["from"]
             self.world.send(self.rank, dest, {**message, "do": "taken", "why": why})
-        elif message["do"] == "taken":
+        else:
             key = message["table"], message["unit"]
             if message["why"]:
                 del self.sent[key, message["part"]]
             self.handle(on.Taken(key, message["part"], message["why"]))
-        else:
-            self.handle(on.Without(message["table"], message["worker"], message["rounds"]))
 
     def on_request(self, request):
         header, content = request.header, request.content
@@ -166,6 +165,8 @@ class Server:
         elif message["what"] == TAKE_PLACE:
             newcomer, begins, beside = content
             self.handle(on.TookPlace(order, newcomer, Beginning.of_json(begins), beside))
+        elif message["what"] == WITHOUT:
+            self.handle(on.Without(*content))
         elif message["what"] == RETRACT:
             self.world.n_returned += 1
             self.handle(on.Retracted(order, content))
@@ -238,10 +239,10 @@ class Server:
     def tell(self, action):
         if not action.is_server:
             content = copy.deepcopy(action.content)
-            order = RankOrder(action.number, action.do, content)
+            order = RankOrder(action.step, action.do, content)
             self.world.send(self.rank, action.dest, order)
             return
-        order = {"number": action.number, "what": action.do, "content": action.content}
+        order = {"number": action.step, "what": action.do, "content": action.content}
         self.world.send_to_server(self, action.dest, {"do": "order", **order})
 
     def step(self, action):
@@ -390,9 +391,6 @@ class Server:
 
     def drop(self, action):
         self.snapshots.pop(action.moment, None)
-
-    def send(self, action):
-        self.world.send_to_server(self, action.server, action.message)
 
     def export(self, action):
         key, part, dest = action

@@ -17,7 +17,14 @@ from ringcomm.ps.control.agreement import OrdersTaken
 from ringcomm.ps.control.commands import COUNT, END, REPLACED
 from ringcomm.ps.end_of_job import EndOfTraining
 from ringcomm.ps.protocol.frame_meta import PushMeta, packed_json
-from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
+from ringcomm.ps.protocol.frames import (
+    CopyOption,
+    EntryOption,
+    FrameHeader,
+    FrameKind,
+    Status,
+    StepOption,
+)
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout, Takeovers
 from ringcomm.ps.server.homes.home_pushes import NoPushes
@@ -174,7 +181,7 @@ class Client(Process):
 
     def send_frame(self, home, header, meta=b"", body=NOTHING):
         if home in self.layout.hosts:
-            header = header._replace(status=home + 1)
+            header = header._replace(home=home + 1)
         self.wire.send(self.layout.rank_of(home), header, meta, body)
 
     def taken(self, home):
@@ -212,11 +219,11 @@ class Client(Process):
 
     # --- commands
     def take_order(self, frame):
-        number, order = frame.header.clock, json.loads(frame.meta)
+        number, order = frame.header.sequence, json.loads(frame.meta)
         is_valid, answer = self.orders.take(number, order["do"], order["content"])
         if is_valid:
-            header = FrameHeader(FrameKind.ANSWER, origin=self.rank, clock=number)
-            self.send_frame(self.layout.leader, header, packed_json(answer))
+            header = FrameHeader(FrameKind.REPLY, origin=self.rank, sequence=number)
+            self.send_frame(self.layout.number_of(frame.header.origin), header, packed_json(answer))
 
     def note_replaced(self, _=None):
         self.n_replaced += 1
@@ -431,6 +438,7 @@ class Net:
         self.heard = defaultdict(set)
         self.dead = []
         self.may_be_lost = False  # the last copy of a home died
+        self.may_differ, self.n_dropped = False, 0  # copies that were given up
         self.acked = defaultdict(Counter)
         self.seen = defaultdict(lambda: np.zeros(BLOCK))  # the most that any worker has read
         self.ranks = {}
@@ -537,6 +545,8 @@ class Net:
         frame = self.channels[pair].popleft()
         if pair[1] in self.dead:
             return
+        header = frame.header
+        self.n_dropped += (header.kind, header.option) == (FrameKind.RECORD, CopyOption.DROP)
         self.ranks[pair[1]].receive(frame)
         self.ranks[pair[1]].look()
 
@@ -583,6 +593,7 @@ class Net:
 
     def require_all(self):
         """Fail unless each request was answered, and all copies have the same values."""
+        assert self.may_differ or not self.n_dropped, "a copy came to differ"
         if self.is_lost:
             assert self.may_be_lost
             return

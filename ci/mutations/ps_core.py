@@ -297,11 +297,11 @@ PS_CORE = [
     Mutation(
         "ps-servers-make-a-table-twice",
         "ps",
-        "ps/control/agreement.py",
-        "            if not member.is_server\n",
-        "",
+        "ps/server/homes/home.py",
+        "header.kind not in (FrameKind.RECORD, FrameKind.REPLY)",
+        "header.kind not in (FrameKind.RECORD, FrameKind.REPLY, FrameKind.ORDER)",
         "if the server that leads dies as a table is opened, others make it again, empty",
-        ("unit/test_ps_agreement.py",),
+        ("unit/test_ps_replication_model.py",),
     ),
     Mutation(
         "ps-pushes-that-wait-move-as-applied",

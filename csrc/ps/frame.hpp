@@ -20,7 +20,7 @@ struct FrameHeader {
   Kind kind;
   Where where;
   std::uint16_t status;
-  std::uint32_t view, origin, letter;
+  std::uint32_t view, origin, home;
   std::uint64_t sequence;
   std::uint32_t table, partition;
   std::int64_t clock;

@@ -247,7 +247,7 @@ bool PipeEndpoint::note_ack(const std::byte* data, std::size_t nbytes) {
   FrameHeader header;
   std::memcpy(&header, data, sizeof header);
   if (header.kind != Kind::reply || header.where != Where::none || header.status != 0 ||
-      header.option != 0)
+      header.home != 0 || header.option != 0)
     return false;
   acks_.push_back({header.sequence, header.clock});
   return true;
@@ -328,7 +328,7 @@ bool PipeEndpoint::forward(HomePushes& home, std::uint32_t source, const Frame& 
   if (is_inline) head.header.where = Where::none;
   FrameHeader record{};
   record.kind = Kind::record;
-  record.status = static_cast<std::uint16_t>(home.number() + 1);
+  record.home = home.number() + 1;
   record.option = static_cast<std::uint32_t>(Copy::push);
   record.sequence = home.next();
   record.n_meta = static_cast<std::uint32_t>(sizeof head) + push.header.n_meta;
@@ -379,7 +379,7 @@ void PipeEndpoint::follow(HomePushes& home, Chunk meta, Chunk body) {
 // False if Python must take it.
 bool PipeEndpoint::carry_out_record(Connection& connection, const Frame& record) {
   const FrameHeader& header = record.header;
-  const auto at = homes_.find(static_cast<std::uint32_t>(header.status) - 1);
+  const auto at = homes_.find(header.home - 1);
   if (at == homes_.end()) return false;
   HomePushes& home = *at->second;
   if (header.option == static_cast<std::uint32_t>(Copy::done)) {
@@ -400,7 +400,7 @@ void PipeEndpoint::report(Connection& primary) {
     if (home->unreported == 0 || !home->follows(primary.mate.rank)) continue;
     FrameHeader record{};
     record.kind = Kind::record;
-    record.status = static_cast<std::uint16_t>(number + 1);
+    record.home = number + 1;
     record.option = static_cast<std::uint32_t>(Copy::done);
     record.sequence = std::exchange(home->unreported, 0);
     const Chunk chunk{&record, sizeof record};

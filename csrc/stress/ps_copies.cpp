@@ -171,7 +171,7 @@ class Server {
   static FrameHeader record_of(Copy option, std::uint64_t sequence, std::uint32_t number) {
     FrameHeader record{};
     record.kind = Kind::record;
-    record.status = static_cast<std::uint16_t>(number + 1);
+    record.home = number + 1;
     record.option = static_cast<std::uint32_t>(option);
     record.sequence = sequence;
     return record;

@@ -262,12 +262,12 @@ class Session:
     def take_order(self, frame: Delivery) -> None:
         """Carry out an order of the server that leads, and answer."""
         order = json.loads(frame.meta)
-        is_valid, answer = self.orders.take(frame.header.clock, order["do"], order["content"])
+        number = frame.header.sequence
+        is_valid, answer = self.orders.take(number, order["do"], order["content"])
         if is_valid:
-            header = FrameHeader(
-                FrameKind.ANSWER, origin=self.engine.job_rank, clock=frame.header.clock
-            )  # fmt: skip
-            self.client.say(self.layout.leader, header, packed_json(answer))
+            header = FrameHeader(FrameKind.REPLY, origin=self.engine.job_rank, sequence=number)
+            leader = self.layout.number_of(frame.header.origin)
+            self.client.say(leader, header, packed_json(answer))
 
     def note_members(self, frame: Delivery) -> None:
         """Another worker, the chief, says who is in the next group of ps.live_workers()."""

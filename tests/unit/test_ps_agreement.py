@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,16 @@ from hypothesis_for_event_orders import hypothesis_settings
 from ps_core_steps import core_of, push
 from ps_simulation import Choices
 
-from ringcomm.ps.control.agreement import Agreement, Do, Member, Order, OrdersTaken, Until
+from ringcomm.errors import RingcommError
+from ringcomm.ps.control.agreement import (
+    Agreement,
+    Do,
+    Member,
+    Order,
+    OrdersGiven,
+    OrdersTaken,
+    Until,
+)
 from ringcomm.ps.control.commands import (
     CLOSING,
     COMMIT,
@@ -104,11 +114,15 @@ class Job:
 
 
 class Leader:
-    """A server that leads, as far as commands go; of copies each has one, and hears the same."""
+    """A server that leads, as far as commands go; of copies each has one, and hears the same.
+
+    send: sends orders, of the one that answers.
+    """
 
     def __init__(self, n, n_losses):
-        self.job = Job(n)
+        self.job, self.send = Job(n), None
         self.agreement = Agreement(self.job, n_losses)
+        self.orders = OrdersGiven(lambda *order: self.send and self.send(*order), n_losses)
 
     def hear(self, what, *more):
         if what == "ask":
@@ -116,18 +130,24 @@ class Leader:
             if request.source not in self.job.left:
                 self.agreement.ask(request, command_of(request.content, request))
         elif what == "answer":
-            self.agreement.answered(*more)
+            self.orders.answered(*more)
         elif what == "gone":
             self.job.left.add(more[0])
+            self.orders.forget(Member(*more))
             self.agreement.lose(Member(*more))
         else:
             self.job.move_lock.moving = None if more[0] else (9, 0)
         return self.carried_out(self.agreement.due())
 
     def carried_out(self, actions):
-        """Carry out the steps of the leader itself; return all other actions."""
+        """Give orders, and carry out the steps of the leader itself; return all other actions."""
         others = []
         for each in actions:
+            if isinstance(each, Tell):
+                member = Member(each.dest, each.is_server)
+                hear = partial(self.agreement.answered, member, each.step)
+                self.orders.give(member, (each.do, each.content), hear)
+                continue
             if not isinstance(each, Step):
                 others.append(each)
                 continue
@@ -176,11 +196,11 @@ class Rank:
         self.world.to_leader[self.rank].append(("ask", request))
 
     def receive(self, message):
-        if isinstance(message, Tell):
-            is_valid, answer = self.orders.take(message.number, message.do, message.content)
+        if not isinstance(message, Reply | Fail):
+            number, order = message
+            is_valid, answer = self.orders.take(number, *order)
             if is_valid:
-                told = "answer", Member(self.rank), message.number, answer
-                self.world.to_leader[self.rank].append(told)
+                self.world.to_leader[self.rank].append(("answer", number, answer))
         elif self.open.pop(message.request.number, None) is not None:
             self.replies.append(message)
 
@@ -206,6 +226,7 @@ class World:
         self.server = OrdersTaken({DROP: self.drop}, lambda: self.n_losses)
         self.dropped = []
         self.leader = Leader(n, lambda: self.n_losses)
+        self.leader.send = self.send_order
 
     def drop(self, table):
         self.dropped.append(table)
@@ -224,14 +245,13 @@ class World:
         self.heard.append((what, *more))
         actions = self.leader.hear(what, *more)
         self.replies |= {each.request: each for each in actions if isinstance(each, Reply | Fail)}
-        self.send(actions)
-
-    def send(self, actions):
         for each in actions:
-            if isinstance(each, Tell):
-                self.to_rank[("server" if each.is_server else each.dest)].append(each)
-            elif isinstance(each, Reply | Fail):
+            if isinstance(each, Reply | Fail):
                 self.to_rank[each.request.source].append(each)
+
+    def send_order(self, member, number, order):
+        dest = "server" if member.is_server else member.number
+        self.to_rank[dest].append((number, order))
 
     def deliver(self):
         busy = [(False, k) for k, channel in self.to_leader.items() if channel]
@@ -244,10 +264,10 @@ class World:
             return True
         message = self.to_rank[key].popleft()
         if key == "server":
-            is_valid, answer = self.server.take(message.number, message.do, message.content)
+            number, order = message
+            is_valid, answer = self.server.take(number, *order)
             if is_valid:
-                told = "answer", Member(1, is_server=True), message.number, answer
-                self.to_leader[key].append(told)
+                self.to_leader[key].append(("answer", number, answer))
         elif key not in self.dead:
             self.ranks[key].receive(message)
         return True
@@ -261,18 +281,19 @@ class World:
         channel.append(("gone", rank))
 
     def kill_leader(self):
-        """Its copy goes on, which has heard the same; what was on its way is lost, but letters."""
-        for key, channel in self.to_rank.items():
-            for _ in range(self.choices.below(len(channel) + 1) if key != "server" else 0):
+        """Its copy goes on, which has heard the same; what was on its way is lost."""
+        for channel in self.to_rank.values():
+            for _ in range(self.choices.below(len(channel) + 1)):
                 channel.pop()
-        for key, channel in self.to_leader.items():
-            kept = [each for each in channel if each[0] == "gone" or key == "server"]
+        for channel in self.to_leader.values():
+            kept = [each for each in channel if each[0] == "gone"]
             channel.clear()
             channel.extend(kept)
         self.leader = Leader(self.n, lambda: self.n_losses)
         for each in self.heard:
             self.leader.hear(*each)
-        self.send(self.leader.agreement.again())
+        self.leader.send = self.send_order
+        self.leader.orders.again()
         for number, rank in self.ranks.items():  # see Client.take_over()
             if number not in self.dead:
                 self.to_leader[number].extend(("ask", each) for each in rank.open.values())
@@ -393,7 +414,7 @@ def told(actions):
 def answer_all(leader, actions, answer=None):
     for each in actions:
         if isinstance(each, Tell):
-            leader.answered(Member(each.dest, each.is_server), each.number, answer)
+            leader.answered(Member(each.dest, each.is_server), each.step, answer)
     return leader.due()
 
 
@@ -403,7 +424,7 @@ def test_the_next_call_after_the_largest_number_is_the_last():
     asked = leader.due()
     assert told(asked) == [(rank, COUNT, None) for rank in range(3)]
     for each, count in zip(asked, (4, 7, 5), strict=True):
-        leader.answered(Member(each.dest), each.number, count)
+        leader.answered(Member(each.dest), each.step, count)
     ended = leader.due()
     assert told(ended) == [*((rank, END, 8) for rank in (0, 1, 2, SPARE)), (EVALUATOR, END, 0)]
     assert answer_all(leader, ended) == [Reply(Asked(0))]
@@ -473,7 +494,7 @@ def test_requests_for_one_command_join_it_and_all_are_answered():
     assert leader.due() == []
     leader.performed(step.key, "")
     dropped = leader.due()
-    assert dropped == [Tell(1, True, 1, DROP, 1)]
+    assert dropped == [Tell(1, True, DROP, 1, 1)]
     assert leader.missing(0) == [(CLOSING, "", [])]
     assert answer_all(leader, dropped) == [Reply(Asked(0)), Reply(Asked(1))]
 
@@ -558,14 +579,23 @@ def test_orders_of_before_a_loss_are_void_and_commands_begin_again():
     leader = Agreement(Job(2), lambda: losses[0])
     leader.ask(Asked(0), Refuse(0))
     sent = leader.due()
+    numbers = []
+    given = OrdersGiven(lambda _, number, __: numbers.append(number), lambda: losses[0])
+    given.give(Member(1, True), REFUSE, None)
+    assert given.awaits_servers
     member = OrdersTaken({REFUSE: refusing.append}, lambda: losses[0])
     losses[0] = 1
-    assert member.take(sent[0].number, REFUSE, 0) == (False, None)
+    assert not given.awaits_servers
+    assert member.take(numbers[0], REFUSE, 0) == (False, None)
+    given.again()
+    given.answered(numbers[0], {"failed": "KeyError"})  # it is void
+    given.give(Member(1), REFUSE, None)
+    assert len(numbers) == 2
     again = leader.due()
     assert told(again) == told(sent)
-    leader.answered(Member(sent[0].dest), sent[0].number, None)
-    assert len(leader.again()) == len(again)
-    assert member.take(again[0].number, REFUSE, 0) == (True, None)
+    leader.answered(Member(sent[0].dest), sent[0].step, None)
+    assert leader.awaits_answers
+    assert member.take(numbers[1], REFUSE, 0) == (True, None)
     assert refusing == [0]
     assert answer_all(leader, again) == [Reply(Asked(0))]
 
@@ -604,15 +634,43 @@ def test_an_order_that_comes_again_is_answered_and_not_carried_out_again():
     assert done == [1, 2, 3]
 
 
-def test_who_goes_on_in_the_place_of_a_leader_sends_what_is_not_answered_in_order():
-    _, leader = agreement(2)
-    leader.ask(Asked(0, 1), Replaced(1))
-    leader.ask(Asked(0, 2), Refuse(0))
-    sent = leader.due()
-    assert leader.awaits_answers
-    leader.answered(Member(sent[0].dest), sent[0].number, None)
-    assert leader.again() == sent[1:]
-    assert leader.state() == (len(sent), [])
+def orders_given():
+    """Return the orders of a server, and what it has sent."""
+    sent = []
+    return OrdersGiven(lambda *each: sent.append(each), lambda: 0), sent
+
+
+def test_who_goes_on_in_the_place_of_another_sends_what_is_not_answered_in_order():
+    given, sent = orders_given()
+    server, heard = Member(1, True), []
+    for member, order in ((Member(1), "a"), (server, "b"), (Member(2), "c"), (server, "d")):
+        given.give(member, order, heard.append)
+    first = [*sent]
+    assert [number for _, number, _ in first] == [1, 2, 3, 4] == [*range(1, given.last + 1)]
+    given.answered(2, "done")
+    given.answered(2, "it comes again")
+    assert heard == ["done"]
+    given.again()
+    assert sent[4:] == [first[0], first[2], first[3]]
+    given.again(1)  # the server, not the rank of that number
+    assert sent[7:] == [first[3]]
+    given.forget(Member(1))
+    assert given.awaits_servers
+    given.forget(server)
+    assert not given.awaits_servers
+    given.again()
+    assert sent[8:] == [first[2]]
+
+
+def test_an_order_whose_answer_nobody_awaits_may_not_go_wrong_unseen():
+    given, _ = orders_given()
+    for number, answer in enumerate((None, {"failed": "KeyError: 7"}), start=1):
+        given.give(Member(1, True), "without", None)
+        if answer is None:
+            given.answered(number, answer)
+            continue
+        with pytest.raises(RingcommError, match=r"cannot carry out without.*KeyError: 7"):
+            given.answered(number, answer)
 
 
 def moment(number=0 << 32 | 1, save_to=None):
@@ -625,7 +683,7 @@ def snapshot_of(leader, job, asked=None):
     stops = leader.due()
     assert [each[1] for each in told(stops)] == [STOP, STOP]
     for each, rounds in zip(stops, ({"1": 4}, {"1": 6, "2": 3}), strict=True):
-        leader.answered(Member(each.dest, True), each.number, rounds)
+        leader.answered(Member(each.dest, True), each.step, rounds)
     holds = leader.due()
     assert told(holds) == [(n, HOLD, [1, None, {1: 6, 2: 3}]) for n in job.server_numbers]
     return holds
@@ -679,8 +737,8 @@ def test_a_moment_that_is_not_whole_is_tried_again_and_refused_in_the_end():
 def test_a_server_without_room_lets_the_snapshot_fail_everywhere():
     job, leader = agreement()
     holds = snapshot_of(leader, job)
-    leader.answered(Member(0, True), holds[0].number, WHOLE)
-    leader.answered(Member(1, True), holds[1].number, failed(MemoryError("no room")))
+    leader.answered(Member(0, True), holds[0].step, WHOLE)
+    leader.answered(Member(1, True), holds[1].step, failed(MemoryError("no room")))
     lets = leader.due()
     assert [each[1] for each in told(lets)] == [LET, LET]
     assert answer_all(leader, lets) == [
@@ -792,7 +850,7 @@ def test_a_partition_moves_between_two_servers_and_all_servers_hear_of_it():
     assert told(orders) == [(0, FREEZE, [key, {}]), (1, FREEZE, [key, {}])]
     assert job.move_lock.moving == key
     for each, clocks in zip(orders, ([[1, 5], [2, 6]], [[1, 4]]), strict=True):
-        leader.answered(Member(each.dest, True), each.number, {**FROZEN, "clocks": clocks})
+        leader.answered(Member(each.dest, True), each.step, {**FROZEN, "clocks": clocks})
     gives = leader.due()
     assert told(gives) == [(0, GIVE, [key, {"moves": [(0, 1)]}])]
     commits = answer_all(leader, gives, give([[0, 1]]))
@@ -807,7 +865,7 @@ def test_a_partition_moves_between_two_servers_and_all_servers_hear_of_it():
 def test_servers_in_different_rounds_go_as_far_as_any_before_they_give():
     _, leader, orders = ask_for_moves((1, 0))
     for each, at in zip(orders, ([3, True], [4, False]), strict=True):
-        leader.answered(Member(each.dest, True), each.number, {**FROZEN, "at": at})
+        leader.answered(Member(each.dest, True), each.step, {**FROZEN, "at": at})
     drains = leader.due()
     assert [(each[0], each[1], each[2][1]) for each in told(drains)] == [
         (0, DRAIN, {"at": (4, False)}), (1, DRAIN, {"at": (4, False)})
@@ -950,18 +1008,6 @@ def test_the_leader_moves_what_it_wants_though_nobody_has_asked():
     commits = move_on(leader, leader.due(), give([[0, 1]]))
     assert end_move(leader, commits) == []
     assert not leader.is_running
-
-
-def test_orders_to_servers_are_not_sent_again():
-    """They are not lost, and carried out once: a table that is made twice is empty again."""
-    job, leader = agreement()
-    leader.ask(Asked(0), Close(2))
-    leader.ask(Asked(1), Close(2))
-    (step,) = leader.due()
-    leader.performed(step.key, "")
-    assert told(leader.due()) == [(1, DROP, 2)]
-    assert leader.again() == []
-    del job
 
 
 def test_a_command_goes_on_once_the_leader_has_carried_out_its_own_step():

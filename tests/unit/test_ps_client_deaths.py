@@ -257,10 +257,9 @@ def test_a_round_whose_workers_are_all_dead_ends_without_an_update():
     assert enter(core, 1, 0)
     assert not enter(core, 2, 0)
     sent = core.handle(on.Died(1), 0.0)
-    assert names(sent) == ["Send", "Send"]  # to both servers
-    message = sent[0].message
-    assert (message["worker"], message["rounds"]) == (1, [0])
-    (end,) = core.handle(on.Without(1, 1, message["rounds"]), 0.0)
+    assert names(sent) == ["Tell", "Tell"]  # to both servers
+    assert sent[0].content == [1, 1, [0]]
+    (end,) = core.handle(on.Without(*sent[0].content), 0.0)
     assert (end.number, [*end.contributions], end.drops) == (1, [], True)
 
 

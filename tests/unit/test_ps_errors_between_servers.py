@@ -12,6 +12,7 @@ from ringcomm.ps.job import session
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.server import catalog as opening
+from ringcomm.ps.server.core.migration import Migration
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.partition_transfer import Transfer
 from ringcomm.ps.server.rows.hash_shard import Shard
@@ -184,7 +185,7 @@ def test_a_defect_between_servers_ends_the_job(monkeypatch):
     def broken(*_):
         raise KeyError("lost")
 
-    monkeypatch.setattr(Transfer, "taken", broken)
+    monkeypatch.setattr(Migration, "_taken", broken)
 
     def body(rank):
         t = ps.table("w", 10, updater=ps.optim.Add())
@@ -193,4 +194,4 @@ def test_a_defect_between_servers_ends_the_job(monkeypatch):
     results = run_all(1, body, 2)
     assert isinstance(results[0], rc.PeerFailedError)
     told = [str(each) for each in results]
-    assert all("MOVE/SERVERS" in each and "KeyError: 'lost'" in each for each in told), told
+    assert all("with REPLY" in each and "KeyError: 'lost'" in each for each in told), told

@@ -10,6 +10,7 @@ from ringcomm.ps.checkpoint.server import Store
 from ringcomm.ps.protocol.frame_meta import FORGET, LOOK, PREPARE, packed_json
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status
 from ringcomm.ps.protocol.link import Delivery
+from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.replies import NOTHING, Replies
 
 CLIENT = 5
@@ -33,7 +34,7 @@ def wire():
 
 @pytest.fixture
 def store(wire):
-    return Store(0, None, {}, Replies(wire, 0))
+    return Store(0, None, {}, Replies(wire, Layout((1,), (0,), ()), 0))
 
 
 @pytest.fixture

@@ -396,7 +396,7 @@ def test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers
     assert core.tables == {}
     (make,) = core.handle(on.StepDone(step.key, ""), 0.0)
     assert (make.dest, make.do, make.content) == (1, MAKE_ALL, [[], []])
-    replies = core.handle(on.Answered(Member(1, is_server=True), make.number, ""), 0.0)
+    replies = core.handle(on.Answered(Member(1, is_server=True), make.step, ""), 0.0)
     assert [each.request.source for each in replies] == [1, 2, 2]
     assert {str(each.content) for each in replies} == {
         "{'servers': (0, 1), 'tables': [], 'taken': []}"
@@ -451,7 +451,7 @@ def test_who_follows_waits_for_a_recovery_that_has_begun_and_its_tables_stay():
     for number, name in ((2, "w"), (3, "other")):
         core.add_table(ServedTable(number, name, Mode("sync"), True, [0]))
     (make,) = core.handle(on.StepDone(step.key, ""), 0.0)
-    core.handle(on.Answered(Member(1, is_server=True), make.number, ""), 0.0)
+    core.handle(on.Answered(Member(1, is_server=True), make.step, ""), 0.0)
     go_on(core, 1, {"manifest": {"step": 2}})
     assert core.tables[2].openers == {9}
     assert core.tables[3].openers == set()

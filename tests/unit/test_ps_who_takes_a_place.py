@@ -3,6 +3,7 @@
 import copy
 import json
 from collections import Counter, deque
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis_for_event_orders import hypothesis_settings
 from ps_simulation import Choices
 from ps_simulation_message_types import Request
 
-from ringcomm.ps.control.agreement import Agreement, Member, OrdersTaken
+from ringcomm.ps.control.agreement import Agreement, Member, OrdersGiven, OrdersTaken
 from ringcomm.ps.control.commands import (
     BEGIN,
     HOW_FAR,
@@ -104,7 +105,7 @@ def answer(leader, actions, content=None, of=None):
         if isinstance(each, Tell):
             other = of is not None and each.dest != of
             leader.answered(
-                Member(each.dest, each.is_server), each.number, None if other else content
+                Member(each.dest, each.is_server), each.step, None if other else content
             )
     return leader.due()
 
@@ -144,10 +145,9 @@ def test_one_comes_after_the_other_and_knows_who_came_before():
     job, leader = places()
     stand_by(leader, 51)
     stand_by(leader, 50)
-    for rank in (1, 2):
-        asks = die(job, leader, rank)
-    assert told(asks) == []
-    answer(leader, leader.again())
+    asks = die(job, leader, 1)
+    assert told(die(job, leader, 2)) == []
+    answer(leader, asks)
     takes = here(leader, newcomer=50)
     job.newcomers.take(takes[0].content[0], Beginning(4, {}))
     asks = answer(leader, answer(leader, answer(leader, takes)))
@@ -190,7 +190,7 @@ def test_where_no_worker_lives_a_newcomer_begins_behind_all():
     assert asks[0].content == [1, 0]
     for each, clock in zip(asks, (3, 4), strict=True):
         begins = {"begins": [clock, [(7, 9 - clock)]]}
-        leader.answered(Member(each.dest, True), each.number, begins)
+        leader.answered(Member(each.dest, True), each.step, begins)
     assert leader.due()[0].content[1:] == [[4, [(7, 6)]], -1]
 
 
@@ -199,8 +199,8 @@ def test_no_place_is_given_once_a_server_knows_that_a_worker_has_left():
     job, leader = places(1)
     stand_by(leader)
     asks = die(job, leader, 0)
-    leader.answered(Member(0, True), asks[0].number, {"begins": [0, []]})
-    leader.answered(Member(1, True), asks[1].number, {"begins": None})
+    leader.answered(Member(0, True), asks[0].step, {"begins": [0, []]})
+    leader.answered(Member(1, True), asks[1].step, {"begins": None})
     over = leader.due()
     assert [(each.request.source, each.content) for each in over] == [(50, None)]
     assert job.newcomers.is_ending
@@ -293,8 +293,9 @@ class Leader:
     """The server that leads; of copies each has one, and hears the same."""
 
     def __init__(self, n, spares):
-        self.job = Job(n, spares)
+        self.job, self.send = Job(n, spares), None
         self.agreement = Agreement(self.job, lambda: 0)
+        self.orders = OrdersGiven(lambda *order: self.send and self.send(*order), lambda: 0)
         self.job.asks = lambda: {
             each.request.source: each.command.evaluates for each in self.agreement.asked(StandBy)
         }
@@ -303,21 +304,27 @@ class Leader:
         if what == "ask" and more[0].source not in self.job.left:
             self.agreement.ask(more[0], command_of(more[0].content, more[0]))
         elif what == "answer":
-            self.agreement.answered(*more)
+            self.orders.answered(*more)
         elif what == "gone":
             self.job.die(*more)
+            self.orders.forget(Member(*more))
             self.agreement.lose(Member(*more))
         return self.carried_out(self.agreement.due())
 
     def carried_out(self, actions):
-        """Carry out the orders for this server itself; return all others."""
+        """Give orders, and carry out those for this server itself; return all other actions."""
         others = []
         for each in actions:
-            if not (isinstance(each, Tell) and each.is_server and each.dest == 0):
+            if not isinstance(each, Tell):
                 others.append(each)
                 continue
+            member = Member(each.dest, each.is_server)
+            if member != Member(0, True):
+                hear = partial(self.agreement.answered, member, each.step)
+                self.orders.give(member, (each.do, each.content), hear)
+                continue
             made = carry_out(self.job.newcomers, self.job.left, each.do, each.content)
-            self.agreement.answered(Member(0, True), each.number, made)
+            self.agreement.answered(member, each.step, made)
         return others + self.carried_out(self.agreement.due()) if actions else others
 
     def copied(self):
@@ -326,6 +333,7 @@ class Leader:
         made.job.left = {*self.job.left}
         made.job.newcomers.load(json.loads(json.dumps(self.job.newcomers.state())))
         made.agreement.load(self.agreement.state())
+        made.orders.last = self.orders.last
         for each in self.agreement.asked():
             assert made.hear("ask", each.request) == []
         return made
@@ -393,11 +401,11 @@ class Rank:
                 self.say(newcomer)
 
     def receive(self, message):
-        if isinstance(message, Tell):
-            is_valid, answer = self.orders.take(message.number, message.do, message.content)
+        if not isinstance(message, Reply | Fail):
+            number, order = message
+            is_valid, answer = self.orders.take(number, *copy.deepcopy(order))
             if is_valid:
-                told = "answer", Member(self.rank), message.number, answer
-                self.world.to_leader[self.rank].append(told)
+                self.world.to_leader[self.rank].append(("answer", number, answer))
         elif (request := self.open.pop(message.request.header.sequence, None)) is not None:
             if request.content["command"] == "stand by":
                 self.place = message.content and message.content["place"]
@@ -422,6 +430,7 @@ class World:
             lambda: 0,
         )
         self.leader, self.copy = Leader(n, self.spares), Leader(n, self.spares)
+        self.leader.send = self.send_order
         for rank in self.spares:
             self.ranks[rank].ask("stand by", evaluates=False)
 
@@ -451,14 +460,11 @@ class World:
             if isinstance(each, Reply | Fail):
                 request = each.request
                 self.replies[request.source, request.header.sequence] = each
-        self.send(actions)
-
-    def send(self, actions):
         for each in actions:
-            if isinstance(each, Tell):
-                self.to_rank["server" if each.is_server else each.dest].append(each)
-            else:
-                self.to_rank[each.request.source].append(each)
+            self.to_rank[each.request.source].append(each)
+
+    def send_order(self, member, number, order):
+        self.to_rank["server" if member.is_server else member.number].append((number, order))
 
     def deliver(self):
         busy = [(False, key) for key, channel in self.to_leader.items() if channel]
@@ -471,8 +477,9 @@ class World:
             return True
         message = self.to_rank[key].popleft()
         if key == "server":
-            _, answer = self.server.take(message.number, message.do, message.content)
-            self.to_leader[key].append(("answer", Member(1, True), message.number, answer))
+            number, order = message
+            _, answer = self.server.take(number, *copy.deepcopy(order))
+            self.to_leader[key].append(("answer", number, answer))
         elif key not in self.dead:
             self.ranks[key].receive(message)
         return True
@@ -487,15 +494,16 @@ class World:
 
     def kill_leader(self):
         """Its copy goes on, which has heard the same; a new copy is made once that can be."""
-        for key, channel in self.to_rank.items():
-            for _ in range(self.choices.below(len(channel) + 1) if key != "server" else 0):
+        for channel in self.to_rank.values():
+            for _ in range(self.choices.below(len(channel) + 1)):
                 channel.pop()
-        for key, channel in self.to_leader.items():
-            kept = [each for each in channel if each[0] == "gone" or key == "server"]
+        for channel in self.to_leader.values():
+            kept = [each for each in channel if each[0] == "gone"]
             channel.clear()
             channel.extend(kept)
         self.leader = self.copy
-        self.send(self.leader.agreement.again())
+        self.leader.send = self.send_order
+        self.leader.orders.again()
         for number, rank in self.ranks.items():
             if number not in self.dead:
                 self.to_leader[number].extend(("ask", each) for each in rank.open.values())

@@ -665,8 +665,7 @@ class Client:
 
     def say(self, home: int, header: FrameHeader, meta: bytes = b"") -> None:
         """Send a frame that gets no reply to a home, wherever it runs; called in the loop."""
-        header = header._replace(status=home + 1 if home in self.layout.hosts else 0)
-        self.link.send(self.layout.rank_of(home), header, meta)
+        self.link.send(self.layout.rank_of(home), header._replace(home=home + 1), meta)
 
     def _confirm_moves(self) -> None:
         for partition, epoch in self.owners.take_confirmed():

@@ -3,29 +3,33 @@
 | message | from -> to | the receiver |
 |---|---|---|
 | request | a rank -> leader | begins a command, or joins that of its key; replies when it is over |
-| ORDER n | leader -> rank, or server | carries it out once, and answers |
-| ANSWER n | to the leader | goes on with the command once all have answered who live |
+| order | leader -> rank, or server | carries it out once, and answers |
+| answer | to the leader | goes on with the command once all have answered who live |
 
 A command is a script (commands.py): a generator that yields orders, and gets the answers. So each
 reads from its first order to its last, and none of them knows of deaths: lose() is the one place
 where those count. Commands run side by side; one that must not waits in Until.
 
-Both copies of a leader run the same scripts, for they hear the same in the same order. The one that
-goes on in the place of the other sends the orders again that are not answered: again(). If a server
-is lost of which there is no copy, all begin anew. Orders of before are void everywhere, for their
-numbers begin with the number of losses; commands about tables are dropped, without a reply: who has
-asked for them fails by itself, as it hears of the loss. Other commands run again from the start.
+An order is a request, as those of clients: see OrdersGiven. Both copies of a leader run the same
+scripts, for they hear the same in the same order. The one that goes on in the place of the other
+sends the orders again that are not answered. If a server is lost of which there is no copy, all
+begin anew. Orders of before are void everywhere, for their numbers begin with the number of losses;
+commands about tables are dropped, without a reply: who has asked for them fails by itself, as it
+hears of the loss. Other commands run again from the start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from ringcomm.errors import RingcommError
 from ringcomm.ps.server.core.actions import Action, CoreRequest, Fail, Reply, Step, Tell
 
-_NUMBERS: Final = 32  # bits of a number of an order, below the number of losses
+T = TypeVar("T")
+
+_NUMBERS: Final = 32  # bits of the number of an order, below the number of losses
 _KEPT: Final = 64  # answers of a member, for orders that come again; a leader awaits fewer
 
 
@@ -114,7 +118,8 @@ class _Running:
     asked: list[Asked]
     until: Callable[[], bool] | None = None
     performs: bool = False  # the leader does something itself
-    orders: dict[Member, tuple[int, str, Any]] = field(default_factory=dict)  # not answered
+    step: int = 0  # of which answers are awaited
+    orders: set[Member] = field(default_factory=set)  # who has not answered
     answers: Answers = field(default_factory=dict)
     given: Any = None  # to the script, with which it goes on
 
@@ -134,7 +139,7 @@ class Agreement:
     def __init__(self, job: Any, n_losses: Callable[[], int]) -> None:
         self._job, self._n_losses = job, n_losses
         self._running: dict[Hashable, _Running] = {}
-        self._last = 0  # number of the last order
+        self._n_steps = 0  # of all commands, in which members got orders
         self._gone: set[Member] = set()
         self._n_known = n_losses()
 
@@ -153,10 +158,10 @@ class Agreement:
             running = self._running[command.key] = _Running(command, script, all_asked)
         running.asked += asked
 
-    def answered(self, member: Member, number: int, answer: Any) -> None:
+    def answered(self, member: Member, step: int, answer: Any) -> None:
         for running in self._running.values():
-            if running.orders.get(member, (0,))[0] == number:
-                del running.orders[member]
+            if running.step == step and member in running.orders:
+                running.orders.discard(member)
                 running.answers[member] = answer
 
     def performed(self, key: Hashable, why_not: str) -> None:
@@ -168,7 +173,7 @@ class Agreement:
         """Wait no more for a member, which has left, or died."""
         self._gone.add(member)
         for running in self._running.values():
-            running.orders.pop(member, None)
+            running.orders.discard(member)
             running.asked[:] = [
                 each for each in running.asked if member != Member(each.request.source)
             ]
@@ -188,21 +193,6 @@ class Agreement:
         if any(each.performs for each in self._running.values()):
             return None
         return next((key for key, each in self._running.items() if each.is_due), None)
-
-    def again(self) -> list[Action]:
-        """Return the orders to ranks that are not answered: who sent them may have died before.
-
-        Those to servers are not lost: see ringcomm.ps.server.homes.replication.Letters.
-        """
-        orders = [
-            (number, member, do, content)
-            for running in self._running.values()
-            for member, (number, do, content) in running.orders.items()
-            if not member.is_server
-        ]
-        return [
-            Tell(*member, number, do, content) for number, member, do, content in sorted(orders)
-        ]
 
     def _begin_anew(self) -> None:
         """Take note that a server was lost: members take no more orders of before."""
@@ -255,12 +245,12 @@ class Agreement:
             found.append((what, table, ranks))
         return found
 
-    def state(self) -> tuple[int, list[Member]]:
+    def state(self) -> list[Member]:
         """Return what a copy is to know beside the requests, which ask there anew."""
-        return self._last, sorted(self._gone)
+        return sorted(self._gone)
 
-    def load(self, state: tuple[int, Iterable[Iterable[Any]]]) -> None:
-        self._last, self._gone = state[0], {Member(*each) for each in state[1]}
+    def load(self, state: Iterable[Iterable[Any]]) -> None:
+        self._gone = {Member(*each) for each in state}
 
     # --- a command ------------------------------------------------------------------------------
     def _advance(self, key: Hashable, running: _Running) -> list[Action]:
@@ -288,16 +278,82 @@ class Agreement:
 
     def _send(self, running: _Running, order: Order) -> list[Action]:
         tell: list[Action] = []
+        self._n_steps += 1
+        running.step = self._n_steps
         running.answers = running.given = {}
         if (is_enough := order.until) is not None:
             running.until = lambda: not running.orders or is_enough()
         for member, content in order.to.items():
-            if member in self._gone:
-                continue
-            self._last = max(self._last, self._n_losses() << _NUMBERS) + 1
-            running.orders[member] = self._last, order.do, content
-            tell.append(Tell(*member, self._last, order.do, content))
+            if member not in self._gone:
+                running.orders.add(member)
+                tell.append(Tell(*member, order.do, content, running.step))
         return tell
+
+
+class _Given(NamedTuple, Generic[T]):
+    member: Member
+    order: T
+    then: Callable[[Any], None] | None
+
+
+class OrdersGiven(Generic[T]):
+    """The orders of a server, to other servers and to ranks, that are not answered yet.
+
+    A server asks as clients do: its orders have ascending numbers, and are sent again to who goes
+    on in the place of one that died, or by who does. So each is carried out once, whoever dies: see
+    OrdersTaken, and ringcomm.ps.server.homes.replication.Answers. Both copies of a server give the
+    same ones. Those from before a loss are void.
+
+    Args:
+        send: sends a member an order of that number.
+        n_losses: returns how many servers were lost.
+
+    Attributes:
+        last: the number of the last one.
+    """
+
+    def __init__(self, send: Callable[[Member, int, T], None], n_losses: Callable[[], int]) -> None:
+        self._send, self._n_losses = send, n_losses
+        self.last = 0
+        self._given: dict[int, _Given[T]] = {}  # by number, ascending
+
+    def give(self, member: Member, order: T, then: Callable[[Any], None] | None) -> None:
+        """Give a member an order; then: gets its answer; None: it is none unless all is wrong."""
+        self._drop_void()
+        self.last = max(self.last, self._n_losses() << _NUMBERS) + 1
+        self._given[self.last] = _Given(member, order, then)
+        self._send(member, self.last, order)
+
+    def _drop_void(self) -> None:
+        if self.last >> _NUMBERS < self._n_losses():
+            self._given.clear()
+
+    def answered(self, number: int, answer: Any) -> None:
+        self._drop_void()
+        given = self._given.pop(number, None)
+        if given is None:  # it is answered again, or void
+            return
+        if given.then is not None:
+            given.then(answer)
+        elif answer is not None:
+            who = f"{'server' if given.member.is_server else 'rank'} {given.member.number}"
+            raise RingcommError(f"{who} cannot carry out {given.order}: {answer}")
+
+    def again(self, server: int | None = None) -> None:
+        """Send what is not answered again: to a server, which goes on elsewhere; or to all."""
+        self._drop_void()
+        for number, given in self._given.items():
+            if server is None or given.member == Member(server, is_server=True):
+                self._send(given.member, number, given.order)
+
+    def forget(self, member: Member) -> None:
+        """Await nothing of a member that is gone."""
+        self._given = {n: each for n, each in self._given.items() if each.member != member}
+
+    @property
+    def awaits_servers(self) -> bool:
+        self._drop_void()
+        return any(each.member.is_server for each in self._given.values())
 
 
 class OrdersTaken:

@@ -68,6 +68,8 @@ GIVE: Final = "give"
 COMMIT: Final = "commit"
 THAW: Final = "thaw"
 HOW_FAR: Final = "how far"
+TAKE: Final = "take"
+WITHOUT: Final = "without"
 TAKE_PLACE: Final = "take a place"
 RETRACT: Final = "retract"
 

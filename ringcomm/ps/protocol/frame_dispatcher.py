@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.protocol.frames import FrameKind, OrderOption, StepOption
+from ringcomm.ps.protocol.frames import FrameKind, StepOption
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -106,19 +106,14 @@ class FrameDispatcher:
 
     def _take(self, deliveries: list[Delivery]) -> bool:
         for delivery in deliveries:
-            if delivery.header.kind == FrameKind.REPLY:
+            header = delivery.header
+            if header.kind == FrameKind.REPLY and not header.home:
                 assert self.client is not None
                 self.client.on_reply(delivery)
-            elif (
-                delivery.header.kind == FrameKind.MOVE
-                and delivery.header.option == StepOption.NOTICE
-            ):
+            elif header.kind == FrameKind.MOVE and header.option == StepOption.NOTICE:
                 assert self.client is not None
                 self.client.on_notice(delivery)
-            elif (take := self.takes.get(delivery.header.kind)) is not None and not (
-                delivery.header.kind == FrameKind.ORDER
-                and delivery.header.option == OrderOption.SERVER
-            ):
+            elif not header.home and (take := self.takes.get(header.kind)) is not None:
                 take(delivery)
             else:
                 assert self.server is not None
@@ -140,5 +135,5 @@ class FrameDispatcher:
         return self.link.is_streaming
 
     def place_for(self, header: FrameHeader) -> Bytes | None:
-        is_reply = header.kind == FrameKind.REPLY and self.client is not None
+        is_reply = header.kind == FrameKind.REPLY and not header.home
         return self.client.place_for(header) if is_reply and self.client is not None else None

@@ -46,8 +46,7 @@ class FrameKind(IntEnum):
     ENTER = 20  # rounds of ps.FirstOf(k), see ringcomm.ps.client.first_of
     PULLS = 21  # of several hash tables, see ringcomm.ps.client.rows.pull_many
     MISSING = 22  # for which workers do requests of the sender wait?
-    ORDER = 23  # the server that leads: see ringcomm.ps.control.agreement
-    ANSWER = 24  # to that server
+    ORDER = 23  # a server asks another, or a rank; see ringcomm.ps.control.agreement
     RECORD = 26  # between the copies of a home, see Copy
     HOMES = 27  # a server to all: a rank died, and these homes run here; of some there are copies
     MEMBERS = 29  # the chief to workers: who is in the next group of ps.live_workers()
@@ -56,7 +55,6 @@ class FrameKind(IntEnum):
 class StepOption(IntEnum):
     """The option of a frame of FrameKind.MOVE. See ringcomm.ps.server.core.migration."""
 
-    SERVERS = 1  # between servers
     NOTICE = 2
     NOTED = 3
     SETTLE = 4  # a client asks for a reply once nothing moves
@@ -67,7 +65,6 @@ class CopyOption(IntEnum):
 
     FOLLOW = 0  # to the follower: carry out the frame that is within
     DONE = 1  # to the primary: carried out, up to this one
-    CONFIRM = 2  # to another home: its message was carried out
     DIED = 3  # within: a rank died
     TIME = 4  # within: time has passed
     NAME = 5  # within: the name of the job
@@ -88,18 +85,10 @@ class EntryOption(IntEnum):
     OUT = 3
 
 
-class OrderOption(IntEnum):
-    """The option of a frame of FrameKind.ORDER or FrameKind.ANSWER: who gets the order."""
-
-    RANK = 0
-    SERVER = 1  # of that address, wherever it runs
-
-
 _ONE_WAY: Final = frozenset(
     (
+        FrameKind.REPLY,
         FrameKind.REPORT,
-        FrameKind.ORDER,
-        FrameKind.ANSWER,
         FrameKind.RECORD,
         FrameKind.HOMES,
         FrameKind.MEMBERS,
@@ -130,13 +119,13 @@ class FrameHeader(NamedTuple):
     Attributes:
         kind: see Kind.
         where: see Where.
-        status: of a reply, see Status; of a frame for a home that does not run where it began, or
-            that a home sends: 1 + the number of the home that it is for; else 0.
+        status: of a reply, see Status.
         view: of a request for a partition: its epoch, see
             ringcomm.ps.server.core.migration; of a reply: the request's.
         origin: rank of the job that sends the request, or the reply.
-        letter: of a message between homes: its number; else 0.
-        sequence: of a request: ascending per rank; of a reply: the request's.
+        home: 1 + the number of the server that it is for, wherever that runs; 0: it is for the rank
+            itself, or the server that began there.
+        sequence: of a request: ascending per rank, or server; of a reply: the request's.
         table: number of the table.
         partition: which part of it.
         clock: of the worker: steps it has completed; of a reply: rounds, or the version.
@@ -151,7 +140,7 @@ class FrameHeader(NamedTuple):
     status: int = 0
     view: int = 0
     origin: int = 0
-    letter: int = 0
+    home: int = 0
     sequence: int = 0
     table: int = 0
     partition: int = 0
@@ -180,10 +169,10 @@ class Frame(NamedTuple):
 RequestHeader = tuple[int, int, int, int, int, int, int, int, int]
 
 
-def header_of_request(header: RequestHeader, status: int = 0) -> FrameHeader:
+def header_of_request(header: RequestHeader, home: int = 0) -> FrameHeader:
     kind, view, origin, sequence, table, part, clock, option, place = header
     return FrameHeader(
-        kind, 0, status, view, origin, 0, sequence, table, part, clock, 0, option, place
+        kind, 0, 0, view, origin, home, sequence, table, part, clock, 0, option, place
     )
 
 

@@ -1,4 +1,4 @@
-"""Sends partitions to other servers, installs those that arrive; see core.migration."""
+"""Packs partitions for other servers, installs those that arrive; see core.migration."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringcomm.ps.partition_state import PartitionState
-from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import INLINE_MAX, FrameHeader, FrameKind, StepOption
+from ringcomm.ps.protocol.frames import INLINE_MAX
 from ringcomm.ps.server.dense.block import BlockTraffic
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.rows.row_partition import RowsPartition
@@ -18,51 +17,30 @@ from ringcomm.ps.server.rows.row_partition import RowsPartition
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.wire import Wire
-    from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.catalog import Catalog
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.core.core import Core
-    from ringcomm.ps.server.replies import Replies
     from ringcomm.ps.server.rows.hash_shard import Shard
 
 
 class Transfer:
-    """Sends partitions of one server, and installs those that come.
+    """Packs partitions of one server, and installs those that come.
 
     Args:
-        layout: who is who.
         core: decides.
         catalog: what there is.
         link: the wire.
-        replies: sends frames.
         memory: returns memory that others on this node map.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        core: Core,
-        catalog: Catalog,
-        *,
-        link: Wire,
-        replies: Replies,
-        memory: Callable[[int], Bytes],
+        self, core: Core, catalog: Catalog, *, link: Wire, memory: Callable[[int], Bytes]
     ) -> None:
-        self._layout, self._core, self._catalog = layout, core, catalog
-        self._link, self._replies, self._memory = link, replies, memory
-        self._sent: dict[tuple[int, int], Bytes] = {}  # until taken, by table and partition
+        self._core, self._catalog = core, catalog
+        self._link, self._memory = link, memory
         self._retired: dict[tuple[Key, int], Bytes] = {}  # what clients may still be reading
 
     # --- the source -----------------------------------------------------------------------------
-    def send(self, key: Key, part: int, dest: int) -> None:
-        """Send a copy of a partition to a server. Raises MemoryError."""
-        rank = self._layout.address_of(dest)
-        body = self.staged(self.state_of(key, part).packed(), rank)
-        self._sent[key[0], part] = body
-        message = {"do": "take", "table": key[0], "unit": key[1], "part": part}
-        header = FrameHeader(FrameKind.MOVE, option=StepOption.SERVERS)
-        self._replies.send(rank, header, packed_json(message), body)
-
     def state_of(self, key: Key, part: int) -> PartitionState:
         """Return a copy of a partition, as put() takes it."""
         contents = self._catalog.contents[key[0]]
@@ -101,10 +79,6 @@ class Transfer:
         body = self._memory(nbytes) if is_shared else np.empty(nbytes, np.uint8)
         return np.concatenate(pieces, out=body)
 
-    def taken(self, table: int, part: int) -> None:
-        """Free the copy of a partition that was sent, and is installed."""
-        self._sent.pop((table, part), None)
-
     def retire(self, key: Key, epoch: int) -> None:
         """Remove a dense partition, but keep its memory, which clients may still read."""
         part = self._catalog.contents[key[0]].parts.pop(key[1])
@@ -114,7 +88,6 @@ class Transfer:
         self._retired.pop((key, epoch), None)
 
     def clear(self) -> None:
-        self._sent.clear()
         self._retired.clear()
 
     def forget(self, key: Key, part: int) -> None:
@@ -124,15 +97,16 @@ class Transfer:
         shard.held.drop(part)
 
     # --- the destination ------------------------------------------------------------------------
-    def install(self, message: dict[str, Any], body: Bytes) -> str:
+    def install(self, number: int, part: int, body: Bytes) -> str:
         """Install a partition that was sent; return why that cannot be, or nothing."""
-        number, part = message["table"], message["part"]
-        shard = self._catalog.contents[number].shard
+        contents = self._catalog.contents.get(number)
+        if contents is None:
+            return f"has no table {number}"  # any more: a server died
         try:
             self.put(number, part, PartitionState.unpacked(body))
         except Exception as error:  # noqa: BLE001 - it stays where it was; the caller gets the error
-            if shard is not None:
-                shard.disown(part)
+            if contents.shard is not None:
+                contents.shard.disown(part)
             return f"cannot take it: {type(error).__name__}: {error}"
         return ""
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import RingcommError
 from ringcomm.ps.checkpoint.server import Store
+from ringcomm.ps.control.agreement import Member, OrdersGiven
+from ringcomm.ps.control.commands import TAKE
 from ringcomm.ps.protocol.frame_meta import ASSIGN, INITIAL, flags_of, packed_json, packed_owners
 from ringcomm.ps.protocol.frames import (
     EntryOption,
     FrameHeader,
     FrameKind,
-    OrderOption,
     Status,
     StepOption,
 )
@@ -23,7 +24,7 @@ from ringcomm.ps.server.core.core import Core
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.dense.requests import DenseRequests
 from ringcomm.ps.server.partition_transfer import Transfer
-from ringcomm.ps.server.replies import Replies
+from ringcomm.ps.server.replies import NOTHING, Replies
 from ringcomm.ps.server.rows.requests import RowRequests
 from ringcomm.ps.server.snapshots import Snapshots
 from ringcomm.ps.server.user_functions import Calls, Function
@@ -55,6 +56,7 @@ class ActionPerformer:
         core: decides.
         catalog: the tables.
         replies: sends answers.
+        orders: those that it has given.
         snapshots: that are held for pulls.
         store: what is held for checkpoints.
         transfer: partitions on their way.
@@ -73,7 +75,8 @@ class ActionPerformer:
         self._monotonic = clock.monotonic
         self._index, self._layout, self._link = index, layout, link
         self.core = core = Core(index, lambda: layout)
-        self.replies = replies = Replies(link, layout.address_of(index))
+        self.replies = replies = Replies(link, layout, index)
+        self.orders = OrdersGiven(replies.order, lambda: layout.n_losses)
         self.catalog = Catalog(
             index,
             layout,
@@ -83,9 +86,7 @@ class ActionPerformer:
             perform=self.perform,
             time_of_rows=clock.time,
         )
-        self.transfer = Transfer(
-            layout, core, self.catalog, link=link, replies=replies, memory=memory
-        )
+        self.transfer = Transfer(core, self.catalog, link=link, memory=memory)
         self.snapshots = Snapshots(memory)
         self.store = Store(index, core, self.catalog.contents, replies)
         self.catalog.on_forget = self.store.forget
@@ -116,7 +117,6 @@ class ActionPerformer:
             do.Free: lambda a: self.transfer.free(a.key, a.epoch),
             do.Take: self._take,
             do.Drop: self._drop,
-            do.Send: lambda a: self.send_to_server(a.server, a.message),
             do.Export: self._export,
             do.Forget: lambda a: self.transfer.forget(a.key, a.part),
             do.Moved: self.catalog.note_moved,
@@ -292,16 +292,14 @@ class ActionPerformer:
         if not action.keeps_copies:
             self.store.drop(action.moment)
 
-    def send_to_server(self, server: int, message: dict[str, Any]) -> None:
-        header = FrameHeader(FrameKind.MOVE, option=StepOption.SERVERS)
-        self.replies.send(self._layout.address_of(server), header, packed_json(message))
-
     def _tell(self, action: do.Tell) -> None:
-        option = OrderOption.SERVER if action.is_server else OrderOption.RANK
-        dest = self._layout.address_of(action.dest) if action.is_server else action.dest
-        header = FrameHeader(FrameKind.ORDER, clock=action.number, option=option)
-        content = {"do": action.do, "content": action.content}
-        self.replies.send(dest, header, packed_json(content))
+        member = Member(action.dest, action.is_server)
+
+        def hear(answer: Any) -> None:
+            self.handle(on.Answered(member, action.step, answer))
+
+        order = packed_json({"do": action.do, "content": action.content})
+        self.orders.give(member, (order, NOTHING), hear if action.step else None)
 
     def _perform_step(self, step: do.Step) -> None:
         why_not = ""
@@ -313,10 +311,19 @@ class ActionPerformer:
         self.handle(on.StepDone(step.key, why_not))
 
     def _export(self, action: do.Export) -> None:
+        key, part, dest = action
+
+        def taken(why_not: str) -> None:
+            self.handle(on.Taken(key, part, why_not))
+
         try:
-            self.transfer.send(*action)
+            pieces = self.transfer.state_of(key, part).packed()
+            body = self.transfer.staged(pieces, self._layout.address_of(dest))
         except MemoryError as error:
-            self.handle(on.Taken(action.key, action.part, f"no memory to send it: {error}"))
+            taken(f"no memory to send it: {error}")
+            return
+        order = packed_json({"do": TAKE, "content": [key[0], part]})
+        self.orders.give(Member(dest, is_server=True), (order, body), taken)
 
     def _notify(self, action: do.Notify) -> None:
         table, part = action.key

@@ -28,8 +28,10 @@ from ringcomm.ps.control.commands import (
     MAKE_ALL,
     RETRACT,
     STOP,
+    TAKE,
     TAKE_PLACE,
     THAW,
+    WITHOUT,
     Migrate,
     Open,
     command_of,
@@ -39,14 +41,12 @@ from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frames import (
     FrameHeader,
     FrameKind,
-    OrderOption,
     StepOption,
     is_one_way,
 )
 from ringcomm.ps.server.busy_time import OwnTime
 from ringcomm.ps.server.clock import Clock, OwnClock
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.departures import WITHOUT
 from ringcomm.ps.server.perform_actions import ActionPerformer
 from ringcomm.ps.server.user_functions import Function
 from ringcomm.ps.table_spec import Spec
@@ -92,6 +92,7 @@ class Server:
         catalog: the tables.
         transfer: takes out and puts in partitions.
         store: its part in checkpoints.
+        orders: those that it has given.
         job: a name of this job alone.
         n_copies: processes that have what it has; see ringcomm.ps.server.homes.
         page: the status page of this rank, if it has one.
@@ -115,6 +116,7 @@ class Server:
         )
         self.core, self.catalog = performer.core, performer.catalog
         self.transfer, self.store = performer.transfer, performer.store
+        self.orders = performer.orders
         self._handle, self._replies = performer.handle, performer.replies
         self.job = uuid.uuid4().hex
         self.n_requests = self._nbytes_in = 0
@@ -133,7 +135,7 @@ class Server:
             FrameKind.MOVE: self._move,
             FrameKind.ASK: self._ask,
             FrameKind.ORDER: self._carry_out,
-            FrameKind.ANSWER: self._hear_answer,
+            FrameKind.REPLY: self._hear_answer,
             FrameKind.LEAVE: self._leave,
         }
         self._orders: dict[str, Callable[[Delivery, Any], None]] = {
@@ -146,6 +148,8 @@ class Server:
             HOW_FAR: lambda order, dead: self._handle(on.HowFar(order, dead)),
             TAKE_PLACE: self._take_place,
             RETRACT: lambda order, rank: self._handle(on.Retracted(order, rank)),
+            TAKE: self._take,
+            WITHOUT: self._answering(lambda content: self._handle(on.Without(*content))),
         }
 
     def answers_for(self, number: int) -> bool:
@@ -230,20 +234,22 @@ class Server:
 
     def on_death(self, rank: int) -> None:
         self.store.give_up(rank)
+        self.orders.forget(Member(rank))
         self._handle(on.Died(rank))
 
     def on_process_death(self, rank: int) -> None:
         """A process died that had servers, of which there are other copies."""
+        self.orders.forget(Member(rank))
         self._handle(on.ProcessDied(rank))
 
     def on_loss(self, number: int) -> None:
         self.layout.lost.add(number)
         self.on_death(self.layout.address_of(number))
 
-    def notify_again(self) -> None:
+    def say_again(self) -> None:
         """Say again what the copy that answered before may not have said before it died."""
         self._performer.perform(self.core.notices())
-        self._performer.perform(self.core.agreement.again())
+        self.orders.again()
 
     # --- commands, see ringcomm.ps.control ------------------------------------------------------
     def _ask(self, request: Delivery) -> None:
@@ -288,11 +294,13 @@ class Server:
         beginning = begins and Beginning.of_json(begins)
         self._handle(on.TookPlace(order, Newcomer(*newcomer), beginning, beside))
 
-    def _hear_answer(self, answer: Delivery) -> None:
-        member, rank = Member(answer.source), answer.source
-        if answer.header.option == OrderOption.SERVER:
-            member = Member(self.layout.number_of(rank), is_server=True)
-        self._handle(on.Answered(member, answer.header.clock, json.loads(answer.meta)))
+    def _hear_answer(self, reply: Delivery) -> None:
+        self.orders.answered(reply.header.sequence, json.loads(reply.meta))
+
+    def _take(self, order: Delivery, content: Any) -> None:
+        number, part = content
+        why_not = self.transfer.install(number, part, order.body)
+        self._replies.answer(order, why_not and f"server {self.index} {why_not}")
 
     # --- clocks, snapshots, checkpoints ---------------------------------------------------------
     def _tick(self, request: Delivery) -> None:
@@ -303,6 +311,8 @@ class Server:
         """A client leaves, or rests; without a number nobody waits for a reply."""
         header = request.header
         asked = request if header.sequence else None
+        if not header.option:
+            self.orders.forget(Member(header.origin))
         self._handle(on.Left(header.origin, asked, still_asks=bool(header.option)))
 
     def _restore(self, request: Delivery) -> None:
@@ -314,11 +324,9 @@ class Server:
         header = request.header
         if header.option == StepOption.SETTLE:
             self._handle(on.Settling(request))
-        elif header.option == StepOption.NOTED:
+        else:
             key = header.table, header.partition
             self._handle(on.Noted(request.source, key, header.clock))
-        else:
-            self._on_said(request)
 
     def change_places(self, request: Delivery | None, asked: dict[str, Any]) -> None:
         """Give servers a place, take one's or swap two; move what is on servers without one.
@@ -343,24 +351,6 @@ class Server:
             return
         owner, number = request.source, request.header.sequence
         self._handle(on.Asked(request, Migrate(moves, owner, number, changes_places=True)))
-
-    def _on_said(self, request: Delivery) -> None:
-        message = json.loads(request.meta)
-        if message["do"] == WITHOUT:
-            self._handle(on.Without(message["table"], message["worker"], message["rounds"]))
-        elif message["table"] not in self.core.tables:
-            return  # it is gone: a server died
-        elif message["do"] == "take":
-            why = self.transfer.install(message, request.body)
-            if why:
-                why = f"server {self.index} {why}"
-            server = self.layout.number_of(request.source)
-            self._performer.send_to_server(server, {**message, "do": "taken", "why": why})
-        else:
-            self.transfer.taken(message["table"], message["part"])
-            self._handle(
-                on.Taken((message["table"], message["unit"]), message["part"], message["why"])
-            )
 
     # --- what it has done, and what it waits for ------------------------------------------------
     def _missing(self, request: Delivery) -> None:

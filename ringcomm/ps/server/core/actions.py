@@ -90,13 +90,13 @@ class Discard(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """Send an order to a rank, or a server; see ringcomm.ps.control.agreement."""
+    """Give an order to a rank, or a server, perhaps this one; see ringcomm.ps.control.agreement."""
 
     dest: int
     is_server: bool
-    number: int
     do: str
     content: Any
+    step: int = 0  # of a command that awaits the answer; 0: none does
 
 
 class Fail(NamedTuple):
@@ -198,14 +198,7 @@ class Drop(NamedTuple):
     keeps_copies: bool = False
 
 
-# --- other servers, and moves -------------------------------------------------------------------
-class Send(NamedTuple):
-    """Send a message to a server, perhaps this one; see ringcomm.ps.server.core.departures."""
-
-    server: int
-    message: dict[str, Any]
-
-
+# --- moves --------------------------------------------------------------------------------------
 class Export(NamedTuple):
     """Send a copy of a partition to a server, or give the core the reason why not."""
 
@@ -243,6 +236,6 @@ class Settled(NamedTuple):
 
 Action: TypeAlias = (
     Carry | Retry | Redirect | Acknowledge | Serve | Reply | Apply | Write | Hold | End | Late
-    | ReleaseDone | Open | Close | Retire | Free | Take | Drop | Send | Export | Forget
+    | ReleaseDone | Open | Close | Retire | Free | Take | Drop | Export | Forget
     | Moved | Notify | Settled | Discard | Reopen | Step | Tell | Fail
 )  # fmt: skip

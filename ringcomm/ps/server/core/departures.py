@@ -8,7 +8,7 @@
 | TookPlace | counts in rounds from a given one on | | all wait for its next |
 
 A mean that is held has what had come. The server that decides who is in a round of ps.FirstOf says
-to all servers in which rounds a dead worker was (the message "without"). Nobody is let in for it:
+to all servers in which rounds a dead worker was (the order WITHOUT). Nobody is let in for it:
 its gradient may count in some blocks already, and nobody else may count in a part of them alone.
 
 Servers hear of a death at different times: one may have ended a round with the gradient that
@@ -22,17 +22,16 @@ ringcomm.ps.placement.replacement_workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
+from ringcomm.ps.control.commands import WITHOUT
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomers, WorkerMembers
 from ringcomm.ps.server.core import events as on
-from ringcomm.ps.server.core.actions import Action, Reply, Send
+from ringcomm.ps.server.core.actions import Action, Reply, Tell
 from ringcomm.ps.server.core.core_table import ServedTable
 from ringcomm.ps.server.core.migration import Migration
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.server.core.worker_clocks import WorkerProgress
-
-WITHOUT: Final = "without"  # a message between servers, see above
 
 
 class DepartureUnits(Protocol):
@@ -136,8 +135,8 @@ class Departures:
         self._newcomers.fallen[rank] = None
         self.left.add(rank)
         for table, rounds in self._progress.die(rank).items():
-            message = {"do": WITHOUT, "table": table, "worker": rank, "rounds": rounds}
-            yield from (Send(server, message) for server in self._members().server_numbers)
+            for server in self._members().server_numbers:
+                yield Tell(server, True, WITHOUT, [table, rank, rounds])
         for unit in [*self._units.units()]:
             yield from self._flow(unit, unit.die(rank))
         yield from self._end_what_it_owned(rank, now)

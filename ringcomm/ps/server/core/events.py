@@ -165,7 +165,7 @@ class Answered(NamedTuple):
     """A rank, or a server, has carried out an order; for the leader."""
 
     member: Member
-    number: int
+    step: int
     answer: Any
 
 

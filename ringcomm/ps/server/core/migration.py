@@ -9,8 +9,7 @@ partitions of one table that get a new owner in one view.
 | its answer | participant -> leader | how many rounds are over, who is in the next |
 | DRAIN | leader -> participants | goes as far as any: ends its rounds, holds the next mean |
 | GIVE | leader -> sources | sends its partitions to their new owners |
-| take | source -> destination | installs a copy: values, state, whose pushes are in it |
-| taken | destination -> source | |
+| TAKE | source -> destination | installs a copy: values, state, whose pushes are in it |
 | answer to GIVE | source -> leader | which have moved, and why others have not |
 | COMMIT | leader -> all servers | notes the owners; sends back what was kept or waits |
 | THAW | leader -> participants | instead, if nothing could move: goes on with what was kept |
@@ -298,7 +297,9 @@ class Migration:
 
     def _taken(self, key: Key, part: int, why: str) -> list[Action]:
         """A partition has been taken; why: or why not."""
-        giving = self._giving[key]
+        giving = self._giving.get(key)
+        if giving is None:  # all have begun anew meanwhile: a server died
+            return []
         dest = giving.dests.pop(part)
         if why:
             giving.problems.append(f"partition {part} of {self._tables[key[0]].name}: {why}")

@@ -111,7 +111,7 @@ class SendWholeCopy:
         self._in_transit.append(_SentPiece(self._number, body, body.nbytes + self._n_changes))
         self._n_changes = 0
         header = FrameHeader(
-            FrameKind.RECORD, status=self._home + 1, option=CopyOption.PIECE, sequence=self._number,
+            FrameKind.RECORD, home=self._home + 1, option=CopyOption.PIECE, sequence=self._number,
             clock=self.has_sent_all,
         )  # fmt: skip
         times = self._clock.monotonic_s, self._clock.time_s
@@ -164,7 +164,7 @@ def take_pieces(
     except Exception as error:  # noqa: BLE001 - the primary gives this copy up, and says why
         why = f"{type(error).__name__}: {error}"[:2000]
     reply = FrameHeader(
-        FrameKind.RECORD, status=header.status, option=CopyOption.LOADED, sequence=header.sequence,
+        FrameKind.RECORD, home=header.home, option=CopyOption.LOADED, sequence=header.sequence,
         clock=header.clock,
     )  # fmt: skip
     link.send(frame.source, reply, why.encode())

@@ -15,7 +15,7 @@ from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.clock import CopiedClock, OwnClock
 from ringcomm.ps.server.homes.copy_transfer import SendWholeCopy, take_pieces
-from ringcomm.ps.server.homes.home_link import NO_BODY, HomeLink, is_letter
+from ringcomm.ps.server.homes.home_link import NO_BODY, HomeLink
 from ringcomm.ps.server.homes.records import Entry, entry_of, send_drop, send_record, send_report
 from ringcomm.ps.server.homes.replication import Came, Log
 from ringcomm.ps.server.homes.whole_copy import is_read, may_be_copied
@@ -118,11 +118,9 @@ class Home:
 
     def _take(self, delivery: Delivery) -> None:
         header = delivery.header
-        if is_letter(header):
+        if header.kind in (FrameKind.ORDER, FrameKind.REPLY):  # of a home, wherever it runs
             delivery = Delivery(header.origin, header, delivery.meta, delivery.body)
-            if not self._home_link.is_new(header):
-                return
-        elif header.sequence and header.kind != FrameKind.RECORD and not is_read(header):
+        if _comes_once(header) and not is_read(header):
             came = self._home_link.answers.came(delivery.source, header.sequence)
             if came == Came.ANSWERED:
                 self._home_link.answer_again(delivery.source, header.sequence)
@@ -270,9 +268,7 @@ class Home:
             return
         entry = entry_of(self._link, record)
         source, header = entry.delivery.source, entry.delivery.header
-        if is_letter(header):
-            self._home_link.letters.is_new(self._layout.number_of(source), header.letter)
-        elif header.sequence and header.kind != FrameKind.RECORD:
+        if _comes_once(header):
             self._home_link.answers.came(source, header.sequence)
         self._do(entry)
         send_report(self._link, self.number, record, self._home_link.outcome)
@@ -288,12 +284,15 @@ class Home:
         self._behind_s = self._own_clock.monotonic() - self._clock.monotonic_s
         self.server.is_copy = False
 
+    def order_again(self, home: int) -> None:
+        """Send a home that goes on, here or elsewhere, again what it has not answered."""
+        if self.is_primary:
+            before = self._home_link.outcome
+            self.server.orders.again(home)
+            self._home_link.outcome = before  # the other copy does not send it again
+
     def drop(self) -> None:
         self._pushes.drop()
-
-    def post_again(self, home: int) -> None:
-        if self.is_primary:
-            self._home_link.post_again(home)
 
     # --- both -----------------------------------------------------------------------------------
     def _do(self, entry: Entry) -> None:
@@ -304,22 +303,22 @@ class Home:
             self.server.on_request(delivery)
             if header.kind == FrameKind.RESTORE:
                 link.note_outcome(self.server.store.has_restored)
-            if is_letter(header):
-                link.carried_out_letter(self._layout.number_of(delivery.source), header.letter)
         elif header.option == CopyOption.DIED and header.clock in self._layout.servers:
             self.server.on_process_death(header.clock)
         elif header.option == CopyOption.DIED:
             link.answers.forget(header.clock)
             self.server.on_death(header.clock)
         elif header.option == CopyOption.LOST:
-            link.letters.forget(header.clock)
             self.server.on_loss(header.clock)
         elif header.option == CopyOption.TIME:
             self.server.let_time_pass()
         elif header.option == CopyOption.PLACES:
             self.n_places_said = max(0, self.n_places_said - 1)
             self.server.change_places(None, json.loads(delivery.meta))
-        elif header.option == CopyOption.NAME:
-            self.server.job = delivery.meta.decode()
         else:
-            link.letters.confirm(self._layout.number_of(header.origin), header.clock)
+            self.server.job = delivery.meta.decode()
+
+
+def _comes_once(header: FrameHeader) -> bool:
+    """Return True for a request that has one reply, also if it comes again."""
+    return bool(header.sequence) and header.kind not in (FrameKind.RECORD, FrameKind.REPLY)

@@ -160,7 +160,7 @@ class Homes:
 
     def on_request(self, delivery: Delivery) -> None:
         header = delivery.header
-        number = header.status - 1 if header.status else self.index
+        number = header.home - 1 if header.home else self.index
         if (
             header.kind == FrameKind.RECORD
             and header.option == CopyOption.PIECE
@@ -205,8 +205,8 @@ class Homes:
                 home.say(CopyOption.DIED, rank)
             home.on_copied = partial(self._say_homes, rank)
         self._say_homes(rank)
-        for home in promoted:  # behind that: what is said again is answered here
-            home.server.notify_again()
+        for home in promoted:  # behind that: answers come here
+            home.server.say_again()
 
     def on_loss(self, number: int) -> None:
         """Go on without a home of which no copy is left, until all recover."""
@@ -219,10 +219,9 @@ class Homes:
         home.drop()
 
     def on_taken(self, number: int) -> None:
-        """Send a home that runs elsewhere now what it may not have got; or all, if it is here."""
+        """Send a home that goes on, here or elsewhere, again what it has not answered."""
         for home in self._homes.values():
-            for other in self._layout.server_numbers if home.number == number else (number,):
-                home.post_again(other)
+            home.order_again(number)
 
     def show_on(self, page: StatusPage | None) -> None:
         self._homes[self.index].server.page = page

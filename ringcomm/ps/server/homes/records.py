@@ -15,7 +15,7 @@ from ringcomm.ps.protocol.frames import (
     packed,
 )
 from ringcomm.ps.protocol.link import Delivery
-from ringcomm.ps.server.homes.home_link import NO_BODY, is_letter
+from ringcomm.ps.server.homes.home_link import NO_BODY
 
 if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Link
@@ -45,16 +45,14 @@ def send_record(link: Link, home: int, follower: int, index: int, entry: Entry) 
     """
     delivery = entry.delivery
     body, inner = delivery.body, delivery.header
-    is_seen = inner.where == Where.SHARED and not is_letter(inner)
+    is_seen = inner.where == Where.SHARED and inner.kind != FrameKind.ORDER
     if is_seen and index and link.shares_memory(follower):
         body = NO_BODY
     else:
         body = body if index or inner.where != Where.SHARED else body.copy()
         inner = inner._replace(where=Where.NONE)
     at = AT.pack(delivery.source, entry.at_s, entry.time_s)
-    header = FrameHeader(
-        FrameKind.RECORD, status=home + 1, option=CopyOption.FOLLOW, sequence=index
-    )
+    header = FrameHeader(FrameKind.RECORD, home=home + 1, option=CopyOption.FOLLOW, sequence=index)
     link.send(follower, header, at + packed(inner) + delivery.meta, body)
 
 
@@ -72,11 +70,11 @@ def send_report(link: Link, home: int, record: Delivery, outcome: int) -> None:
     if not record.header.sequence:  # it does not wait for that
         return
     header = FrameHeader(
-        FrameKind.RECORD, status=home + 1, option=CopyOption.DONE, sequence=record.header.sequence,
+        FrameKind.RECORD, home=home + 1, option=CopyOption.DONE, sequence=record.header.sequence,
         place=outcome,
     )  # fmt: skip
     link.send(record.source, header)
 
 
 def send_drop(link: Link, home: int, follower: int) -> None:
-    link.send(follower, FrameHeader(FrameKind.RECORD, status=home + 1, option=CopyOption.DROP))
+    link.send(follower, FrameHeader(FrameKind.RECORD, home=home + 1, option=CopyOption.DROP))

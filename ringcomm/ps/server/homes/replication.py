@@ -15,8 +15,8 @@ is, pushes take Python's way. What took one way at the primary takes it at the f
 
 So what can be read at the primary, or was answered by it, is at the follower, too. Both are in the
 same state after the same requests, and a follower whose primary died goes on in its place. Clients
-send again all that is not answered: Answers knows which of it was carried out. Servers send again
-what was not confirmed: see Letters.
+send again all that is not answered: Answers knows which of it was carried out. Servers ask each
+other in the same way: see ringcomm.ps.control.agreement.OrdersGiven.
 
 One copy may fail where the other does not, for want of memory, or of a file. The outcome of all
 requests so far is a checksum of which of those for values were refused, of which restores have
@@ -160,7 +160,7 @@ class Came(Enum):
 
 
 class Answers(Generic[R]):
-    """The requests of clients, and the replies to them: for when they come again."""
+    """The requests of clients and servers, and the replies to them: for when they come again."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, set[int]] = {}  # by client: numbers of requests
@@ -211,70 +211,3 @@ class Answers(Generic[R]):
     def forget(self, client: int) -> None:
         self._waiting.pop(client, None)
         self._replies.pop(client, None)
-
-
-class LettersState(NamedTuple, Generic[T]):
-    """The state of Letters.
-
-    Attributes:
-        written: by receiver: how many.
-        heard: by sender: the last one; all of them are carried out.
-        unconfirmed: receiver and number, with the message.
-    """
-
-    written: dict[int, int]
-    heard: dict[int, int]
-    unconfirmed: list[tuple[tuple[int, int], T]]
-
-
-class Letters(Generic[T]):
-    """Messages from one home to others: each is carried out once, whoever dies."""
-
-    def __init__(self) -> None:
-        self._written: dict[int, int] = {}  # by receiver: how many
-        self._unconfirmed: dict[int, deque[tuple[int, T]]] = {}
-        self._heard: dict[int, int] = {}  # by sender: the last one
-        self._done: dict[int, int] = {}  # likewise: the last one that was carried out
-
-    def write(self, home: int, letter: T) -> int:
-        number = self._written[home] = self._written.get(home, 0) + 1
-        self._unconfirmed.setdefault(home, deque()).append((number, letter))
-        return number
-
-    def confirm(self, home: int, number: int) -> None:
-        unconfirmed = self._unconfirmed.get(home, ())
-        while unconfirmed and unconfirmed[0][0] <= number:
-            self._unconfirmed[home].popleft()
-
-    def unconfirmed(self, home: int) -> list[tuple[int, T]]:
-        return [*self._unconfirmed.get(home, ())]
-
-    def forget(self, home: int) -> None:
-        self._unconfirmed.pop(home, None)
-
-    def state(self) -> LettersState[T]:
-        unconfirmed = [
-            ((home, number), letter)
-            for home, letters in self._unconfirmed.items()
-            for number, letter in letters
-        ]
-        return LettersState(dict(self._written), dict(self._heard), unconfirmed)
-
-    def load(self, state: LettersState[T]) -> None:
-        self._written, self._heard, self._done = state.written, state.heard, {**state.heard}
-        for (home, number), letter in state.unconfirmed:
-            self._unconfirmed.setdefault(home, deque()).append((number, letter))
-
-    def is_new(self, home: int, number: int) -> bool:
-        """Take note of a message of a home; return False if it came before."""
-        if number <= self._heard.get(home, 0):
-            return False
-        self._heard[home] = number
-        return True
-
-    def carried_out(self, home: int, number: int) -> None:
-        self._done[home] = number
-
-    def is_done(self, home: int, number: int) -> bool:
-        """Return True if a message was carried out: only then may its sender forget it."""
-        return number <= self._done.get(home, 0)

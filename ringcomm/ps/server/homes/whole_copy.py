@@ -1,6 +1,6 @@
 """All that a server has, in pieces: for another process, which makes a server like it of them.
 
-The first piece says which tables there are and who is gone, and has messages between homes; then
+The first piece says which tables there are and who is gone; then
 comes each partition, as it moves between servers, with the requests that wait there; the last piece
 has the replies. Reads that wait are not among them: clients ask them again. What each piece has is
 of the moment at which it is made: see replication.py for changes meanwhile.
@@ -22,7 +22,6 @@ from ringcomm.ps.control.commands import Recovered
 from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.protocol.frames import (
     HEADER_NBYTES,
-    CopyOption,
     EntryOption,
     FrameHeader,
     FrameKind,
@@ -33,7 +32,7 @@ from ringcomm.ps.protocol.frames import (
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.dense.block import BlockTraffic
 from ringcomm.ps.server.homes.home_link import HomeLink, Sent
-from ringcomm.ps.server.homes.replication import LettersState, SentUnits, Way
+from ringcomm.ps.server.homes.replication import SentUnits, Way
 from ringcomm.ps.server.partition_transfer import put_rows
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.server.rows.row_gradients import RowGradient
@@ -73,16 +72,15 @@ def way_of(header: FrameHeader, server: Server, sent: SentUnits[Key]) -> Way:
     if header.kind in _OF_UNITS or is_of_round:
         table = server.core.tables.get(header.table)
         return Way.BOTH if table is None else sent.way_of(table.key_of(header.partition))
-    is_confirmed = header.kind == FrameKind.RECORD and header.option == CopyOption.CONFIRM
-    return (
-        Way.BOTH if header.kind in (FrameKind.TICK, FrameKind.ENTER) or is_confirmed else Way.LATER
-    )
+    return Way.BOTH if header.kind in (FrameKind.TICK, FrameKind.ENTER) else Way.LATER
 
 
 def may_be_copied(server: Server, link: HomeLink) -> bool:
     """Return True if all that is under way on a server are requests that its core keeps."""
     core = server.core
     if core.migration.is_under_way or core.agreement.awaits_answers:
+        return False
+    if server.orders.awaits_servers:
         return False
     if not (core.move_lock.is_free and core.moments.is_quiet and server.store.is_quiet):
         return False
@@ -121,7 +119,7 @@ def pieces(server: Server, link: HomeLink, sent: SentUnits[Key]) -> Iterator[Cop
         link: its wire.
         sent: takes note of each unit.
     """
-    yield CopyPiece(_what_is_of_no_unit(server, link))
+    yield CopyPiece(_what_is_of_no_unit(server))
     shards = []
     for number, contents in server.catalog.contents.items():
         if contents.shard is not None:
@@ -137,8 +135,8 @@ def pieces(server: Server, link: HomeLink, sent: SentUnits[Key]) -> Iterator[Cop
     yield CopyPiece(PartitionState(meta, {"replies": of_replies}), is_last=True)
 
 
-def _what_is_of_no_unit(server: Server, link: HomeLink) -> PartitionState:
-    core, catalog, letters = server.core, server.catalog, link.letters.state()
+def _what_is_of_no_unit(server: Server) -> PartitionState:
+    core, catalog = server.core, server.catalog
     tables = [
         {
             **table.described(), "openers": sorted(table.openers),
@@ -146,22 +144,17 @@ def _what_is_of_no_unit(server: Server, link: HomeLink) -> PartitionState:
         }
         for number, table in core.tables.items()
     ]  # fmt: skip
-    unconfirmed, of_letters = _packed(
-        (number, sent) for number, (_, sent) in enumerate(letters.unconfirmed)
-    )
     waiting, of_waiting = _packed(map(_sent, _waiting_for_no_unit(server)))
     meta = {
         "gone": [sorted(each) for each in (core.left, core.dead, core.rested)],
         "lost": sorted(server.layout.lost), "tables": tables, "last": catalog.last,
         "progress": core.progress.state(), "moves": core.migration.state(),
-        "newcomers": core.newcomers.state(), "orders": core.agreement.state(),
+        "newcomers": core.newcomers.state(), "awaits_no_more": core.agreement.state(),
         "recovered": core.recovered, "vacant": sorted(catalog.places.vacant),
-        "job": server.job, "n_requests": server.n_requests,
-        "written": [*letters.written.items()], "heard": [*letters.heard.items()],
-        "numbers": [name for name, _ in letters.unconfirmed], "letters": unconfirmed,
+        "job": server.job, "n_requests": server.n_requests, "last_order": server.orders.last,
         "waiting": waiting,
     }  # fmt: skip
-    return PartitionState(meta, {"letters": of_letters, "waiting": of_waiting})
+    return PartitionState(meta, {"waiting": of_waiting})
 
 
 def _of_shard(
@@ -247,7 +240,7 @@ def load(server: Server, link: HomeLink, piece: PartitionState) -> None:
     waiting = [*_unpacked(piece, "waiting")] if "waiting" in meta else []
     piece.arrays.pop("waiting", None)
     if "gone" in meta:
-        _load_what_is_of_no_unit(server, link, piece)
+        _load_what_is_of_no_unit(server, piece)
     elif "shard" in meta:
         number = meta["shard"]
         shard, unit = server.catalog.contents[number].shard, server.core.unit_of((number, 0))
@@ -277,14 +270,14 @@ def load(server: Server, link: HomeLink, piece: PartitionState) -> None:
         server.on_request(Delivery(source, header, text, body))
 
 
-def _load_what_is_of_no_unit(server: Server, link: HomeLink, piece: PartitionState) -> None:
+def _load_what_is_of_no_unit(server: Server, piece: PartitionState) -> None:
     meta = piece.meta
     server.layout.lost.update(meta["lost"])
     server.core.departures.lose(*meta["gone"])
     if meta["recovered"] is not None:
         servers, said = meta["recovered"]
         server.core.recovered = Recovered(tuple(servers), said)
-    server.core.agreement.load(meta["orders"])
+    server.core.agreement.load(meta["awaits_no_more"])
     server.core.departures.load_newcomers(meta["newcomers"])
     for each in meta["tables"]:
         number = each["number"]
@@ -299,9 +292,7 @@ def _load_what_is_of_no_unit(server: Server, link: HomeLink, piece: PartitionSta
     server.core.migration.load(meta["moves"])
     server.core.progress.load(meta["progress"])
     server.job, server.n_requests = meta["job"], meta["n_requests"]
-    letters = [sent for _, sent in _unpacked(piece, "letters")]
-    unconfirmed = [*zip(map(tuple, meta["numbers"]), letters, strict=True)]
-    link.letters.load(LettersState(dict(meta["written"]), dict(meta["heard"]), unconfirmed))
+    server.orders.last = meta["last_order"]
 
 
 def _load_shard(shard: Shard, meta: dict[str, Any], hyper: Any) -> None:
