@@ -27,10 +27,10 @@ SHARE, BLOCKS, K, BOUND = 840, 6, 2, 2
 MODES = {"sync": "sync", "async": "async", "ssp": ps.SSP(BOUND), "first_of": ps.FirstOf(K)}
 OF_REQUESTS = {
     "push": (FrameKind.PUSH,),
-    "moving": (FrameKind.MOVE, FrameKind.ASK, FrameKind.ORDER),
+    "moving": (FrameKind.NEWS, FrameKind.ASK, FrameKind.ORDER),
     "snapshot": (FrameKind.ASK, FrameKind.ORDER),
-    "saving": (FrameKind.SAVE,),
-    "recovering": (FrameKind.ASK, FrameKind.RESTORE, FrameKind.ORDER),
+    "saving": (FrameKind.FILES,),
+    "recovering": (FrameKind.ASK, FrameKind.FILES, FrameKind.ORDER),
     "opening": (FrameKind.ASK, FrameKind.ORDER),
 }
 OF_COMMANDS = {

@@ -14,7 +14,14 @@ from ringcomm.ps.control.agreement import OrdersTaken
 from ringcomm.ps.control.commands import MEET, STAND_STILL
 from ringcomm.ps.moment_numbers import moment_number
 from ringcomm.ps.placement.replacement_workers import Beginning
-from ringcomm.ps.protocol.frames import EntryOption, FrameHeader, FrameKind, Status, StepOption
+from ringcomm.ps.protocol.frames import (
+    EntryOption,
+    FrameHeader,
+    FrameKind,
+    NewsOption,
+    ServerOption,
+    Status,
+)
 from ringcomm.ps.server.core.actions import Key
 
 
@@ -100,7 +107,7 @@ class Client:
             ask.kind, view=view, origin=self.rank, sequence=sequence, table=table, partition=part,
             clock=ask.clock, option=ask.option,
         )  # fmt: skip
-        content = body if ask.kind in (FrameKind.ASK, FrameKind.MOVE) else None
+        content = body if ask.kind == FrameKind.ASK else None
         request = Request(self.rank, header, ask.flag, body, content)
         self.asked[sequence] = ask
         self.world.ask(self.rank, FIRST_SERVER + server, request)
@@ -262,8 +269,8 @@ class Client:
 
     def say_noted(self, key, epoch):
         header = FrameHeader(
-            FrameKind.MOVE, origin=self.rank, table=key[0], partition=key[1], clock=epoch,
-            option=StepOption.NOTED,
+            FrameKind.NEWS, origin=self.rank, table=key[0], partition=key[1], clock=epoch,
+            option=NewsOption.NOTED,
         )  # fmt: skip
         if not self.has_left or self.stands_by:
             for server in range(self.world.n_servers):
@@ -621,7 +628,7 @@ class Client:
 
         def granted(_):
             n_moved[0] = self.n_moved
-            self.ask_servers(FrameKind.MOVE, settled, option=StepOption.SETTLE)
+            self.ask_servers(FrameKind.SERVER, settled, option=ServerOption.SETTLE)
 
         def settled(_):
             self.when_settled = go_on
@@ -635,7 +642,7 @@ class Client:
         self.ask_leader(granted, "pause", number=moment_number(self.rank), patience_s=0.0)
 
     def say_left(self):
-        self.ask_servers(FrameKind.LEAVE, nothing)
+        self.ask_servers(FrameKind.SERVER, nothing, option=ServerOption.LEAVE)
         self.has_left = True
 
     def say_rested(self):
@@ -648,7 +655,7 @@ class Client:
         def resumed(_):
             self.is_blocked = False
 
-        self.ask_servers(FrameKind.LEAVE, rested, option=1)
+        self.ask_servers(FrameKind.SERVER, rested, option=ServerOption.REST)
 
     def look(self):
         """Go on leaving or resting if all is settled; return True if so."""
@@ -669,7 +676,6 @@ class Client:
         """Be dead: each server hears of it behind all that was sent."""
         self.has_left = True
         for server in range(self.world.n_servers):
-            request = Request(
-                self.rank, FrameHeader(FrameKind.LEAVE, origin=self.rank), content="died"
-            )
+            header = FrameHeader(FrameKind.SERVER, origin=self.rank)
+            request = Request(self.rank, header, content="died")
             self.world.ask(self.rank, FIRST_SERVER + server, request)

@@ -25,10 +25,10 @@ from ps_simulation_with_copies import (
 from ringcomm.ps import optim
 from ringcomm.ps.moment_numbers import moment_number
 from ringcomm.ps.protocol.frame_meta import COMMIT, PushMeta, packed_json
-from ringcomm.ps.protocol.frames import FrameKind, Status
+from ringcomm.ps.protocol.frames import FilesOption, FrameKind, Status
 from ringcomm.ps.server.server import Server
 
-GO_ON = (FrameKind.LEAVE, FrameKind.TICK)  # at servers that live, if another dies
+GO_ON = (FrameKind.SERVER, FrameKind.TICK)  # at servers that live, if another dies
 SAVES_OF = 6  # the chief saves once in so many steps
 
 
@@ -68,7 +68,7 @@ class RecoveringClient(Client):
     def is_chief(self):
         return self.rank == self.net.workers[0]
 
-    def ask_all(self, kind, meta, on_done):
+    def ask_all(self, kind, meta, on_done, **more):
         """Ask all servers that live; on_done() once all have answered."""
         waiting = {*self.layout.server_numbers}
 
@@ -81,7 +81,7 @@ class RecoveringClient(Client):
             return take
 
         for home in self.layout.server_numbers:
-            self.ask(home, kind, meta, take=answered(home))
+            self.ask(home, kind, meta, take=answered(home), **more)
 
     # --- a save
     def act(self):
@@ -169,7 +169,7 @@ class RecoveringClient(Client):
         def load():
             self.net.prepare(self)
             meta = packed_json({"id": 1, "do": COMMIT, "values_only": False, "is_same_job": True})
-            self.ask_all(FrameKind.RESTORE, meta, release)
+            self.ask_all(FrameKind.FILES, meta, release, option=FilesOption.RESTORE)
 
         def release():
             self.ask_leader_to("end", lambda _: meet(), number=number, is_taken=False)

@@ -26,8 +26,8 @@ from ringcomm.ps.protocol.frames import (
     EntryOption,
     FrameHeader,
     FrameKind,
+    ServerOption,
     Status,
-    StepOption,
 )
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
@@ -130,23 +130,19 @@ class Server:
             self.arrived(request)
         elif kind == FrameKind.TICK:
             self.handle(on.ClockAwaited(request) if header.option else on.Ticked(request))
-        elif kind == FrameKind.LEAVE:
-            self.handle(on.Left(request.source, request, still_asks=bool(header.option)))
         elif kind == FrameKind.ASK and content is None:
             self.create(request)
         elif kind == FrameKind.ASK:
             self.handle(on.Asked(request, command_of(content, request)))
-        else:
-            self.on_move(request)
-
-    def on_move(self, request):
-        header = request.header
-        if header.option == StepOption.SETTLE:
-            self.handle(on.Settling(request))
-        else:
+        elif kind == FrameKind.NEWS:
             key = header.table, header.partition
             self.handle(on.Noted(request.source, key, header.clock))
             self.world.settle(request, self.rank)
+        elif header.option == ServerOption.SETTLE:
+            self.handle(on.Settling(request))
+        else:
+            rests = header.option == ServerOption.REST
+            self.handle(on.Left(request.source, request, still_asks=rests))
 
     def carry_out(self, message):
         """Carry out an order of the server that leads."""

@@ -22,8 +22,9 @@ from ringcomm.ps.protocol.frames import (
     EntryOption,
     FrameHeader,
     FrameKind,
+    NewsOption,
+    ServerOption,
     Status,
-    StepOption,
 )
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout, Takeovers
@@ -87,7 +88,7 @@ class Wire:
     def nothing(self, *args):
         pass
 
-    enter = leave = close = nothing
+    enter = leave = close = view = nothing
 
 
 class Process:
@@ -101,7 +102,8 @@ class Process:
         self.takeovers = Takeovers(self.layout)
 
     def receive(self, frame):
-        if frame.header.kind == FrameKind.HOMES:
+        header = frame.header
+        if (header.kind, header.option) == (FrameKind.NEWS, NewsOption.HOMES):
             said = json.loads(frame.meta)
             self.note_copied(frame.source, frame.header.clock, said["copied"])
             for home in self.takeovers.said(frame.source, frame.header.clock, said["runs"]):
@@ -195,7 +197,7 @@ class Client(Process):
         if reply.header.kind == FrameKind.ORDER:
             self.take_order(reply)
             return
-        if reply.header.kind == FrameKind.MOVE:
+        if reply.header.kind == FrameKind.NEWS:
             self.noticed(reply.header, reply.meta)
             return
         sequence, asked = reply.header.sequence, self.asked.get(reply.header.sequence)
@@ -259,8 +261,8 @@ class Client(Process):
 
     def say_noted(self, home, partition, epoch):
         header = FrameHeader(
-            FrameKind.MOVE, origin=self.rank, table=partition[0], partition=partition[1],
-            clock=epoch, option=StepOption.NOTED,
+            FrameKind.NEWS, origin=self.rank, table=partition[0], partition=partition[1],
+            clock=epoch, option=NewsOption.NOTED,
         )  # fmt: skip
         self.send_frame(home, header)
 
@@ -317,9 +319,12 @@ class Client(Process):
             self.has_left = True
             layout = self.layout
             for home in {*range(len(layout.servers))} - layout.lost - {*layout.server_numbers}:
-                self.send_frame(home, FrameHeader(FrameKind.LEAVE, origin=self.rank))
+                header = FrameHeader(
+                    FrameKind.SERVER, origin=self.rank, option=ServerOption.LEAVE
+                )  # fmt: skip
+                self.send_frame(home, header)
             for home in layout.server_numbers:
-                self.ask(home, FrameKind.LEAVE)
+                self.ask(home, FrameKind.SERVER, option=ServerOption.LEAVE)
             return True
         self.step += 1
         if self.net.moves and self.net.choices.below(3) == 1:

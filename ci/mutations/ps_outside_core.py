@@ -336,7 +336,7 @@ self.steps = int(state.meta["steps"])
         "ps-counts-of-two-views-are-added",
         "ps",
         "ps/client/rows/maintenance.py",
-        "return sum(counts[-1] if option == COUNT else map(sum, counts))",
+        "return sum(counts[-1] if option == CallOption.COUNT else map(sum, counts))",
         "return sum(map(sum, counts))",
         "len() of a hash table counts rows twice that move",
         ("unit/test_ps_row_counts_and_evictions_during_moves.py",),

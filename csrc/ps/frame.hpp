@@ -11,7 +11,7 @@
 
 namespace ringcomm::ps {
 
-enum class Kind : std::uint8_t { reply = 1, push = 3, record = 26 };  // those understood here
+enum class Kind : std::uint8_t { reply = 1, push = 2, record = 14 };  // those understood here
 enum class Copy : std::uint32_t { done = 1, push = 8 };              // options of a record, likewise
 enum class Where : std::uint8_t { none = 0, inline_ = 1, shared = 2, message = 3 };
 

@@ -14,7 +14,7 @@ from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.ps.client.json_requests import ask_leader, ask_servers, ignore
 from ringcomm.ps.client.pauses import release
 from ringcomm.ps.moment_numbers import moment_number
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, StepOption
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, ServerOption
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
@@ -131,10 +131,11 @@ def leave(client: Client) -> None:
 def _say_gone(client: Client, label: str, *, rests: bool) -> None:
     """Report it to all servers; spares without a place do not answer, and may die meanwhile."""
     servers, layout = client.servers, client.layout
+    option = ServerOption.REST if rests else ServerOption.LEAVE
     for number in {*range(len(layout.servers))} - layout.lost - {*servers}:
-        header = FrameHeader(FrameKind.LEAVE, origin=client.rank, option=int(rests))
+        header = FrameHeader(FrameKind.SERVER, origin=client.rank, option=option)
         client.link.send(layout.rank_of(number), header)
-    ask_servers(client, label, FrameKind.LEAVE, servers, ignore, option=int(rests)).wait()
+    ask_servers(client, label, FrameKind.SERVER, servers, ignore, option=option).wait()
 
 
 def _settle(client: Client) -> None:
@@ -153,7 +154,7 @@ def _settle(client: Client) -> None:
     while n_resent != client.n_resent:  # returned requests must be there before LEAVE
         n_resent = client.n_resent
         ask_servers(
-            client, _LABEL, FrameKind.MOVE, client.servers, ignore, option=StepOption.SETTLE
+            client, _LABEL, FrameKind.SERVER, client.servers, ignore, option=ServerOption.SETTLE
         ).wait()
         client.wait_until_settled(_LABEL)
 

@@ -16,7 +16,7 @@ from ringcomm.ps.client.future import require_timeout
 from ringcomm.ps.client.pauses import hold, new_id, release
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, NewsOption, Status
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.session import Session, require_not_begun, session
 
@@ -98,7 +98,9 @@ def report(step: int, metrics: dict[str, float]) -> None:
         raise TypeError(f"ps.report: metrics must be a dict of name -> number, not {metrics!r}")
     current = session()
     chief = current.layout.chief
-    header = FrameHeader(FrameKind.REPORT, origin=current.engine.job_rank)
+    header = FrameHeader(
+        FrameKind.NEWS, origin=current.engine.job_rank, option=NewsOption.REPORT
+    )  # fmt: skip
     numbers = {name: float(x) for name, x in metrics.items()}
     current.client.link.send(chief, header, packed_json([int(step), numbers]))
     current.engine.nudge()

@@ -28,7 +28,7 @@ from ringcomm.ps.members.let_in import end_step, meet, note_newcomer
 from ringcomm.ps.members.stand_by import stand_by
 from ringcomm.ps.protocol.deaths import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
-from ringcomm.ps.protocol.frames import STEPS_MAX, FrameKind
+from ringcomm.ps.protocol.frames import STEPS_MAX, NewsOption
 from ringcomm.ps.protocol.link import Link
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.ps.roles import InitOptions, Layout, Role, assign, refuse_what_cannot_be
@@ -261,9 +261,10 @@ def _start(
         engine, layout, group, dispatcher, client, EndOfTraining(), names, tables=tables
     )
     dispatcher.deaths.listeners.append(current.on_death)
-    dispatcher.takes[FrameKind.ORDER] = current.take_order
-    dispatcher.takes[FrameKind.HOMES] = current.on_homes
-    dispatcher.takes[FrameKind.MEMBERS] = current.note_members
+    dispatcher.take_order = current.take_order
+    dispatcher.takes[NewsOption.MOVED] = client.on_notice
+    dispatcher.takes[NewsOption.HOMES] = current.on_homes
+    dispatcher.takes[NewsOption.MEMBERS] = current.note_members
     current.orders.handlers[STAND_STILL] = partial(note_newcomer, current)
     current.orders.handlers[MEET] = partial(meet, current)
     keep_queues(engine, layout.rank_of(layout.leader))

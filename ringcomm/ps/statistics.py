@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, Final
 
 from ringcomm.ps.client.json_requests import ask_json
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import ServerOption
 from ringcomm.ps.session import Session, session
 
 _RATES: Final = {
@@ -41,7 +41,7 @@ def stats() -> list[dict[str, Any]]:
         "hashtables": name -> the same of all that the server has of a hash table.
     """
     current = session()
-    answers = ask_json(current.client, FrameKind.STATS, {"keys": False}).wait()
+    answers = ask_json(current.client, ServerOption.STATS, {"keys": False}).wait()
     before = {each["server"]: each for each in _before.get(current, ())}
     _before[current] = answers
     return [_summary(each, before.get(each["server"], {})) for each in answers]

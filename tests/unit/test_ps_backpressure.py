@@ -292,7 +292,7 @@ def test_a_table_has_one_push_under_way_whatever_others_wait_for(monkeypatch):
     assert not bound.allows(request(2))
     assert not bound.allows(request(2, nbytes=0))
     assert bound.allows(request(3, nbytes=0))
-    assert bound.allows(request(0, kind=FrameKind.LEAVE))
+    assert bound.allows(request(0, kind=FrameKind.SERVER))
     assert bound.busy() == {0}
     bound.count(request(2), -1)
     assert bound.allows(request(2))

@@ -18,7 +18,7 @@ from ringcomm.ps.job import session
 from ringcomm.ps.placement.partitions import Move, cuts
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frame_meta import ENCODED, PushMeta
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
 from ringcomm.ps.server.dense import partition as dense
 from ringcomm.ps.table_spec import Spec
 from ringcomm.ps.update_modes import Mode
@@ -159,9 +159,10 @@ def test_what_waits_for_its_round_stays_compressed():
     part = dense.DensePartition(spec, 0, N, aligned)
     buffer = TopK(0.01).encode(np.ones(N, np.float32))
     meta = PushMeta(1.0, 0, N, ENCODED, 0, ps.optim.SGD(1.0).hyper)
-    gradients = [part.decoded(meta, buffer, 0) for _ in range(2)]
+    header = FrameHeader(FrameKind.PUSH)
+    gradients = [part.decoded(header, meta, buffer, None) for _ in range(2)]
     assert gradients[0].values.nbytes == buffer.nbytes < N
-    assert part.end(1, gradients, None, drops=False)
+    assert part.end(1, gradients, None, drops=False) == (b"", b"")
     assert part.version == 1
     assert part.values.sum() == -11
 

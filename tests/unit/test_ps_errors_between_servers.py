@@ -16,7 +16,6 @@ from ringcomm.ps.server.core.migration import Migration
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.partition_transfer import Transfer
 from ringcomm.ps.server.rows.hash_shard import Shard
-from ringcomm.ps.server.rows.requests import RowRequests
 
 KEYS, ROWS = np.arange(6), np.ones((6, 2), np.float32)
 
@@ -91,7 +90,7 @@ def test_a_server_without_memory_is_named_and_goes_on(call, monkeypatch):
 
         return act
 
-    for owner, name in ((RowRequests, "apply"), (Shard, "pull")):
+    for owner, name in ((Shard, "apply"), (Shard, "pull")):
         monkeypatch.setattr(owner, name, unless_short(getattr(owner, name)))
 
     def body(rank):

@@ -16,7 +16,7 @@ from ringcomm.ps.client.request import NO_BODY
 from ringcomm.ps.control import commands
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, NewsOption
 from ringcomm.ps.protocol.link import Delivery
 
 pytestmark = pytest.mark.usefixtures("wire")
@@ -105,7 +105,12 @@ def test_a_report_that_comes_while_others_are_looked_at_is_found(monkeypatch):
         """Report nothing."""
 
     def report(step):
-        return Delivery(1, FrameHeader(FrameKind.REPORT), packed_json([step, {}]), NO_BODY)
+        return Delivery(
+            1,
+            FrameHeader(FrameKind.NEWS, option=NewsOption.REPORT),
+            packed_json([step, {}]),
+            NO_BODY,
+        )
 
     others = []
 

@@ -8,7 +8,7 @@ from harness import DEADLINE_S, wait_until
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.server import Store
 from ringcomm.ps.protocol.frame_meta import FORGET, LOOK, PREPARE, packed_json
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status
+from ringcomm.ps.protocol.frames import FilesOption, FrameHeader, FrameKind, Status
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.roles import Layout
 from ringcomm.ps.server.replies import NOTHING, Replies
@@ -58,13 +58,14 @@ def may_read(monkeypatch):
     event.set()
 
 
-def request(kind, **content):
-    return Delivery(CLIENT, FrameHeader(kind, sequence=1), packed_json(content), NOTHING)
+def request(option, **content):
+    header = FrameHeader(FrameKind.FILES, sequence=1, option=option)
+    return Delivery(CLIENT, header, packed_json(content), NOTHING)
 
 
 def prepare(folder, number=NUMBER):
     return request(
-        FrameKind.RESTORE,
+        FilesOption.RESTORE,
         do=PREPARE,
         id=number,
         folder=str(folder),
@@ -75,14 +76,14 @@ def prepare(folder, number=NUMBER):
 
 def save(store, folder):
     store.begin(NUMBER, str(folder.parent))
-    store.on_save(request(FrameKind.SAVE, id=NUMBER, folder=str(folder)))
+    store.on_save(request(FilesOption.SAVE, id=NUMBER, folder=str(folder)))
 
 
 WORK = {
     "save": save,
     "restore": lambda store, folder: store.on_restore(prepare(folder)),
     "look": lambda store, folder: store.on_restore(
-        request(FrameKind.RESTORE, do=LOOK, folder=str(folder))
+        request(FilesOption.RESTORE, do=LOOK, folder=str(folder))
     ),
 }
 
@@ -117,7 +118,7 @@ def test_a_server_with_a_reply_to_come_is_not_quiet(store, wire, checkpoint):
 
 GIVING_UP = {
     "the chief gives it up": lambda store: store.on_restore(
-        request(FrameKind.RESTORE, do=FORGET, id=NUMBER)
+        request(FilesOption.RESTORE, do=FORGET, id=NUMBER)
     ),
     "the chief dies": lambda store: store.give_up(CLIENT),
     "all recover": lambda store: store.clear(),
@@ -142,7 +143,7 @@ def test_of_two_restores_the_later_one_counts(store, wire, checkpoint, may_read)
     may_read.set()
     statuses = [status for status, _ in await_replies(store, wire, 2)]
     assert sorted(statuses) == [Status.OK, Status.REFUSED]
-    store.on_restore(request(FrameKind.RESTORE, do=FORGET, id=NUMBER + 1))
+    store.on_restore(request(FilesOption.RESTORE, do=FORGET, id=NUMBER + 1))
     assert store.is_quiet
 
 

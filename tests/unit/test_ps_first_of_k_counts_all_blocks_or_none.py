@@ -15,7 +15,7 @@ from ringcomm.ps.client import json_requests, request_order
 from ringcomm.ps.client.first_of import FirstOfRounds
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import ServerOption
 from ringcomm.ps.server.core.rounds import Entries
 
 N = 30
@@ -122,7 +122,7 @@ def test_k_are_in_each_round_of_every_block_and_the_same_k(n_servers):
         for _ in range(4):  # who is let in tells the servers, which then apply it and answer
             have_left.wait(60)
             json_requests.ask_json(
-                job.session().client, FrameKind.STATS, {}
+                job.session().client, ServerOption.STATS, {}
             ).wait()  # behind all that
         have_left.wait(60)
         values = None if rank else t.pull().wait()
@@ -269,7 +269,7 @@ def test_a_push_without_its_entry_holds_up_nobody():
             t.share_rounds(FirstOfRounds(job.session().client, is_shared=True))
             push = t.push(gradient(rank))
             json_requests.ask_json(
-                job.session().client, FrameKind.STATS, {}
+                job.session().client, ServerOption.STATS, {}
             ).wait()  # servers have it
         rc.barrier()
         if rank == 0:

@@ -15,7 +15,15 @@ from ringcomm.ps.protocol import link
 from ringcomm.ps.protocol.body_memory import KEPT_NBYTES, MemoryForBodies
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frame_meta import PushMeta
-from ringcomm.ps.protocol.frames import HEADER_NBYTES, FrameHeader, FrameKind, Where, frames, packed
+from ringcomm.ps.protocol.frames import (
+    HEADER_NBYTES,
+    FrameHeader,
+    FrameKind,
+    NewsOption,
+    Where,
+    frames,
+    packed,
+)
 from ringcomm.ps.protocol.link import INLINE_MAX, Joiner, Link, pieces
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.transport import unannounced_messages
@@ -137,7 +145,9 @@ def test_a_poll_that_moves_a_body_on_says_so(monkeypatch):
     a, b = FrameDispatcher(), FrameDispatcher()
     for each, end in zip((a, b), ends, strict=True):
         each.link, each.deaths = end, NoDeaths()
-    a.link.send(1, FrameHeader(FrameKind.REPORT), b"", np.ones(1 << 20, np.uint8))
+    a.link.send(
+        1, FrameHeader(FrameKind.NEWS, option=NewsOption.REPORT), b"", np.ones(1 << 20, np.uint8)
+    )
     a.poll()
     with monkeypatch.context() as patched:
         patched.setattr(link, "is_over", lambda *_, **__: False)  # the body is late

@@ -14,7 +14,7 @@ from ringcomm.ps.client import json_requests
 from ringcomm.ps.client.dense.optimizer_state import TableState, pull_state, push_state
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import ServerOption
 
 pytestmark = pytest.mark.usefixtures("wire")
 N = 1000
@@ -69,7 +69,7 @@ def test_a_release_that_comes_before_the_mean_waits_for_it(n_servers, factor, ex
         t.push(np.full(N, rank + 1.0), hold=True)
         release = t.release(factor)
         json_requests.ask_json(
-            job.session().client, FrameKind.STATS, {}
+            job.session().client, ServerOption.STATS, {}
         ).wait()  # servers have seen it
         was_done = release.done()
         is_released.set()
@@ -93,7 +93,7 @@ def test_a_release_that_waits_goes_along_when_its_block_moves():
             return t.pull().wait()
         t.push(np.ones(N), hold=True)
         release = t.release(2.0)
-        json_requests.ask_json(job.session().client, FrameKind.STATS, {}).wait()
+        json_requests.ask_json(job.session().client, ServerOption.STATS, {}).wait()
         for server in (0, 1):  # each block is moved once at least
             moves = [Move((t.number, part), -1, server) for part in range(t.n_partitions)]
             move_all(job.session(), moves).wait()
@@ -256,7 +256,7 @@ def test_a_release_waits_while_rounds_are_stopped():
         go_on = stop_rounds()
         released = t.release(1.0)
         json_requests.ask_json(
-            job.session().client, FrameKind.STATS, {}
+            job.session().client, ServerOption.STATS, {}
         ).wait()  # servers have seen it
         was_done = released.done()
         go_on()

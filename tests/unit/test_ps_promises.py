@@ -17,7 +17,7 @@ from ringcomm.ps.client.request import Request
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol import link
 from ringcomm.ps.protocol.frame_meta import PullMeta, PushMeta
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import CallOption, FrameKind
 from ringcomm.ps.server.server import Server
 
 NOTHING = np.empty(0, np.uint8)
@@ -346,13 +346,14 @@ def raw(*shape):
 
 
 KEY = np.zeros(8, np.uint8)
-SENSELESS = {  # what no client of ours sends: (kind, table: 0 none, 1 dense, 2 rows, meta, body)
+SENSELESS = {  # what no client of ours sends: (kind or call, table: 0 none, 1 dense, 2 rows, ...)
     "a kind that is none": (200, 1, b"", NOTHING),
     "a push to no table": (FrameKind.PUSH, 0, push_meta(), raw(4)),
     "a pull of no table": (FrameKind.PULL, 0, b"", NOTHING),
-    "a state of no table": (FrameKind.STATE, 0, b"", NOTHING),
-    "rows of no table": (FrameKind.ROWS, 0, b"", NOTHING),
-    "rows of a dense table": (FrameKind.ROWS, 1, b"", NOTHING),
+    "a state of no table": (CallOption.GET_STATE, 0, b"", NOTHING),
+    "rows of no table": (CallOption.COUNT, 0, b"", NOTHING),
+    "rows of a dense table": (CallOption.COUNT, 1, b"", NOTHING),
+    "a state of rows": (CallOption.GET_STATE, 2, b"", NOTHING),
     "too few bytes": (FrameKind.PUSH, 1, push_meta(), raw(3)),
     "too many elements": (FrameKind.PUSH, 1, push_meta(5), raw(5)),
     "elements behind the end": (FrameKind.PUSH, 1, push_meta(2, start=3), raw(2)),
@@ -371,7 +372,7 @@ SENSELESS = {  # what no client of ours sends: (kind, table: 0 none, 1 dense, 2 
     ),
     "rows: a meta that is cut off": (FrameKind.PULL, 2, b"1", KEY),
     "rows: half a key": (FrameKind.PULL, 2, PullMeta(1, 0).packed(), KEY[:4]),
-    "rows: half a key to erase": (FrameKind.ERASE, 2, b"", KEY[:4]),
+    "rows: half a key to erase": (CallOption.ERASE, 2, b"", KEY[:4]),
 }  # fmt: skip
 
 
@@ -420,7 +421,10 @@ def send(t, kv, senseless):
     kind, which, meta, content = senseless
     client, number = session().client, (0, t.number, kv.number)[which]
     partition = (number, 0) if which == 1 else None
-    request = Request(kind, partition, server=0, table=number, meta=meta, body=content)
+    kind, option = (FrameKind.CALL, kind) if isinstance(kind, CallOption) else (kind, 0)
+    request = Request(
+        kind, partition, server=0, table=number, option=option, meta=meta, body=content
+    )
     return client.call("senseless", [request], lambda: None)
 
 

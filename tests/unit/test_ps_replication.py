@@ -22,7 +22,7 @@ from ringcomm.ps.placement.partitions import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.server.homes import copy_transfer
 from ringcomm.ps.server.homes.local_homes import Homes
-from ringcomm.ps.server.rows.requests import RowRequests
+from ringcomm.ps.server.values import Pushes
 from ringcomm.ps.session import session
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
@@ -436,14 +436,14 @@ def test_copies_of_which_one_has_no_memory_for_a_request_are_made_alike_again(
     """Else the next death would lose a push that was acknowledged, or bring one back."""
     is_due = []
 
-    def apply(requests, action, shard, apply=RowRequests.apply):
-        link = requests._link
+    def apply(pushes, action, values, apply=Pushes._apply):
+        link = pushes._reply._link
         if is_due and link._home == 0 and link.is_primary == (fails_at == "primary"):
             is_due.clear()
             raise MemoryError("no room for new rows")
-        apply(requests, action, shard)
+        apply(pushes, action, values)
 
-    monkeypatch.setattr(RowRequests, "apply", apply)
+    monkeypatch.setattr(Pushes, "_apply", apply)
 
     def body(rank):
         _, rows = tables()

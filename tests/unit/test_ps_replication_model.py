@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from ps_simulation import Choices
 from ps_simulation_with_copies import ANY_ORDER, MODES, NOTHING, Net
 
+from ringcomm.ps.control.agreement import Member
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import (
     CopyOption,
     FrameHeader,
     FrameKind,
-    StepOption,
+    NewsOption,
     Where,
     header_of,
 )
@@ -135,6 +136,19 @@ def copying():
         net.deliver_one()
     deliver_but_between(net, source, dest)
     return net, source, dest, copied
+
+
+def test_a_server_is_not_copied_before_others_have_answered_it():
+    """The copy would not know what is to follow from the answer."""
+    net, answers = begun("async"), []
+    copied = net.ranks[net.servers[0]].homes._homes[0]
+    order = packed_json({"do": "how far", "content": []})
+    copied.server.orders.give(Member(2, is_server=True), (order, NOTHING), answers.append)
+    while copied._sending is None:
+        assert net.deliver_one()
+    assert len(answers) == 1
+    net.run()
+    assert set(net.copies().values()) == {2}
 
 
 def test_what_comes_behind_a_change_that_waits_for_a_copy_waits_too():
@@ -294,7 +308,7 @@ def test_clients_hear_of_a_move_of_which_a_dead_leader_was_about_to_tell():
         return [
             f
             for f in channel
-            if (f.header.kind, f.header.option) == (FrameKind.MOVE, StepOption.NOTICE)
+            if (f.header.kind, f.header.option) == (FrameKind.NEWS, NewsOption.MOVED)
         ]
 
     while not all(map(notices, from_leader)):

@@ -9,7 +9,7 @@ from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.rows.maintenance import Maintenance
 from ringcomm.ps.client.rows.row_calls import RowCalls
 from ringcomm.ps.protocol.frame_meta import packed_owners
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status, StepOption
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, NewsOption, Status
 from ringcomm.ps.protocol.link import Delivery
 
 TABLE = 1
@@ -56,7 +56,7 @@ class Servers:
 
     def notify(self, view):
         """All rows are server 1's from this view on."""
-        header = FrameHeader(FrameKind.MOVE, table=TABLE, clock=view, option=StepOption.NOTICE)
+        header = FrameHeader(FrameKind.NEWS, table=TABLE, clock=view, option=NewsOption.MOVED)
         self.client.on_notice(Delivery(0, header, packed_owners(view, [1, 1]), None))
 
     def answer(self, server, view, count):

@@ -22,7 +22,7 @@ from ringcomm.ps.job import session
 from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frame_meta import packed_owners
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, Status, StepOption
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, NewsOption, Status
 from ringcomm.ps.protocol.link import Delivery
 
 ONES = np.ones(4, np.float32)
@@ -382,7 +382,7 @@ def reply(client, future, part, **header):
 
 def moved(client, part, epoch):
     header = FrameHeader(
-        FrameKind.MOVE, option=StepOption.NOTICE, table=1, partition=part, clock=epoch
+        FrameKind.NEWS, option=NewsOption.MOVED, table=1, partition=part, clock=epoch
     )
     client.on_notice(Delivery(0, header, packed_owners(epoch, [1]), NO_BODY))
 

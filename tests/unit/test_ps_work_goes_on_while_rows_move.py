@@ -17,7 +17,7 @@ from ringcomm.ps.job import session
 from ringcomm.ps.placement.partitions import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frame_meta import PushMeta
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import ServerOption
 from ringcomm.ps.server.rows import hash_shard as hashed
 
 N, DIM = 600, 3
@@ -347,7 +347,8 @@ def test_rows_do_not_move_while_servers_hear_that_a_worker(way, monkeypatch):
     ask_servers = end_of_job.ask_servers
 
     def slowly(client, label, kind, *args, **options):
-        if kind == FrameKind.LEAVE and not has_left.is_set():
+        is_gone = options.get("option") in (ServerOption.LEAVE, ServerOption.REST)
+        if is_gone and not has_left.is_set():
             is_leaving.set()
             assert may_leave.wait(60)
         return ask_servers(client, label, kind, *args, **options)

@@ -26,7 +26,7 @@ from ringcomm.ps.client.future import Future, FutureOfAll, require_timeout
 from ringcomm.ps.client.json_requests import ask_json, ask_leader, ask_servers, ignore
 from ringcomm.ps.client.pauses import hold, new_id, pause, release
 from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, LOOK, PREPARE
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import FilesOption, FrameKind
 from ringcomm.ps.session import Session, acts_as_chief, session
 from ringcomm.status.run_events import record_event
 
@@ -331,7 +331,7 @@ def _write(
     client = current.client
     outer: Future[Path] = Future(client, "save", 1, lambda: folder)
     question = {"id": number, "folder": str(folder)}
-    inner = [ask_json(client, FrameKind.SAVE, question, [server]) for server in client.servers]
+    inner = [ask_json(client, FilesOption.SAVE, question, [server]) for server in client.servers]
     written = threading.Semaphore(0)
     for each in inner:
         each.then(lambda _: written.release())
@@ -390,14 +390,16 @@ def _restore(
         prepare = {**common, "do": PREPARE, "folder": str(checkpoint.folder)}
         try:
             with progress_bar(label, len(client.servers)) as bar:
-                asked = [ask_json(client, FrameKind.RESTORE, prepare, [n]) for n in client.servers]
+                asked = [
+                    ask_json(client, FilesOption.RESTORE, prepare, [n]) for n in client.servers
+                ]
                 for each in asked:
                     each.then(lambda _: bar.advance(1))
                 answers = [
                     answer for [answer] in FutureOfAll(client, "restore", asked).wait(limit_s)
                 ]
         except BaseException:
-            ask_json(client, FrameKind.RESTORE, {**common, "do": FORGET}).wait()
+            ask_json(client, FilesOption.RESTORE, {**common, "do": FORGET}).wait()
             raise
         found = answers[0]
         fresh = [*found["missing"], *found.get("mismatched", ())]
@@ -405,7 +407,7 @@ def _restore(
             some = ", ".join(fresh)
             _log.warning("%s: %s stay as they are: %s has none", label, some, checkpoint.folder)
         commit = {**common, "do": COMMIT, "is_same_job": manifest["job"] == job}
-        ask_json(client, FrameKind.RESTORE, commit).wait()
+        ask_json(client, FilesOption.RESTORE, commit).wait()
         return {**manifest, **found} if values_only else manifest
 
     try:
@@ -424,7 +426,7 @@ def _require_unseen(current: Session, root: Path, label: str) -> None:
     here = name(current.engine.job_rank)
     look = {"do": LOOK, "folder": str(root)}
     for server in client.servers:
-        [answer] = ask_json(client, FrameKind.RESTORE, look, [server]).wait()
+        [answer] = ask_json(client, FilesOption.RESTORE, look, [server]).wait()
         if answer["newest"]:
             raise RingcommError(
                 f"{label}: {here} sees no checkpoint in {root}, and server {server}, "

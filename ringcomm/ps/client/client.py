@@ -23,11 +23,13 @@ from ringcomm.ps.client.request import NO_BODY, AnyRequest, Request, fill
 from ringcomm.ps.client.request_order import Credit, PartitionOwners, SendQueue
 from ringcomm.ps.client.waits import Waits
 from ringcomm.ps.protocol.frames import (
+    FilesOption,
     FrameHeader,
     FrameKind,
+    NewsOption,
     RequestHeader,
+    ServerOption,
     Status,
-    StepOption,
     header_of_request,
 )
 from ringcomm.ps.protocol.link import Delivery
@@ -48,25 +50,25 @@ ACK_NBYTES: Final = 256 << 10  # a push of more takes longer than this rank shou
 ACK_NS: Final = 100_000
 LISTEN_S: Final = 0.05  # between looks of a rank that only reads
 
-_NEWS: Final = frozenset((FrameKind.LEAVE, FrameKind.TICK, FrameKind.STATS, FrameKind.MISSING))
-_GO_ON: Final = frozenset((*_NEWS, FrameKind.SAVE))  # at servers that live, if another dies
-_ALLOWED: Final = frozenset(  # before ps.recover()
-    (*_NEWS, FrameKind.ASK)
-)
+_OF_NO_TABLE: Final = frozenset((FrameKind.SERVER, FrameKind.TICK))
 
 
-def _awaits_step(request: AnyRequest) -> bool:
-    return request.kind == FrameKind.TICK and request.option == 1
+def _tells(request: AnyRequest) -> bool:
+    """Return True for a request that a server answers at once, whether it has tables or not."""
+    waits = ServerOption.SETTLE if request.kind == FrameKind.SERVER else 1
+    return request.kind in _OF_NO_TABLE and request.option != waits
 
 
-def _may_be_forgotten(request: AnyRequest) -> bool:
-    """Return True if servers that begin anew would leave a request without a reply."""
-    needs_tables = request.kind == FrameKind.ASK and request.option == 1
-    return needs_tables or _awaits_step(request)
+def _goes_on(request: AnyRequest) -> bool:
+    """Return True for a request that a server which lives answers, although another died."""
+    is_save = request.kind == FrameKind.FILES and request.option == FilesOption.SAVE
+    return is_save or _tells(request)
 
 
 def _require_answerable(request: AnyRequest, loss: Loss, lost: Collection[int]) -> None:
-    is_allowed = request.kind in _ALLOWED and not _may_be_forgotten(request)
+    """Raise the loss if servers that begin anew would leave a request without a reply."""
+    needs_tables = request.kind != FrameKind.ASK or request.option == 1
+    is_allowed = _tells(request) or not needs_tables
     if not is_allowed or request.server in lost:
         raise loss.error(request.future.label)
 
@@ -423,11 +425,11 @@ class Client:
             self.loss = loss
             for sequence, request in [*self.requests.items()]:
                 is_dead = request.server == loss.server
-                if not is_dead and request.kind in _GO_ON and not _awaits_step(request):
+                if not is_dead and _goes_on(request):
                     continue
                 del self.requests[sequence]
                 self.credit.count(request, -1)
-                if request.kind in _NEWS and not _awaits_step(request):
+                if _tells(request):
                     said.append(request)
                 else:
                     failed[request.future] = None
@@ -655,8 +657,8 @@ class Client:
         self, partition: Partition, epoch: int, servers: Collection[int] | None = None
     ) -> None:
         header = FrameHeader(
-            FrameKind.MOVE, origin=self.rank, table=partition[0], partition=partition[1],
-            clock=epoch, option=StepOption.NOTED,
+            FrameKind.NEWS, origin=self.rank, table=partition[0], partition=partition[1],
+            clock=epoch, option=NewsOption.NOTED,
         )  # fmt: skip
         self.owners.confirmed[partition] = epoch
         layout = self.layout

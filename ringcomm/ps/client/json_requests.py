@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import FilesOption, FrameKind, ServerOption
 
 if TYPE_CHECKING:
     from ringcomm.ps.client.future import Future
@@ -52,16 +52,15 @@ def ask_servers(
 
 def ask_json(
     client: Asker,
-    kind: FrameKind,
+    option: ServerOption | FilesOption,
     question: Any,
     servers: Sequence[int] | None = None,
-    *,
-    option: int = 0,
 ) -> Future[list[Any]]:
     """Send JSON to servers, to all if not given; return a future of the JSON that they answer."""
     servers = client.servers if servers is None else servers
-    meta = packed_json(question)
-    return ask_servers(client, kind.name.lower(), kind, servers, json_of, option=option, meta=meta)
+    kind = FrameKind.FILES if isinstance(option, FilesOption) else FrameKind.SERVER
+    meta, label = packed_json(question), option.name.lower()
+    return ask_servers(client, label, kind, servers, json_of, option=option, meta=meta)
 
 
 class Commander(Asker, Protocol):

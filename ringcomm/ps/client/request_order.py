@@ -303,10 +303,7 @@ _CONTROL: Final = frozenset(
     (
         FrameKind.ASK,
         FrameKind.ENTER,
-        FrameKind.LEAVE,
-        FrameKind.MISSING,
-        FrameKind.MOVE,
-        FrameKind.STATS,
+        FrameKind.SERVER,
     )
 )
 

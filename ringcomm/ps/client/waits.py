@@ -16,7 +16,7 @@ from ringcomm.engine.progress.deadlines import ANSWER_S
 from ringcomm.errors import CommTimeoutError
 from ringcomm.ps.client.json_requests import Asker, ask_json
 from ringcomm.ps.control.commands import CLOSING, MOVING, STOPPING
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import ServerOption
 from ringcomm.transport.control_header import ControlKind
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Waits:
 
     def _missing_workers(self, servers: Servers, is_over: IsOver) -> Missing | None:
         """Return for which workers servers wait; None: they do not answer."""
-        answers = ask_json(self._asker, FrameKind.MISSING, None, sorted(servers()))
+        answers = ask_json(self._asker, ServerOption.MISSING, None, sorted(servers()))
         drive_until(self._engine, lambda: answers.done() or is_over(), answers.label, ANSWER_S)
         if not answers.done():
             return None

@@ -9,7 +9,7 @@ from typing import Final
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameHeader, FrameKind
+from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, NewsOption
 from ringcomm.ps.session import Session, session
 
 _log: Final = logging.getLogger("ringcomm")
@@ -63,7 +63,7 @@ def _members(current: Session) -> list[int]:
             members = _live(current)
             for rank in members:
                 if rank != me:
-                    header = FrameHeader(FrameKind.MEMBERS, origin=me)
+                    header = FrameHeader(FrameKind.NEWS, origin=me, option=NewsOption.MEMBERS)
                     current.client.link.send(rank, header, packed_json(members))
             return members
         if who in current.members_said:  # else another one is the chief since then

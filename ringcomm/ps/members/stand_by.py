@@ -20,7 +20,7 @@ from ringcomm.ps.checkpoint.recover import count_from, follow
 from ringcomm.ps.client.json_requests import ask_leader, ask_servers, ignore
 from ringcomm.ps.control.commands import BEGIN
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import FrameKind, ServerOption
 from ringcomm.transport.group_members import Members
 
 if TYPE_CHECKING:
@@ -100,7 +100,9 @@ def _say_gone(current: Session) -> None:
     Those that wait for nobody have ended, so no reply is awaited.
     """
     client = current.client
-    ask_servers(client, _LABEL, FrameKind.LEAVE, client.servers, ignore)
+    ask_servers(
+        client, _LABEL, FrameKind.SERVER, client.servers, ignore, option=ServerOption.LEAVE
+    )  # fmt: skip
 
 
 def _begin(current: Session, told: dict[str, Any]) -> None:

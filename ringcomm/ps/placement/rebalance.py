@@ -19,7 +19,7 @@ from ringcomm.ps.placement.partitions import (
     plan_moves,
 )
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import FrameKind, ServerOption
 from ringcomm.ps.session import Session, session
 from ringcomm.ps.statistics import counted_since
 
@@ -70,7 +70,7 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
         raise RingcommError("ps.rebalance: not within ps.snapshot(), while which nothing moves")
     if slack < 0:
         raise ValueError(f"ps.rebalance: slack is {slack}; it must be 0 or more")
-    answers = ask_json(current.client, FrameKind.STATS, {"keys": True}).wait()
+    answers = ask_json(current.client, ServerOption.STATS, {"keys": True}).wait()
     view, heat = measured(answers)
     before = _before.get(current, {})
     _before[current] = heat

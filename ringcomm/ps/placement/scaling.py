@@ -10,7 +10,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_json
 from ringcomm.ps.placement.rebalance import ask_for_moves
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import ServerOption
 from ringcomm.ps.session import Session, session
 
 R = TypeVar("R")
@@ -112,7 +112,7 @@ def _in_its_process(current: Session, server: int) -> list[int]:
 def _standing_by(current: Session) -> list[int]:
     """Return the spares, but those that have come to share a process with a server."""
     leader, hosts = current.client.leader, current.layout.ranks_of_servers()
-    (answer,) = ask_json(current.client, FrameKind.STATS, {"keys": True}, [leader]).wait()
+    (answer,) = ask_json(current.client, ServerOption.STATS, {"keys": True}, [leader]).wait()
     vacant = {*answer["vacant"]}
     busy = {rank for each, rank in hosts.items() if each not in vacant}
     by_rank = {hosts[each]: each for each in sorted(vacant & hosts.keys(), reverse=True)}

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.protocol.frames import FrameKind, StepOption
+from ringcomm.ps.protocol.frames import FrameKind, NewsOption
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -55,20 +55,22 @@ class FrameDispatcher:
         server: likewise; or the homes that run in this process.
         homes: these; None: there are none, or no copies of them.
         reports: of evaluators; for the chief.
-        takes: takes frames of a kind that is for neither; set before the first poll.
+        takes: takes news of a NewsOption; set before the first poll.
+        take_order: takes orders for this rank; likewise.
         link: the wire; likewise.
         deaths: looked for at each poll; likewise.
     """
 
     link: Link
     deaths: Deaths
+    take_order: Callable[[Delivery], None]
 
     def __init__(self) -> None:
         self.client: Client | None = None
         self.server: Server | Homes | None = None
         self.homes: Homes | None = None
         self.reports = Reports()
-        self.takes: dict[int, Callable[[Delivery], None]] = {FrameKind.REPORT: self.reports.append}
+        self.takes: dict[int, Callable[[Delivery], None]] = {NewsOption.REPORT: self.reports.append}
 
     @property
     def has_news(self) -> bool:
@@ -110,11 +112,10 @@ class FrameDispatcher:
             if header.kind == FrameKind.REPLY and not header.home:
                 assert self.client is not None
                 self.client.on_reply(delivery)
-            elif header.kind == FrameKind.MOVE and header.option == StepOption.NOTICE:
-                assert self.client is not None
-                self.client.on_notice(delivery)
-            elif not header.home and (take := self.takes.get(header.kind)) is not None:
-                take(delivery)
+            elif header.kind == FrameKind.NEWS and not header.home:
+                self.takes[header.option](delivery)
+            elif header.kind == FrameKind.ORDER and not header.home:
+                self.take_order(delivery)
             else:
                 assert self.server is not None
                 self.server.on_request(delivery)

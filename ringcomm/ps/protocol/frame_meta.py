@@ -38,7 +38,6 @@ WANT_EXACT = 16  # option of a pull: send values that are not compressed
 
 PREPARE, COMMIT, FORGET = "prepare", "commit", "forget"  # the phases of a restore
 LOOK = "look"  # before one: which checkpoint a server sees
-COUNT, METADATA, EVICT = 0, 1, 2  # options of a request about rows
 
 
 class PullMeta(NamedTuple):

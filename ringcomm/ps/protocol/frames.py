@@ -28,36 +28,61 @@ _GAPS: Final = tuple(bytes(n) for n in range(8))
 
 class FrameKind(IntEnum):
     REPLY = 1
-    PUSH = 3
-    PULL = 4
-    TICK = 5
-    CALL = 6
-    STATS = 7
-    SAVE = 9
-    RESTORE = 10
-    MOVE = 11
-    REPORT = 13
-    LEAVE = 14
-    ERASE = 15
-    STATE = 16
-    ROWS = 17
-    ASK = 18  # a command, of the server that leads; see ringcomm.ps.control
-    PIECE = 19  # of a frame that is too long for a message, see ringcomm.ps.protocol.link
-    ENTER = 20  # rounds of ps.FirstOf(k), see ringcomm.ps.client.first_of
-    PULLS = 21  # of several hash tables, see ringcomm.ps.client.rows.pull_many
-    MISSING = 22  # for which workers do requests of the sender wait?
-    ORDER = 23  # a server asks another, or a rank; see ringcomm.ps.control.agreement
-    RECORD = 26  # between the copies of a home, see Copy
-    HOMES = 27  # a server to all: a rank died, and these homes run here; of some there are copies
-    MEMBERS = 29  # the chief to workers: who is in the next group of ps.live_workers()
+    # about the values of a table
+    PUSH = 2
+    PULL = 3
+    PULLS = 4  # of several hash tables, see ringcomm.ps.client.rows.pull_many
+    CALL = 5  # see CallOption
+    ENTER = 6  # rounds of ps.FirstOf(k), see ringcomm.ps.client.first_of
+    # about no table
+    TICK = 7  # a worker has made steps; option 1: a reply once the slowest has
+    ASK = 8  # a command, of the server that leads; see ringcomm.ps.control
+    SERVER = 9  # see ServerOption
+    FILES = 10  # see FilesOption
+    # between servers, and from them
+    ORDER = 11  # a server asks another, or a rank; see ringcomm.ps.control.agreement
+    NEWS = 12  # has no reply; see NewsOption
+    PIECE = 13  # of a frame that is too long for a message, see ringcomm.ps.protocol.link
+    RECORD = 14  # between the copies of a home, see CopyOption
 
 
-class StepOption(IntEnum):
-    """The option of a frame of FrameKind.MOVE. See ringcomm.ps.server.core.migration."""
+class CallOption(IntEnum):
+    """The option of a frame of FrameKind.CALL: what is to be done with values."""
 
-    NOTICE = 2
-    NOTED = 3
-    SETTLE = 4  # a client asks for a reply once nothing moves
+    FUNCTION = 0  # of the user
+    GET_STATE = 1  # values, and the state of their updater
+    SET_STATE = 2
+    COUNT = 3  # rows; the others, too
+    METADATA = 4
+    EVICT = 5
+    ERASE = 6
+
+
+class ServerOption(IntEnum):
+    """The option of a frame of FrameKind.SERVER: what one server is asked, or told."""
+
+    STATS = 0
+    MISSING = 1  # for which workers do requests of the sender wait?
+    SETTLE = 2  # reply once nothing moves
+    REST = 3  # the sender completes no more steps
+    LEAVE = 4
+
+
+class FilesOption(IntEnum):
+    """The option of a frame of FrameKind.FILES. See ringcomm.ps.checkpoint.server."""
+
+    SAVE = 0
+    RESTORE = 1
+
+
+class NewsOption(IntEnum):
+    """The option of a frame of FrameKind.NEWS: who says what to whom."""
+
+    MOVED = 0  # the server that leads to clients: a partition has moved, see core.migration
+    NOTED = 1  # a client to servers: it has sent again all that came back from there
+    HOMES = 2  # a server to all: a rank died, and these homes run here; of some there are copies
+    REPORT = 3  # an evaluator to the chief
+    MEMBERS = 4  # the chief to workers: who is in the next group of ps.live_workers()
 
 
 class CopyOption(IntEnum):
@@ -85,15 +110,7 @@ class EntryOption(IntEnum):
     OUT = 3
 
 
-_ONE_WAY: Final = frozenset(
-    (
-        FrameKind.REPLY,
-        FrameKind.REPORT,
-        FrameKind.RECORD,
-        FrameKind.HOMES,
-        FrameKind.MEMBERS,
-    )
-)
+_ONE_WAY: Final = frozenset((FrameKind.REPLY, FrameKind.NEWS, FrameKind.RECORD))
 
 
 class Status(IntEnum):
@@ -177,8 +194,6 @@ def header_of_request(header: RequestHeader, home: int = 0) -> FrameHeader:
 
 
 def is_one_way(header: FrameHeader) -> bool:
-    if header.kind == FrameKind.MOVE:
-        return header.option != StepOption.SETTLE
     return header.kind in _ONE_WAY
 
 

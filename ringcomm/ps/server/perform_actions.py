@@ -11,23 +11,25 @@ from ringcomm.ps.control.agreement import Member, OrdersGiven
 from ringcomm.ps.control.commands import TAKE
 from ringcomm.ps.protocol.frame_meta import ASSIGN, INITIAL, flags_of, packed_json, packed_owners
 from ringcomm.ps.protocol.frames import (
+    CallOption,
     EntryOption,
     FrameHeader,
     FrameKind,
+    NewsOption,
     Status,
-    StepOption,
 )
 from ringcomm.ps.server.catalog import Catalog
 from ringcomm.ps.server.core import actions as do
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.core import Core
 from ringcomm.ps.server.dense.partition import DensePartition
-from ringcomm.ps.server.dense.requests import DenseRequests
+from ringcomm.ps.server.dense.reads import DenseReads
 from ringcomm.ps.server.partition_transfer import Transfer
 from ringcomm.ps.server.replies import NOTHING, Replies
-from ringcomm.ps.server.rows.requests import RowRequests
+from ringcomm.ps.server.rows.reads import RowReads
 from ringcomm.ps.server.snapshots import Snapshots
 from ringcomm.ps.server.user_functions import Calls, Function
+from ringcomm.ps.server.values import Pushes
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.contents import Contents
     from ringcomm.ps.server.core.actions import Action, Key
     from ringcomm.ps.server.rows.hash_shard import Shard
+    from ringcomm.ps.server.values import Values
 
 
 class ActionPerformer:
@@ -92,19 +95,10 @@ class ActionPerformer:
         self.catalog.on_forget = self.store.forget
         self.catalog.on_restart = self._restart
         self._of_before: list[Contents] = []  # evaluators may still read the memory
-        self._dense = DenseRequests(link, replies, self.snapshots)
-        self._rows = RowRequests(link, replies)
+        self._dense = DenseReads(link, replies, self.snapshots)
+        self._rows = RowReads(link, replies)
+        self._pushes = Pushes(link.view, replies)
         self._calls = Calls(index, replies, functions)
-        dense, rows = self._dense, self._rows
-        self._answers: dict[type, tuple[Callable[[Any, Any], None], Callable[[Any, Any], None]]] = {
-            do.Acknowledge: (dense.acknowledge, rows.acknowledge),
-            do.Apply: (dense.apply, rows.apply),
-            do.Write: (dense.write, rows.write),
-            do.Hold: (dense.hold, rows.hold),
-            do.End: (dense.end, rows.end),
-            do.Late: (dense.late, rows.late),
-            do.ReleaseDone: (dense.released, rows.released),
-        }
         self._performers: dict[type, Callable[[Any], None]] = {
             do.Carry: lambda a: self._carry(a.request, self._key_of(a.request)),
             do.Retry: lambda a: self._retry(a.request),
@@ -136,16 +130,11 @@ class ActionPerformer:
         """Carry out actions in order. An error is sent to the client whose request it is of."""
         for action in actions:
             try:
-                answers = self._answers.get(type(action))
-                if answers is None:
+                perform = self._pushes.performers.get(type(action))
+                if perform is None:
                     self._performers[type(action)](action)
-                    continue
-                table, part = action.key  # type: ignore[union-attr, misc]
-                contents = self.catalog.contents[table]
-                if contents.shard is None:
-                    answers[0](action, contents.parts[part])
                 else:
-                    answers[1](action, contents.shard)
+                    perform(action, self._unit(action.key))  # type: ignore[union-attr, arg-type]
             except Exception as error:
                 requests = _requests_of(action)
                 if not requests:
@@ -205,19 +194,16 @@ class ActionPerformer:
     def _unit(self, key: Key) -> Any:
         return self.catalog.contents[key[0]].unit(key[1])
 
-    def _of(self, key: Key) -> Any:
-        """Return the object that answers for a unit: DenseRequests, or RowRequests."""
+    def _reads(self, key: Key) -> Any:
         return self._dense if self.catalog.contents[key[0]].shard is None else self._rows
 
     def _carry(self, request: Delivery, key: Key) -> None:
         """Decode a request for a unit that may be carried out now."""
-        contents, kind = self.catalog.contents[key[0]], request.header.kind
-        requests: Any = self._dense if contents.shard is None else self._rows
-        values: Any = contents.unit(key[1])
+        kind, values = request.header.kind, self._unit(key)
         if kind == FrameKind.PUSH:
-            self._push(request, key, requests, values)
+            self._push(request, key, values)
         elif kind == FrameKind.PULL:
-            if not requests.serve_held(request, key, values):
+            if not self._reads(key).serve_held(request, key, values):
                 self.handle(on.Read(key, request))
         elif kind == FrameKind.ENTER:
             if self.core.tables[key[0]].mode.name != "first_of":
@@ -225,16 +211,16 @@ class ActionPerformer:
             self.handle(on.Decided(key, request, request.header.option == EntryOption.IN))
         elif not isinstance(values, DensePartition):
             self._rows.maintain(request, values)
-        elif kind == FrameKind.CALL:
+        elif request.header.option == CallOption.FUNCTION:
             self._calls.on_call(request, values, self.core.unit_of(key))
-        elif kind == FrameKind.STATE:
+        elif request.header.option <= CallOption.SET_STATE:
             if self._dense.state(request, values):
                 self.handle(on.Loaded(key))
         else:
             raise KeyError(f"server {self._index} has no hash table {key[0]}")
 
-    def _push(self, request: Delivery, key: Key, requests: Any, values: Any) -> None:
-        event = requests.decoded(key, request, values)
+    def _push(self, request: Delivery, key: Key, values: Values) -> None:
+        event = self._pushes.decoded(key, request, values)
         unit = self.core.unit_of(key)
         waits = not unit.is_ready and type(event) is not on.Initialized
         if not (waits or type(event) is on.Released or unit.came_before(request)):
@@ -243,7 +229,7 @@ class ActionPerformer:
 
     def _serve(self, request: Delivery) -> None:
         key = self._key_of(request)
-        self._of(key).serve(request, self._unit(key))
+        self._reads(key).serve(request, self._unit(key))
 
     def _redirect(self, request: Delivery) -> None:
         key = self._key_of(request)
@@ -329,7 +315,7 @@ class ActionPerformer:
         table, part = action.key
         epoch = self.core.tables[table].epoch_of(action.key)
         header = FrameHeader(
-            FrameKind.MOVE, option=StepOption.NOTICE, table=table, partition=part, clock=epoch
+            FrameKind.NEWS, option=NewsOption.MOVED, table=table, partition=part, clock=epoch
         )  # fmt: skip
         for rank in action.ranks:
             self.replies.send(rank, header, self._owners(action.key))

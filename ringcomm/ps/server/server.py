@@ -39,9 +39,11 @@ from ringcomm.ps.control.commands import (
 )
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
 from ringcomm.ps.protocol.frames import (
+    FilesOption,
     FrameHeader,
     FrameKind,
-    StepOption,
+    NewsOption,
+    ServerOption,
     is_one_way,
 )
 from ringcomm.ps.server.busy_time import OwnTime
@@ -67,9 +69,6 @@ _UNIT_KINDS: Final = frozenset(
         FrameKind.PUSH,
         FrameKind.PULL,
         FrameKind.CALL,
-        FrameKind.STATE,
-        FrameKind.ERASE,
-        FrameKind.ROWS,
         FrameKind.ENTER,
     )
 )
@@ -128,15 +127,12 @@ class Server:
         self._handlers: dict[int, Callable[[Delivery], None]] = {
             FrameKind.PULLS: performer.pull_many,
             FrameKind.TICK: self._tick,
-            FrameKind.STATS: self._stats,
-            FrameKind.MISSING: self._missing,
-            FrameKind.SAVE: performer.store.on_save,
-            FrameKind.RESTORE: self._restore,
-            FrameKind.MOVE: self._move,
+            FrameKind.SERVER: self._of_server,
+            FrameKind.FILES: self._on_files,
+            FrameKind.NEWS: self._noted,
             FrameKind.ASK: self._ask,
             FrameKind.ORDER: self._carry_out,
             FrameKind.REPLY: self._hear_answer,
-            FrameKind.LEAVE: self._leave,
         }
         self._orders: dict[str, Callable[[Delivery, Any], None]] = {
             MAKE: self._answering(self.catalog.make),
@@ -307,26 +303,39 @@ class Server:
         """Note a worker's clock; option 1: reply when the slowest has reached one."""
         self._handle(on.ClockAwaited(request) if request.header.option else on.Ticked(request))
 
+    def _of_server(self, request: Delivery) -> None:
+        option = request.header.option
+        if option == ServerOption.STATS:
+            self._stats(request)
+        elif option == ServerOption.MISSING:
+            self._missing(request)
+        elif option == ServerOption.SETTLE:
+            self._handle(on.Settling(request))
+        elif option in (ServerOption.REST, ServerOption.LEAVE):
+            self._leave(request)
+        else:
+            raise KeyError(f"server {self.index} is asked for {option}, which it does not know")
+
     def _leave(self, request: Delivery) -> None:
         """A client leaves, or rests; without a number nobody waits for a reply."""
         header = request.header
-        asked = request if header.sequence else None
-        if not header.option:
+        asked, rests = request if header.sequence else None, header.option == ServerOption.REST
+        if not rests:
             self.orders.forget(Member(header.origin))
-        self._handle(on.Left(header.origin, asked, still_asks=bool(header.option)))
+        self._handle(on.Left(header.origin, asked, still_asks=rests))
 
-    def _restore(self, request: Delivery) -> None:
+    def _on_files(self, request: Delivery) -> None:
+        if request.header.option == FilesOption.SAVE:
+            self.store.on_save(request)
+            return
         for key in self.store.on_restore(request):
             self._handle(on.Loaded(key))
 
     # --- moves ----------------------------------------------------------------------------------
-    def _move(self, request: Delivery) -> None:
-        header = request.header
-        if header.option == StepOption.SETTLE:
-            self._handle(on.Settling(request))
-        else:
-            key = header.table, header.partition
-            self._handle(on.Noted(request.source, key, header.clock))
+    def _noted(self, news: Delivery) -> None:
+        header = news.header
+        key = header.table, header.partition
+        self._handle(on.Noted(news.source, key, header.clock))
 
     def change_places(self, request: Delivery | None, asked: dict[str, Any]) -> None:
         """Give servers a place, take one's or swap two; move what is on servers without one.
@@ -395,4 +404,4 @@ class Server:
 
 def _named(header: FrameHeader) -> str:
     kind = FrameKind(header.kind).name
-    return f"{kind}/{StepOption(header.option).name}" if header.kind == FrameKind.MOVE else kind
+    return f"{kind}/{NewsOption(header.option).name}" if header.kind == FrameKind.NEWS else kind

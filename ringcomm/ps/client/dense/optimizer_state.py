@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.protocol.block_state import joined, split
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import CallOption, FrameKind
 from ringcomm.ps.segments import merged
 
 if TYPE_CHECKING:
@@ -80,7 +80,10 @@ def push_state(table: Table, state: TableState) -> None:
 
 
 def _exchange(table: Table, part: int, meta: bytes = b"", body: Bytes = NO_BODY) -> Delivery:
-    request = Request(FrameKind.STATE, (table.number, part), meta=meta, body=body)
+    option = CallOption.SET_STATE if body.nbytes else CallOption.GET_STATE
+    request = Request(
+        FrameKind.CALL, (table.number, part), option=option, meta=meta, body=body
+    )  # fmt: skip
     return table.client.call_one(f"state[{table.name}]", request, lambda reply: reply).wait()
 
 

@@ -12,8 +12,8 @@ from ringcomm.ps.client.request import Request
 from ringcomm.ps.client.rows.keys import Keys, Portion, keys_of
 from ringcomm.ps.client.rows.requests import regrouped, staged, without_keys
 from ringcomm.ps.client.rows.row_calls import KeyedRequest, RowCalls
-from ringcomm.ps.protocol.frame_meta import COUNT, EVICT, METADATA, Owners
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frame_meta import Owners
+from ringcomm.ps.protocol.frames import CallOption, FrameKind
 from ringcomm.ps.server.rows.hash_shard import METADATA_ITEM
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ class Maintenance:
         take: Callable[[Portion, Delivery], None],
         finish: Callable[[], Any],
     ) -> Future[Any]:
-        kind, option = (FrameKind.ERASE, 0) if what == "erase" else (FrameKind.ROWS, METADATA)
+        option = CallOption.ERASE if what == "erase" else CallOption.METADATA
 
         def request_for(portion: Portion) -> KeyedRequest:
             own, body, _ = staged(self._session, portion)
             request = Request(
-                kind, server=own.server, table=self._number, option=option, body=body,
+                FrameKind.CALL, server=own.server, table=self._number, option=option, body=body,
                 on_reply=lambda reply: take(own, reply),
             )  # fmt: skip
             return KeyedRequest(own, request)
@@ -91,18 +91,18 @@ class Maintenance:
         return self._calls.begin(f"{what}[{self._name}]", split, finish)
 
     def evict(self) -> Future[int]:
-        return self._total("evict", EVICT)
+        return self._total("evict", CallOption.EVICT)
 
     def n_rows(self) -> Future[int]:
-        return self._total("n_rows", COUNT)
+        return self._total("n_rows", CallOption.COUNT)
 
-    def _total(self, what: str, option: int) -> Future[int]:
+    def _total(self, what: str, option: CallOption) -> Future[int]:
         """Return the sum over all servers; all are asked again if rows have moved meanwhile."""
         counts: list[list[int]] = []  # a list for each view in which the servers were asked
 
         def request(server: int, own: list[int]) -> Request:
             return Request(
-                FrameKind.ROWS, server=server, table=self._number, option=option,
+                FrameKind.CALL, server=server, table=self._number, option=option,
                 on_reply=lambda reply: own.append(reply.header.clock),
             )  # fmt: skip
 
@@ -115,6 +115,6 @@ class Maintenance:
         def finish() -> int:
             # A row may have moved to a server that had counted, or from one. And an answer of an
             # older view is taken after split(), if it is the last of its view.
-            return sum(counts[-1] if option == COUNT else map(sum, counts))
+            return sum(counts[-1] if option == CallOption.COUNT else map(sum, counts))
 
         return self._calls.begin(f"{what}[{self._name}]", split, finish)

@@ -13,7 +13,7 @@ partitions of one table that get a new owner in one view.
 | answer to GIVE | source -> leader | which have moved, and why others have not |
 | COMMIT | leader -> all servers | notes the owners; sends back what was kept or waits |
 | THAW | leader -> participants | instead, if nothing could move: goes on with what was kept |
-| NOTICE | leader -> clients | send again what comes back |
+| MOVED | leader -> clients | send again what comes back |
 | NOTED | client -> all servers | has done so: the source frees memory, clocks are believed again |
 
 Participants are the servers whose units must be at one point: of a dense table the source and the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,9 @@ from ringcomm.ps.server.dense.round_mean import (
     shares_of,
 )
 from ringcomm.ps.table_spec import Spec
+
+if TYPE_CHECKING:
+    from ringcomm.ps.protocol.frames import FrameHeader
 
 Array = NDArray[Any]
 
@@ -59,8 +62,12 @@ class DensePartition(Block):
     Attributes:
         spec, start, stop: see above.
         held: the mean of a round that is not an update yet.
+        lets_in, unchanged: see ringcomm.ps.server.values.Values.
         segments: parts of it that have a gradient, or none, by themselves; None: it is one.
     """
+
+    lets_in: ClassVar[bool] = False
+    unchanged: ClassVar[bytes] = b""
 
     def __init__(self, spec: Spec, start: int, stop: int, memory: Callable[[int], Bytes]) -> None:
         super().__init__(stop - start, np.dtype(spec.dtype), from_json(spec.updater), memory)
@@ -90,14 +97,12 @@ class DensePartition(Block):
             self._encoded = (now, self._pull_codec.encode(self.values, draw=draw))
         return self._encoded[1]
 
-    # --- pushes, as the core decides ------------------------------------------------------------
-    def decoded(self, meta: PushMeta, body: Bytes, clock: int) -> Gradient:
-        """Return a push as the other methods take it.
-
-        Raises:
-            ValueError: it does not fit the slice.
-        """
-        values = self._gradient(meta, body)
+    # --- pushes, as the core decides; see Values ------------------------------------------------
+    def decoded(
+        self, header: FrameHeader, meta: PushMeta, body: Bytes, view: Callable[[int, int], Bytes]
+    ) -> Gradient:
+        del view
+        values, clock = self._gradient(meta, body), header.clock
         if not meta.flags & (INITIAL | ASSIGN | ABSENT):
             self._require_updater(meta)
         within = slice(meta.start, meta.start + meta.n)
@@ -115,25 +120,28 @@ class DensePartition(Block):
         return Factor(meta.weight, meta.hyper)
 
     def note_push(self, body: Bytes) -> None:
-        """Count a push that came for the first time."""
         self.counts.pushes += 1
         self.counts.nbytes += body.nbytes
 
-    def apply(self, gradient: Gradient) -> None:
+    def note_late(self) -> None:
+        self.counts.late += 1
+
+    def apply(self, gradient: Gradient) -> bytes:
         missed = max(0, self.version - gradient.clock)
         seen = self.counts.staleness
         seen[missed] = seen.get(missed, 0) + 1
         assert gradient.values is not None
         self._update(gradient, bits(opened(gradient.values)))
+        return b""
 
-    def write(self, gradient: Gradient) -> None:
+    def write(self, gradient: Gradient) -> bytes:
         whole = self.values.copy()
         whole[gradient.within] = gradient.values
         self._block.write(whole)
         self.is_ready = True
+        return b""
 
     def hold(self, gradients: list[Gradient]) -> bytes:
-        """Keep the mean of a round; return how large it is, as SQUARES packs it."""
         shares = shares_of(gradients)
         mean = None if shares is None else shares.mean(self.dtype)
         self.held = Mean(mean, None if mean is None else self._present_in(gradients))
@@ -141,12 +149,7 @@ class DensePartition(Block):
 
     def end(
         self, number: int, gradients: list[Gradient], release: Factor | None, *, drops: bool
-    ) -> bool:
-        """End a round: update with the mean of gradients, or with the one that is held.
-
-        Returns:
-            True unless no worker had a gradient.
-        """
+    ) -> tuple[bytes, bytes]:
         mean: Array | Shares | None
         if gradients:
             mean = shares_of(gradients)
@@ -161,7 +164,7 @@ class DensePartition(Block):
         if mean is not None and not drops:
             self._apply(hyper, mean, present, number)
         self.version = number
-        return mean is not None
+        return b"" if mean is not None else b"empty", b""
 
     def _present_in(self, parts: list[Gradient]) -> Mask | None:
         if self.segments is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind
+from ringcomm.ps.protocol.frames import CopyOption, FilesOption, FrameHeader, FrameKind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.server.clock import CopiedClock, OwnClock
 from ringcomm.ps.server.homes.copy_transfer import SendWholeCopy, take_pieces
@@ -301,7 +301,7 @@ class Home:
         self._clock.time_s = entry.time_s
         if header.kind != FrameKind.RECORD:
             self.server.on_request(delivery)
-            if header.kind == FrameKind.RESTORE:
+            if header.kind == FrameKind.FILES and header.option == FilesOption.RESTORE:
                 link.note_outcome(self.server.store.has_restored)
         elif header.option == CopyOption.DIED and header.clock in self._layout.servers:
             self.server.on_process_death(header.clock)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ringcomm.ps.placement.places import next_swap
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind
+from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind, NewsOption
 from ringcomm.ps.server.busy_time import OwnTime
 from ringcomm.ps.server.homes.home import Home
 
@@ -148,8 +148,9 @@ class Homes:
         run = [home for home in self._homes.values() if home.is_primary]
         copied = [home.number for home in run if home.server.n_copies > 1]
         meta = packed_json({"runs": [home.number for home in run], "copied": copied})
+        header = FrameHeader(FrameKind.NEWS, clock=dead, option=NewsOption.HOMES)
         for each in {*self._layout.ranks} - self._dead:
-            self._link.send(each, FrameHeader(FrameKind.HOMES, clock=dead), meta)
+            self._link.send(each, header, meta)
 
     def _restore_copies(self) -> None:
         """Give each home that this server runs a copy on another server, if one lives."""

@@ -22,9 +22,11 @@ from ringcomm.ps.control.commands import Recovered
 from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.protocol.frames import (
     HEADER_NBYTES,
+    CallOption,
     EntryOption,
     FrameHeader,
     FrameKind,
+    ServerOption,
     Where,
     header_of,
     packed,
@@ -43,10 +45,9 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.server import Server
 
-_OF_UNITS: Final = frozenset(
-    (FrameKind.PUSH, FrameKind.CALL, FrameKind.STATE, FrameKind.ERASE, FrameKind.ROWS)
-)
-_READS: Final = frozenset((FrameKind.PULL, FrameKind.PULLS, FrameKind.STATS, FrameKind.MISSING))
+_OF_UNITS: Final = frozenset((FrameKind.PUSH, FrameKind.CALL))
+_READS: Final = frozenset((FrameKind.PULL, FrameKind.PULLS))
+_LOOKS: Final = frozenset((ServerOption.STATS, ServerOption.MISSING))
 _COUNTS: Final = ("version", "stamp", "n_outside", "n_admitted", "n_rejected", "n_evicted")
 
 
@@ -59,7 +60,9 @@ class CopyPiece(NamedTuple):
 
 def is_read(header: FrameHeader) -> bool:
     """Return True for a request that changes nothing, not even if it comes twice."""
-    return header.kind in _READS or (header.kind == FrameKind.STATE and not header.n_body)
+    if header.kind == FrameKind.CALL:
+        return header.option == CallOption.GET_STATE
+    return header.kind in _READS or (header.kind == FrameKind.SERVER and header.option in _LOOKS)
 
 
 # --- the server that is copied ------------------------------------------------------------------

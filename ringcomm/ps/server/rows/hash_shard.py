@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.initializers import Initializer, table_number, zeros
 from ringcomm.ps.initializers import from_json as initializer_of
 from ringcomm.ps.optim import Assign, Updater, from_json
-from ringcomm.ps.protocol.frame_meta import SQUARES, PushMeta
-from ringcomm.ps.protocol.frames import FrameHeader
+from ringcomm.ps.protocol.frame_meta import INITIAL, PLACED, REJECTED, SQUARES, PushMeta
 from ringcomm.ps.row_policies import Admit, Evict
 from ringcomm.ps.server.dense.block import BlockTraffic
 from ringcomm.ps.server.rows.row_gradients import (
@@ -37,6 +36,9 @@ from ringcomm.ps.server.rows.row_gradients import (
     unpacked,
 )
 from ringcomm.ps.table_spec import Spec
+
+if TYPE_CHECKING:
+    from ringcomm.ps.protocol.frames import FrameHeader
 
 
 # --- options for C++ ------------------------------------------------------------------------------
@@ -110,7 +112,11 @@ class Shard:
         rounds_before: of jobs that this one goes on from; chances of new keys go on with them.
         n_outside: changes outside rounds, which have chances by their number; never fewer than
             those of a checkpoint, or of a server from which a partition came.
+        lets_in, unchanged: see ringcomm.ps.server.values.Values.
     """
+
+    lets_in: ClassVar[bool] = True
+    unchanged: ClassVar[bytes] = REJECTED.pack(0)
 
     def __init__(self, spec: Spec, owners: list[int], index: int, now: Callable[[], float]) -> None:
         self.now = now
@@ -142,15 +148,13 @@ class Shard:
         self.n_admitted = self.n_rejected = self.n_evicted = 0
         self.held = HeldRows(spec.partitions, self.dim)
 
-    # --- pushes, as the core decides ------------------------------------------------------------
+    # --- pushes, as the core decides; see Values ------------------------------------------------
     def decoded(
-        self, header: FrameHeader, meta: PushMeta, body: Bytes, shared: Bytes | None = None
+        self, header: FrameHeader, meta: PushMeta, body: Bytes, view: Callable[[int, int], Bytes]
     ) -> RowGradient:
-        """Return a push as the other methods take it; see decode_row_pushes.unpacked().
-
-        Raises:
-            ValueError: it does not fit the table.
-        """
+        if meta.flags & INITIAL:
+            raise ValueError(f"push[{self.spec.name}]: rows have no values of the chief")
+        shared = self._placed(meta, body, view)
         keys, rows, places = unpacked(meta, body, self.spec, shared)
         if shared is not None:
             self.traffic.nbytes += len(keys) * self.row_nbytes()
@@ -158,8 +162,18 @@ class Shard:
         gradient = RowGradient(meta.weight, meta.hyper, keys, rows, header.clock, places)
         return self._new(header, gradient)
 
+    def _placed(
+        self, meta: PushMeta, body: Bytes, view: Callable[[int, int], Bytes]
+    ) -> Bytes | None:
+        """Return the rows of a push in the client's memory; None if its body has them."""
+        if not meta.flags & PLACED:
+            return None
+        places = body[8 * meta.n :].view(np.uint32)
+        n_rows = int(places.max()) + 1 if places.size else meta.n
+        itemsize = 2 if meta.dtype in ("float16", "bfloat16") else self.dtype.itemsize
+        return view(meta.start, n_rows * self.dim * itemsize)
+
     def factor(self, meta: PushMeta) -> float:
-        """Return the content of a release. Raises ValueError."""
         if not self.spec.mode.has_rounds:
             raise ValueError(
                 f"release[{self.spec.name}]: a mean is held in a table with rounds, not in one "
@@ -168,25 +182,25 @@ class Shard:
         return meta.weight
 
     def note_push(self, body: Bytes) -> None:
-        """Count a push that came for the first time."""
         self.traffic.pushes += 1
         self.traffic.nbytes += body.nbytes
 
-    def apply(self, gradient: RowGradient) -> int:
-        """Make an update at once; return how many keys were not admitted."""
+    def note_late(self) -> None:
+        self.traffic.late += 1
+
+    def apply(self, gradient: RowGradient) -> bytes:
         missed = max(0, self.version - gradient.clock)
         seen = self.traffic.staleness
         seen[missed] = seen.get(missed, 0) + 1
         rejected = self._apply([gradient.source(1.0)], gradient.hyper, 1.0)
         self.version += 1
-        return rejected
+        return REJECTED.pack(rejected)
 
-    def write(self, gradient: RowGradient) -> int:
-        """Replace rows; return how many keys were not admitted."""
-        return self._apply([gradient.source(1.0)], Assign().hyper, 1.0, code=Assign.code)
+    def write(self, gradient: RowGradient) -> bytes:
+        hyper = Assign().hyper
+        return REJECTED.pack(self._apply([gradient.source(1.0)], hyper, 1.0, code=Assign.code))
 
     def hold(self, gradients: list[RowGradient]) -> bytes:
-        """Keep what the mean of a round is made of; return how large it is, as SQUARES packs it."""
         self.held.gradients = [
             each.picked(np.ones(len(each.keys), np.bool_), self.dim) for each in gradients
         ]
@@ -194,12 +208,7 @@ class Shard:
 
     def end(
         self, number: int, gradients: list[RowGradient], factor: float | None, *, drops: bool
-    ) -> tuple[bytes, int]:
-        """End a round: update with the mean of gradients, or with the one that is held.
-
-        Returns:
-            Why it is no update, empty if it is; and how many keys were not admitted.
-        """
+    ) -> tuple[bytes, bytes]:
         if not gradients:
             gradients, self.held.gradients = self.held.gradients, []
         is_plain = all(each.weight == gradients[0].weight for each in gradients)
@@ -212,7 +221,7 @@ class Shard:
             divisor = sum(weights) / factor if factor else math.inf
             rejected = self._apply(sources, gradients[0].hyper, divisor, number=number)
         self.version = number
-        return why, rejected
+        return why, REJECTED.pack(rejected)
 
     def _apply(
         self, sources: list[Source], hyper: NDArray[np.float64],

@@ -1,4 +1,4 @@
-"""Decodes requests to hash tables for the core, and replies as it decides."""
+"""Answers reads of hash tables, and maintains their rows."""
 
 from __future__ import annotations
 
@@ -10,28 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm.ps.protocol.frame_meta import (
-    ASSIGN,
-    COUNT,
     ENCODED_BODY,
-    EVICT,
-    HOLD,
-    METADATA,
-    PLACED,
-    REJECTED,
-    RELEASE,
-    SKIP,
     WANT_EXACT,
     Answered,
     KeyedPull,
     PullMeta,
-    PushMeta,
     packed_numbers,
 )
-from ringcomm.ps.protocol.frames import FrameKind, Status
+from ringcomm.ps.protocol.frames import CallOption, FrameKind
 from ringcomm.ps.protocol.link import Delivery
 from ringcomm.ps.protocol.row_compression import encoded_rows
-from ringcomm.ps.server.core import actions as do
-from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.replies import NOTHING
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.server.rows.row_gradients import Keys
@@ -42,11 +30,9 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.core.actions import Key
     from ringcomm.ps.server.replies import Replies
 
-_NONE_REJECTED = REJECTED.pack(0)
 
-
-class RowRequests:
-    """Decodes pushes, and answers.
+class RowReads:
+    """Answers reads of the shards of one server; see DenseReads.
 
     Args:
         link: the wire.
@@ -56,63 +42,6 @@ class RowRequests:
     def __init__(self, link: Wire, replies: Replies) -> None:
         self._link, self._reply = link, replies
 
-    # --- pushes ---------------------------------------------------------------------------------
-    def decoded(self, key: Key, request: Delivery, shard: Shard) -> on.Event:
-        """Return the event for a push. Raises ValueError: it does not fit."""
-        meta = PushMeta.of(request.meta)
-        flags = meta.flags
-        if flags & RELEASE:
-            return on.Released(key, request, shard.factor(meta), drops=bool(flags & SKIP))
-        gradient = shard.decoded(
-            request.header, meta, request.body, self._placed(request, meta, shard)
-        )
-        if flags & ASSIGN:
-            return on.Assigned(key, request, gradient)
-        # A worker asks whether it is in a round of FirstOf before it pushes rows.
-        return on.Contributed(key, request, gradient, is_held=bool(flags & HOLD), lets_in=True)
-
-    def _placed(self, request: Delivery, meta: PushMeta, shard: Shard) -> Bytes | None:
-        """Return the rows of a push in the client's memory; None if its body has them."""
-        if not meta.flags & PLACED:
-            return None
-        places = request.body[8 * meta.n :].view(np.uint32)
-        n_rows = int(places.max()) + 1 if places.size else meta.n
-        itemsize = 2 if meta.dtype in ("float16", "bfloat16") else shard.dtype.itemsize
-        return self._link.view(request.source, meta.start, n_rows * shard.dim * itemsize)
-
-    def acknowledge(self, action: do.Acknowledge, shard: Shard) -> None:
-        self._reply(action.request, clock=shard.version, meta=_NONE_REJECTED)
-
-    def apply(self, action: do.Apply, shard: Shard) -> None:
-        rejected = shard.apply(action.payload)
-        self._reply(action.request, clock=shard.version, meta=REJECTED.pack(rejected))
-
-    def write(self, action: do.Write, shard: Shard) -> None:
-        rejected = shard.write(action.payload)
-        self._reply(action.request, clock=shard.version, meta=REJECTED.pack(rejected))
-
-    def hold(self, action: do.Hold, shard: Shard) -> None:
-        meta = _NONE_REJECTED + shard.hold([each.payload for each in action.contributions])
-        for each in action.contributions:
-            self._reply(each.request, clock=shard.version, meta=meta)
-
-    def end(self, action: do.End, shard: Shard) -> None:
-        gradients = [each.payload for each in action.contributions]
-        why, rejected = shard.end(action.number, gradients, action.release, drops=action.drops)
-        status = Status.LATE if why else Status.OK
-        meta = REJECTED.pack(rejected) + why
-        for each in action.contributions:
-            self._reply(each.request, status=status, clock=shard.version, meta=meta)
-
-    def late(self, action: do.Late, shard: Shard) -> None:
-        shard.traffic.late += 1
-        request = action.contribution.request
-        self._reply(request, status=Status.LATE, clock=shard.version, meta=_NONE_REJECTED)
-
-    def released(self, action: do.ReleaseDone, shard: Shard) -> None:
-        self._reply(action.request, clock=shard.version, meta=_NONE_REJECTED)
-
-    # --- reads ----------------------------------------------------------------------------------
     def serve_held(self, request: Delivery, key: Key, shard: Shard) -> bool:
         """Answer a pull of a snapshot; return False if it is none."""
         del key
@@ -179,20 +108,18 @@ class RowRequests:
         return rest
 
     def maintain(self, request: Delivery, shard: Shard) -> None:
-        header = request.header
-        if header.kind == FrameKind.ERASE:
+        option = request.header.option
+        if option == CallOption.ERASE:
             self._reply(request, clock=shard.erase(request.body.view(np.uint64)))
-        elif header.kind != FrameKind.ROWS:
-            raise KeyError(f"hashtable[{shard.spec.name}]: knows no request {header.kind}")
-        elif header.option == COUNT:
+        elif option == CallOption.COUNT:
             self._reply(request, clock=len(shard.rows))
-        elif header.option == METADATA:
+        elif option == CallOption.METADATA:
             metadata = shard.metadata(request.body.view(np.uint64))
             self._reply(request, body=metadata.view(np.uint8))
-        elif header.option == EVICT:
+        elif option == CallOption.EVICT:
             self._reply(request, clock=shard.evict())
         else:
-            raise ValueError(f"rows[{shard.spec.name}]: no request {header.option}")
+            raise KeyError(f"hashtable[{shard.spec.name}]: knows no call {option}")
 
 
 def _keys_of(body: Bytes, meta: PullMeta, name: str) -> tuple[Keys, Any]:

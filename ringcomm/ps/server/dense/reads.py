@@ -1,4 +1,4 @@
-"""Decodes requests to dense tables for the core, and replies as it decides."""
+"""Answers reads of dense tables, and replaces their state."""
 
 from __future__ import annotations
 
@@ -10,24 +10,16 @@ import numpy as np
 from ringcomm.ps.partition_state import PartitionState
 from ringcomm.ps.protocol.block_state import joined, split
 from ringcomm.ps.protocol.frame_meta import (
-    ASSIGN,
     ENCODED_BODY,
-    HOLD,
-    INITIAL,
     KNOWN_BLOCK,
     PLACE,
     READ_BLOCK,
-    RELEASE,
-    SKIP,
     WANT_COPY,
     WANT_EXACT,
-    PushMeta,
     packed_json,
     packed_stamp,
 )
-from ringcomm.ps.protocol.frames import INLINE_MAX, Status
-from ringcomm.ps.server.core import actions as do
-from ringcomm.ps.server.core import events as on
+from ringcomm.ps.protocol.frames import INLINE_MAX, CallOption
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -39,8 +31,8 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.snapshots import Snapshots
 
 
-class DenseRequests:
-    """Decodes pushes, and answers.
+class DenseReads:
+    """Answers reads of the partitions of one server; see RowReads.
 
     Args:
         link: the wire.
@@ -51,53 +43,6 @@ class DenseRequests:
     def __init__(self, link: Wire, replies: Replies, snapshots: Snapshots) -> None:
         self._link, self._reply, self._snapshots = link, replies, snapshots
 
-    # --- pushes ---------------------------------------------------------------------------------
-    def decoded(self, key: Key, request: Delivery, part: DensePartition) -> on.Event:
-        """Return the event for a push. Raises ValueError: it does not fit."""
-        meta = PushMeta.of(request.meta)
-        flags = meta.flags
-        if flags & RELEASE:
-            return on.Released(key, request, part.factor(meta), drops=bool(flags & SKIP))
-        gradient = part.decoded(meta, request.body, request.header.clock)
-        if flags & INITIAL:
-            return on.Initialized(key, request, gradient)
-        if flags & ASSIGN:
-            return on.Assigned(key, request, gradient)
-        return on.Contributed(key, request, gradient, is_held=bool(flags & HOLD))
-
-    def acknowledge(self, action: do.Acknowledge, part: DensePartition) -> None:
-        self._reply(action.request, clock=part.version)
-
-    def apply(self, action: do.Apply, part: DensePartition) -> None:
-        part.apply(action.payload)
-        self._reply(action.request, clock=part.version)
-
-    def write(self, action: do.Write, part: DensePartition) -> None:
-        if action.payload is not None:
-            part.write(action.payload)
-        self._reply(action.request, clock=part.version)
-
-    def hold(self, action: do.Hold, part: DensePartition) -> None:
-        squares = part.hold([each.payload for each in action.contributions])
-        for each in action.contributions:
-            self._reply(each.request, clock=part.version, meta=squares)
-
-    def end(self, action: do.End, part: DensePartition) -> None:
-        gradients = [each.payload for each in action.contributions]
-        is_update = part.end(action.number, gradients, action.release, drops=action.drops)
-        status, why = (Status.OK, b"") if is_update else (Status.LATE, b"empty")
-        for each in action.contributions:
-            self._reply(each.request, status=status, clock=part.version, meta=why)
-
-    def late(self, action: do.Late, part: DensePartition) -> None:
-        part.counts.late += 1
-        request = action.contribution.request
-        self._reply(request, status=Status.LATE, clock=part.version, meta=b"late")
-
-    def released(self, action: do.ReleaseDone, part: DensePartition) -> None:
-        self._reply(action.request, clock=part.version)
-
-    # --- reads ----------------------------------------------------------------------------------
     def serve_held(self, request: Delivery, key: Key, part: DensePartition) -> bool:
         """Answer a pull of a snapshot; return False if it is none."""
         number = request.header.place
@@ -146,7 +91,7 @@ class DenseRequests:
 
     def state(self, request: Delivery, part: DensePartition) -> bool:
         """Reply with values and the updater's state; or replace them, and return True."""
-        if request.body.nbytes:
+        if request.header.option == CallOption.SET_STATE:
             _load(part, request.meta, request.body)
             self._reply(request, clock=part.version)
             return True
