@@ -3,6 +3,7 @@
 import gc
 import itertools
 import random
+import signal
 import time
 from collections import defaultdict
 from functools import partial
@@ -28,6 +29,9 @@ NAPS_OF_THREADS = {"_NAP_S": 5e-3, "_LONG_NAP_S": 5e-3, "_LONGEST_NAP_S": 20e-3}
 PARTITIONS_OF_THREADS = 64
 # With Python's 700, tests spend a tenth of their time in collections, which find nothing.
 OBJECTS_BETWEEN_COLLECTIONS = 50_000
+# A shell has what it starts behind `&` ignore Ctrl-C, which some tests send themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 THERE = pytest.StashKey()  # after the last test: its path, the files in /dev/shm and all processes
 
 
