@@ -18,7 +18,7 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.client.json_requests import ignore
 from ringcomm.ps.client.request import Request
-from ringcomm.ps.protocol.frames import FrameKind
+from ringcomm.ps.protocol.frames import FilesOption, FrameKind
 from ringcomm.ps.server.replies import as_body
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.session import session
@@ -29,8 +29,8 @@ OF_REQUESTS = {
     "push": (FrameKind.PUSH,),
     "moving": (FrameKind.NEWS, FrameKind.ASK, FrameKind.ORDER),
     "snapshot": (FrameKind.ASK, FrameKind.ORDER),
-    "saving": (FrameKind.FILES,),
-    "recovering": (FrameKind.ASK, FrameKind.FILES, FrameKind.ORDER),
+    "saving": ((FrameKind.FILES, FilesOption.SAVE),),
+    "recovering": (FrameKind.ASK, (FrameKind.FILES, FilesOption.RESTORE), FrameKind.ORDER),
     "opening": (FrameKind.ASK, FrameKind.ORDER),
 }
 OF_COMMANDS = {
@@ -146,8 +146,10 @@ def plan_deaths_of_servers(args):
         current = session()
         number = current.layout.number_of(current.engine.job_rank)
         at, (kinds, _, moment) = plans.get(number, (0, ("push", "", "")))
-        is_counted = request.header.kind in OF_REQUESTS[kinds] and may_die(number)
-        if is_counted and request.header.kind in (FrameKind.ASK, FrameKind.ORDER):
+        kind = request.header.kind
+        is_of_kind = {kind, (kind, request.header.option)} & {*OF_REQUESTS[kinds]}
+        is_counted = is_of_kind and may_die(number)
+        if is_counted and kind in (FrameKind.ASK, FrameKind.ORDER):
             text = request.meta + request.body.tobytes()
             is_counted = any(each in text for each in OF_COMMANDS[kinds])
         if server.index == number:
