@@ -124,14 +124,20 @@ class Storm:
         try:
             output, _ = job.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            end_on(self.cluster)
+            self._end(job)
             output, _ = job.communicate()
             problems.append("hangs")
+        except BaseException:  # Ctrl-C, or SIGTERM
+            self._end(job)
+            raise
         problems += list(self._problems(out, job.returncode))
         if "has come to differ" in output:  # two copies of a server, and memory is not short
             problems.append("copies differed")
         return Outcome(problems, output, time.monotonic() - began)
+
+    def _end(self, job):
+        os.killpg(job.pid, signal.SIGKILL)
+        end_on(self.cluster)
 
     def _problems(self, out, code):
         """Yield what is wrong with the end of the job."""
@@ -425,6 +431,7 @@ def main():
     parser.add_argument("--spares", type=int, default=0, help="for servers that die")
     parser.add_argument("--worker-spares", type=int, default=0, help="for workers; in all storms")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the job that runs
     if not args.hosts:
         sys.exit(run(args, None))
     with running(f"ps-storms-{os.getpid()}", args.hosts, "200mbit") as cluster:

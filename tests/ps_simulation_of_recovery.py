@@ -28,13 +28,17 @@ from ringcomm.ps.protocol.frame_meta import COMMIT, PushMeta, packed_json
 from ringcomm.ps.protocol.frames import FilesOption, FrameKind, Status
 from ringcomm.ps.server.server import Server
 
-GO_ON = (FrameKind.SERVER, FrameKind.TICK)  # at servers that live, if another dies
 SAVES_OF = 6  # the chief saves once in so many steps
 
 
 class Checkpoint(NamedTuple):
     step: int
     states: dict[int, Any]  # by partition
+
+
+def goes_on(header):
+    """Return True for a request that a server which lives answers, although another died."""
+    return header.kind == FrameKind.SERVER or (header.kind == FrameKind.TICK and not header.option)
 
 
 class WireToServers(Wire):
@@ -128,7 +132,7 @@ class RecoveringClient(Client):
     def lose(self, lost):
         """A server is lost."""
         for sequence, (home, header, *_) in [*self.asked.items()]:
-            if home == lost or header.kind not in GO_ON:
+            if home == lost or not goes_on(header):
                 del self.asked[sequence]  # it raises ServerLostError
         if not self.has_left:
             self.recovers, self.has_met, self.waits, self.moment = True, False, False, None
@@ -224,16 +228,65 @@ class RecoveringClient(Client):
         self.ask_part(part, FrameKind.PULL, clock=clock, take=require)
 
 
+class Evaluator(RecoveringClient):
+    """Waits for steps, reads, and follows the workers; see ps.evaluator()."""
+
+    is_chief = False
+
+    def created(self, reply):
+        super().created(reply)
+        self.due = 1
+        self.wait_for_step()
+
+    def act(self):
+        return self.recovers and self.meet()
+
+    def wait_for_step(self):
+        self.ask(
+            self.layout.leader, FrameKind.TICK, clock=self.due, option=1, take=self.evaluate
+        )  # fmt: skip
+
+    def evaluate(self, reply):
+        if reply.header.status != Status.OK:
+            self.leave()
+            return
+        self.due = reply.header.clock + 1
+        self.read(self.net.choices.below(N_PARTS))
+        self.wait_for_step()
+
+    def meet(self):
+        if self.has_met:
+            return False
+        self.has_met = True
+        self.come(self.reopened, "follow", tables=["w"], keeps_place=False)
+        return True
+
+    def reopened(self, reply):
+        answer = json.loads(reply.body.tobytes() or reply.meta)
+        self.recovers = False
+        if answer["tables"] is None:
+            self.leave()
+            return
+        self.layout.know(answer["servers"])
+        (table,) = answer["tables"]
+        self.know(table)
+        self.due = answer["said"]["manifest"]["clock"] + 1
+        self.net.n_followed += 1
+        self.wait_for_step()
+
+
 class LossyNet(Net):
     """A run: servers without copies, of which some die once there is a checkpoint."""
 
     replication = 1
+    worker, evaluator = RecoveringClient, Evaluator
 
     def __init__(self, *args, **sizes):
         self.checkpoint = None
         self.issued = defaultdict(Counter)  # by table and partition: pushes, by element
         self.base = {}  # likewise: the values that were restored
         self.n_recovered, self.is_recovered = 0, False  # the latter: of the last death, too
+        self.n_followed = 0
         super().__init__(*args, **sizes)
         self.acked = defaultdict(Counter)
 
@@ -241,7 +294,8 @@ class LossyNet(Net):
         return LoneServer(self, rank)
 
     def new_client(self, rank, n_steps):
-        return RecoveringClient(self, rank, n_steps)
+        kind = self.evaluator if rank in self.evaluators else self.worker
+        return kind(self, rank, n_steps)
 
     def server(self, number):
         """Return the server that answers for a number."""
@@ -276,7 +330,12 @@ class LossyNet(Net):
         return super().deliver_one()
 
     def keep(self, client, number, step, floor):
-        """Keep what the servers have copied as the newest checkpoint."""
+        """Keep what the servers have copied as the newest checkpoint, once each has written it.
+
+        The leader may know of a death of which the client is about to hear.
+        """
+        if not {*client.layout.server_numbers} <= {*self.live_numbers()}:
+            return
         states = {}
         for home in client.layout.server_numbers:
             for item in self.server(home).store._taken.get(number, ()):
@@ -370,6 +429,10 @@ class CopiedClient(Losing, RecoveringClient):
     pass
 
 
+class CopiedEvaluator(Losing, Evaluator):
+    pass
+
+
 class CopiedServer(Losing, ServerProcess):
     def hear(self, rank):
         super().hear(rank)
@@ -383,13 +446,11 @@ class LossyCopiesNet(LossyNet):
     """A run: servers with copies, of which some die once there is a checkpoint."""
 
     replication = 2
+    worker, evaluator = CopiedClient, CopiedEvaluator
     copies = Net.copies
 
     def new_server(self, rank):
         return CopiedServer(self, rank)
-
-    def new_client(self, rank, n_steps):
-        return CopiedClient(self, rank, n_steps)
 
     def kill(self, number):
         """Every second time the server with the copy dies at once, too."""

@@ -97,7 +97,11 @@ class Process:
     def __init__(self, net, rank):
         self.net, self.rank, self.wire = net, rank, net.wire(rank)
         self.layout = Layout(
-            net.workers, net.servers, (), replication=net.replication, spares=net.spares
+            net.workers,
+            net.servers,
+            net.evaluators,
+            replication=net.replication,
+            spares=net.spares,
         )
         self.takeovers = Takeovers(self.layout)
 
@@ -245,11 +249,11 @@ class Client(Process):
         self.again(partition, self.owners.note_move(partition, meta, header.clock))
 
     def again(self, partition, sequences):
-        order = self.owners.orders[partition]
+        order = self.owners.orders.get(partition)  # None: it does not know the table yet
         for sequence, (_, header, *more) in self.asked.items():
             asks_leader = header.kind == FrameKind.ENTER and header.option == EntryOption.ASK
             is_of_it = (header.table, header.partition) == partition and not asks_leader
-            if is_of_it and order.sent_in(sequence) is None:
+            if is_of_it and order is not None and order.sent_in(sequence) is None:
                 self.asked[sequence] = None, header, *more
         for sequence in sequences:
             self.net.n_resent += 1
@@ -316,15 +320,7 @@ class Client(Process):
         if is_over or self.step == self.n_steps:
             if self.asked:
                 return False
-            self.has_left = True
-            layout = self.layout
-            for home in {*range(len(layout.servers))} - layout.lost - {*layout.server_numbers}:
-                header = FrameHeader(
-                    FrameKind.SERVER, origin=self.rank, option=ServerOption.LEAVE
-                )  # fmt: skip
-                self.send_frame(home, header)
-            for home in layout.server_numbers:
-                self.ask(home, FrameKind.SERVER, option=ServerOption.LEAVE)
+            self.leave()
             return True
         self.step += 1
         if self.net.moves and self.net.choices.below(3) == 1:
@@ -342,6 +338,15 @@ class Client(Process):
         if self.net.mode.has_rounds and choice >= 4:
             self.read(choice % N_PARTS)
         return True
+
+    def leave(self):
+        self.has_left = True
+        layout = self.layout
+        for home in {*range(len(layout.servers))} - layout.lost - {*layout.server_numbers}:
+            header = FrameHeader(FrameKind.SERVER, origin=self.rank, option=ServerOption.LEAVE)
+            self.send_frame(home, header)
+        for home in layout.server_numbers:
+            self.ask(home, FrameKind.SERVER, option=ServerOption.LEAVE)
 
     def push(self):
         has_rounds = self.net.mode.has_rounds
@@ -417,14 +422,14 @@ class Net:
         spares: so many of the servers.
         changes_places: clients add and remove servers.
         commands: the chief asks the leader for commands.
-        n_servers, n_workers, n_steps, n_deaths: how many there are.
+        n_servers, n_workers, n_evaluators, n_steps, n_deaths: how many there are.
     """
 
     replication = 2
 
     def __init__(
         self, mode, choices, *, n_servers, n_workers, n_steps, n_deaths, is_patient=False,
-        moves=False, spares=0, changes_places=False, commands=False,
+        n_evaluators=0, moves=False, spares=0, changes_places=False, commands=False,
     ):  # fmt: skip
         self.commands = commands
         self.changes_places, self.n_changed = changes_places, 0
@@ -433,6 +438,8 @@ class Net:
         self.mode, self.choices, self.n_deaths = mode, choices, n_deaths
         self.workers = tuple(range(n_workers))
         self.servers = tuple(range(n_workers, n_workers + n_servers))
+        self.evaluators = tuple(range(n_workers + n_servers, n_workers + n_servers + n_evaluators))
+        self.clients = self.workers + self.evaluators
         self.room = BLOCK // n_workers
         count = BLOCK * N_PARTS
         add = optim.Add()
@@ -449,7 +456,7 @@ class Net:
         self.ranks = {}
         for rank in self.servers:
             self.ranks[rank] = self.new_server(rank)
-        for rank in self.workers:
+        for rank in self.clients:
             self.ranks[rank] = self.new_client(rank, n_steps)
 
     def wire(self, rank):
@@ -493,7 +500,7 @@ class Net:
     def run(self):
         while not self.choices.are_over:
             self.act(self.choices.below(16))
-        while self.deliver_one() or any(self.client(r).act() for r in self.workers) or self.tell():
+        while self.deliver_one() or any(self.client(r).act() for r in self.clients) or self.tell():
             self.look()
 
     def client(self, rank):
@@ -504,7 +511,7 @@ class Net:
         if what < 10 and busy:
             self.deliver(busy[self.choices.below(len(busy))])
         elif what < 14:
-            self.client(self.choices.below(len(self.workers))).act()
+            self.client(self.clients[self.choices.below(len(self.clients))]).act()
         elif what == 14:
             self.tell()
         elif self.n_deaths and not (self.is_patient and min(self.copies().values()) < 2):
@@ -602,8 +609,8 @@ class Net:
         if self.is_lost:
             assert self.may_be_lost
             return
-        for rank in self.workers:
-            assert self.client(rank).has_left, f"worker {rank} waits for {self.client(rank).asked}"
+        for rank in self.clients:
+            assert self.client(rank).has_left, f"rank {rank} waits for {self.client(rank).asked}"
             assert not self.client(rank).asked
         workers = [self.client(rank) for rank in self.workers]
         if any(each.training.ends for each in workers):

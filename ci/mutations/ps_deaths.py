@@ -4,6 +4,7 @@ from mutations.mutation import Mutation
 
 _TESTS = ("unit/test_ps_client_deaths.py",)
 _OF_SERVERS = ("unit/test_ps_lost_servers.py",)
+_OF_RECOVERY = ("unit/test_ps_recovery_model.py",)
 _OF_COMMANDS = ("unit/test_ps_agreement.py",)
 _OF_GROUPS = ("unit/test_groups_end_with_deaths.py",)
 
@@ -216,8 +217,8 @@ PS_DEATHS = [
         "ps-a-recovery-begins-without-a-worker",
         "ps",
         "ps/control/commands.py",
-        "return {*job.workers} - {*job.following} - here",
-        "return set() if here else {*job.workers}",
+        "return {*job.workers} - {*job.following} - {*_knowing(job, asked)}",
+        "return set() if _knowing(job, asked) else {*job.workers}",
         "a worker goes on with tables that are gone",
         _OF_SERVERS,
     ),
@@ -252,10 +253,37 @@ PS_DEATHS = [
         "ps-a-recovery-asks-a-server-that-is-dead",
         "ps",
         "ps/control/commands.py",
-        " if each.servers == job.server_numbers}",
-        "}",
+        " if each.servers == job.server_numbers]",
+        "]",
         "ranks that know different servers recover together",
         _OF_SERVERS,
+    ),
+    Mutation(
+        "ps-who-follows-hears-of-the-recovery-before-the-last",
+        "ps",
+        "ps/control/commands.py",
+        "return is_recovered and bool(_knowing(job, asked))",
+        "return is_recovered",
+        "an evaluator waits for ever, if it has heard of a second loss before the leader",
+        _OF_SERVERS,
+    ),
+    Mutation(
+        "ps-who-is-late-to-hear-of-a-loss-is-refused",
+        "ps",
+        "ps/server/perform_actions.py",
+        "            if header.table <= self.catalog.last_lost:\n",
+        "            if False:\n",
+        "an evaluator that hears last of a loss ends with a KeyError",
+        _OF_RECOVERY,
+    ),
+    Mutation(
+        "ps-a-leader-obeys-itself-of-before-a-recovery",
+        "ps",
+        "ps/server/perform_actions.py",
+        "        self.orders.forget(Member(self._index, is_server=True))  # they come after this\n",
+        "",
+        "a snapshot that is gone keeps all rounds of the new tables from ending",
+        _OF_RECOVERY,
     ),
     Mutation(
         "ps-the-dead-come-back-in-a-recovery",

@@ -380,8 +380,13 @@ def come(core, rank, *, servers=(0, 1), has_checkpoint=True):
     return core.handle(on.Asked(push(rank, 1), Recover(servers, MINE, has_checkpoint)), 0.0)
 
 
-def go_on(core, rank, said=None):
-    return core.handle(on.Asked(push(rank, 1), GoOn((0, 1), said)), 0.0)
+def go_on(core, rank, said=None, *, servers=(0, 1)):
+    return core.handle(on.Asked(push(rank, 1), GoOn(servers, said)), 0.0)
+
+
+def follow(core, *, servers=(0, 1)):
+    command = Follow(9, servers, ("w",), keeps_place=False)
+    return core.handle(on.Asked(push(9, 1), command), 0.0)
 
 
 def test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers():
@@ -389,7 +394,7 @@ def test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers
     assert come(core, 1) == []
     assert come(core, 2, servers=(0, 1, 2)) == []  # about to hear of it
     assert core.agreement.missing(1) == [(RECOVERING, "", [2])]
-    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",), keeps_place=False)), 0.0) == []
+    assert follow(core) == []
     (step,) = come(core, 2)
     assert step.actions == [Reopen({1: MINE, 2: MINE})]
     core.restart()
@@ -434,9 +439,26 @@ def test_a_death_within_a_recovery_lets_all_come_again():
     assert {each.content["servers"] for each in replies} == {(0,)}
 
 
+def test_who_follows_hears_of_the_recovery_from_the_last_death_of_which_it_knows():
+    """With the one before, it would wait for steps at a server that forgets it again."""
+    members = [Members((1,), (9,), (0, 1), 0)]
+    core = Core(0, lambda: members[0])
+    said = {"manifest": {"step": 1}}
+    go_on(core, 1, said)
+    assert follow(core, servers=(0,)) == []  # the leader is about to hear of the last death
+    members[0] = members[0]._replace(server_numbers=(0,), n_losses=1)
+    assert core.handle(on.Died(7), 0.0) == []
+    assert follow(core, servers=(0, 1)) == []  # the rank is
+    (reply,) = go_on(core, 1, said, servers=(0,))
+    assert reply.request.source == 1
+    (first, *_) = replies = follow(core, servers=(0,))
+    assert {each.request.source for each in replies} == {9}
+    assert first.content["servers"] == (0,)
+
+
 def test_who_follows_hears_that_no_worker_is_left():
     core = core_of(Mode("sync"))
-    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",), keeps_place=False)), 0.0) == []
+    assert follow(core) == []
     assert core.handle(on.Left(1), 0.0) == []
     (reply,) = core.handle(on.Left(2), 0.0)
     assert reply.content == {"tables": None}
@@ -446,7 +468,7 @@ def test_who_follows_waits_for_a_recovery_that_has_begun_and_its_tables_stay():
     core = core_of(Mode("sync"), (1,))
     go_on(core, 1, {"manifest": {"step": 1}})
     (step,) = come(core, 1)
-    assert core.handle(on.Asked(push(9, 1), Follow(9, ("w",), keeps_place=False)), 0.0) == []
+    assert follow(core) == []
     core.restart()
     for number, name in ((2, "w"), (3, "other")):
         core.add_table(ServedTable(number, name, Mode("sync"), True, [0]))

@@ -295,11 +295,14 @@ def _latest(asked: list[Asked]) -> dict[int, Any]:
 def _missing(job: Job, asked: list[Asked]) -> set[int]:
     """Return the workers for which others wait that go back to a checkpoint.
 
-    One counts only if it knows the same servers as the leader: it is about to hear of a death, or
-    the leader is, and asks again.
+    One counts only if it knows the same servers as the leader. Else one of both is about to hear of
+    a death; and the rank asks again once it does.
     """
-    here = {rank for rank, each in _latest(asked).items() if each.servers == job.server_numbers}
-    return {*job.workers} - {*job.following} - here
+    return {*job.workers} - {*job.following} - {*_knowing(job, asked)}
+
+
+def _knowing(job: Job, asked: list[Asked]) -> list[int]:
+    return [n for n, each in _latest(asked).items() if each.servers == job.server_numbers]
 
 
 @dataclass(frozen=True)
@@ -382,13 +385,18 @@ class GoOn:
 class Follow:
     """A rank that is no worker goes on with its tables once the workers do; nobody waits for it.
 
+    Like a worker, it counts only if it knows the same servers as the leader: with the recovery from
+    a death before the last one, its tables would be gone again, and nobody would tell it.
+
     Attributes:
         rank: see above.
+        servers: that live, as far as the rank knows.
         tables: that it uses.
         keeps_place: it has taken the place of another.
     """
 
     rank: int
+    servers: tuple[int, ...]
     tables: tuple[str, ...]
     keeps_place: bool
 
@@ -399,8 +407,7 @@ class Follow:
         return "follow", self.rank
 
     def script(self, job: Job, asked: list[Asked]) -> Script:
-        del asked
-        yield Until(lambda: self._is_now(job) or not self._workers(job))
+        yield Until(lambda: self._is_now(job, asked) or not self._workers(job))
         if not self._workers(job):
             return {"tables": None}
         assert job.recovered is not None
@@ -412,8 +419,9 @@ class Follow:
             "said": job.recovered.said,
         }  # fmt: skip
 
-    def _is_now(self, job: Job) -> bool:
-        return job.recovered is not None and job.recovered.servers == job.server_numbers
+    def _is_now(self, job: Job, asked: list[Asked]) -> bool:
+        is_recovered = job.recovered is not None and job.recovered.servers == job.server_numbers
+        return is_recovered and bool(_knowing(job, asked))
 
     def _workers(self, job: Job) -> set[int]:
         return {*job.workers} - {*job.following}
@@ -903,7 +911,8 @@ def command_of(content: Mapping[str, Any], request: CoreRequest) -> Command:
     if name == "recovered":
         return GoOn(tuple(content["servers"]), content["said"])
     if name == "follow":
-        return Follow(request.source, tuple(content["tables"]), content["keeps_place"])
+        servers, tables = tuple(content["servers"]), tuple(content["tables"])
+        return Follow(request.source, servers, tables, content["keeps_place"])
     if name == "stand by":
         return StandBy(request.source, content["evaluates"])
     if name == "here":

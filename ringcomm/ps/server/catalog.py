@@ -77,6 +77,7 @@ class Catalog:
         on_forget: called with the number of a table that is dropped; set before the first is.
         on_restart: called when all that there is goes; likewise.
         last: number of the table that was opened last.
+        last_lost: tables up to this number went when a server was lost.
         places: which servers have partitions; for the leader.
         is_copy: another server, which has the same, has seen to it that there is room for both.
     """
@@ -97,7 +98,7 @@ class Catalog:
     ) -> None:
         self._index, self._layout, self._core = index, layout, core
         self._memory, self._replies, self._perform = memory, replies, perform
-        self._time_of_rows, self.is_copy, self.last = time_of_rows, False, 0
+        self._time_of_rows, self.is_copy, self.last, self.last_lost = time_of_rows, False, 0, 0
         self.contents: dict[int, Contents] = {}
         self._by_name: dict[str, int] = {}
         self._loads: Counter[int] = Counter()  # bytes of dense tables, by server
@@ -176,8 +177,9 @@ class Catalog:
         specs = {spec.name: spec for _, spec in sorted(self.known().items())}
         for name, (_, text) in sorted(used.items(), key=lambda item: item[1][0]):
             specs.setdefault(name, Spec.of_json(text))
-        first = self.last = 1 + max([self.last, *(number for number, _ in used.values())])
-        self.on_restart()
+        self.last = max([self.last, *(number for number, _ in used.values())])
+        self._restart()
+        first = self.last + 1
         self.places.restart()
         for number, spec in enumerate(specs.values(), first):
             self.install(number, spec, self._place(spec))
@@ -193,9 +195,13 @@ class Catalog:
     def make_all(self, content: Sequence[Any]) -> None:
         """Make all tables anew, after a loss: who has a place by now, and the tables."""
         taken, tables = content
-        self.on_restart()
+        self._restart()
         self._core.departures.keep(taken)
         self.make(tables)
+
+    def _restart(self) -> None:
+        self.last_lost = self.last
+        self.on_restart()
 
     def clear(self) -> None:
         for number in [*self.contents]:

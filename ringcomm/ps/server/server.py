@@ -259,7 +259,13 @@ class Server:
             self._handle(on.Asked(request, command_of(content, request)))
 
     def _carry_out(self, order: Delivery) -> None:
-        """Carry out an order of the server that leads; some are answered later."""
+        """Carry out an order of the server that leads; some are answered later.
+
+        One of this server itself is void if all that there was has gone meanwhile.
+        """
+        number = order.header.sequence
+        if order.source == self.layout.address_of(self.index) and not self.orders.awaits(number):
+            return
         do, content = (json.loads(order.meta)[name] for name in ("do", "content"))
         try:
             if do in _OF_MOVES:

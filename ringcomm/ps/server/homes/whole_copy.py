@@ -150,7 +150,8 @@ def _what_is_of_no_unit(server: Server) -> PartitionState:
     waiting, of_waiting = _packed(map(_sent, _waiting_for_no_unit(server)))
     meta = {
         "gone": [sorted(each) for each in (core.left, core.dead, core.rested)],
-        "lost": sorted(server.layout.lost), "tables": tables, "last": catalog.last,
+        "lost": sorted(server.layout.lost), "tables": tables,
+        "last": catalog.last, "last_lost": catalog.last_lost,
         "progress": core.progress.state(), "moves": core.migration.state(),
         "newcomers": core.newcomers.state(), "awaits_no_more": core.agreement.state(),
         "recovered": core.recovered, "vacant": sorted(catalog.places.vacant),
@@ -290,7 +291,7 @@ def _load_what_is_of_no_unit(server: Server, piece: PartitionState) -> None:
         table.epochs.update((int(part), epoch) for part, epoch in each["epochs"].items())
         table.openers.update(each["openers"])
         table.without.update((n, {*workers}) for n, workers in each["without"])
-    server.catalog.last = meta["last"]
+    server.catalog.last, server.catalog.last_lost = meta["last"], meta["last_lost"]
     server.catalog.places.vacant = {*meta["vacant"]}
     server.core.migration.load(meta["moves"])
     server.core.progress.load(meta["progress"])
