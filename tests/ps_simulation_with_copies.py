@@ -164,7 +164,7 @@ class Client(Process):
         }  # fmt: skip
         self.orders = OrdersTaken(do, lambda: self.layout.n_losses)
         meta = packed_json({"command": "open", "spec": net.spec.to_json()})
-        self.ask(0, FrameKind.ASK, meta=meta, take=self.created)
+        self.ask(self.layout.leader, FrameKind.ASK, meta=meta, take=self.created)
 
     def created(self, reply):
         self.know(json.loads(reply.body.tobytes() or reply.meta))
@@ -177,6 +177,8 @@ class Client(Process):
 
     def ask(self, home, kind, meta=b"", body=NOTHING, *, take=None, **more):
         self.sequence += 1
+        if kind == FrameKind.ASK:
+            more["view"] = self.layout.n_losses
         header = FrameHeader(kind, origin=self.rank, sequence=self.sequence, **more)
         self.asked[self.sequence] = home, header, meta, body, take
         self.send(self.sequence)
@@ -241,7 +243,7 @@ class Client(Process):
             command = {"command": "stop", "by_count": True}
         else:
             self.note_replaced()
-        self.ask(0, FrameKind.ASK, packed_json(command))
+        self.ask(self.layout.leader, FrameKind.ASK, packed_json(command))
 
     # --- partitions that move
     def noticed(self, header, meta):
@@ -279,14 +281,15 @@ class Client(Process):
         self.send(sequence)
 
     def move(self):
-        part, dest = self.net.choices.below(N_PARTS), self.net.choices.below(len(self.net.servers))
+        servers = self.layout.server_numbers
+        part, dest = self.net.choices.below(N_PARTS), servers[self.net.choices.below(len(servers))]
 
         def moved(reply):
             answer = json.loads(reply.body.tobytes() or reply.meta)
             self.net.n_moved += answer["moved"]
 
         body = as_body({"command": "move", "moves": [[self.table, part, -1, dest]]})
-        self.ask(0, FrameKind.ASK, body=body, take=moved)
+        self.ask(self.layout.leader, FrameKind.ASK, body=body, take=moved)
 
     def change_places(self):
         server = self.net.choices.below(len(self.net.servers))
@@ -301,7 +304,7 @@ class Client(Process):
     def ask_places(self, change, take=None):
         hosts = [*self.layout.ranks_of_servers().items()]
         asked = {"command": "places", **change, "hosts": hosts}
-        self.ask(0, FrameKind.ASK, packed_json(asked), take=take)
+        self.ask(self.layout.leader, FrameKind.ASK, packed_json(asked), take=take)
 
     def part_at(self, home):
         """Return a partition that a home has."""
@@ -371,7 +374,14 @@ class Client(Process):
                 self.ask_part(part, FrameKind.ENTER, clock=clock, option=option)
             self.n_rounds = max(self.n_rounds, reply.header.clock)
 
-        self.ask(0, FrameKind.ENTER, table=1, clock=clock, option=EntryOption.ASK, take=decided)
+        self.ask(
+            self.layout.leader,
+            FrameKind.ENTER,
+            table=1,
+            clock=clock,
+            option=EntryOption.ASK,
+            take=decided,
+        )
 
     def ask_part(self, part, kind, meta=b"", body=NOTHING, *, take=None, **more):
         self.sequence += 1

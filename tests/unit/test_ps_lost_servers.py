@@ -23,6 +23,8 @@ from ringcomm.ps.client.rows.rows_ahead import Prefetched
 from ringcomm.ps.control.agreement import Member
 from ringcomm.ps.control.commands import MAKE_ALL, Follow, GoOn, Recover
 from ringcomm.ps.job import session
+from ringcomm.ps.placement.partitions import Move
+from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import RECOVERING, FrameKind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Reopen
@@ -60,7 +62,11 @@ def test_what_waits_for_a_server_that_dies_fails_and_says_what_to_do(mode, victi
         assert raised.value.rank == 2 + victim
         assert f"server {victim} (rank {2 + victim}" in str(raised.value)
         assert "its part of w, emb is lost" in str(raised.value)
-        for call in (table.pull, lambda: rows.pull([1]), lambda: ps.table("new", 3)):
+        moves = [Move((table.number, 0), victim, 1 - victim)]
+        for call in (
+            table.pull, lambda: rows.pull([1]), lambda: ps.table("new", 3),
+            lambda: move_all(session(), moves),
+        ):  # fmt: skip
             with pytest.raises(rc.ServerLostError):
                 call()
         if ps.is_chief():

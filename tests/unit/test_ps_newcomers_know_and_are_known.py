@@ -125,7 +125,9 @@ def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_h
     table = SimpleNamespace(number=1, n_rounds=9, mode=SYNC)
     current = SimpleNamespace(
         clock=9, begins={1: 4, 2: 3}, tables={"w": table}, training=SimpleNamespace(n_calls=6),
-        client=SimpleNamespace(leader=0, call_one=lambda _label, request, _read: request),
+        client=SimpleNamespace(
+            leader=0, n_losses=0, call_one=lambda _label, request, _read: request
+        ),
     )  # fmt: skip
     said = json.loads(let_in._here(current, 5).meta)
     assert Beginning.of_json(said["begins"]) == Beginning(9, {1: 9, 2: 3})

@@ -22,8 +22,7 @@ from ringcomm.errors import CommTimeoutError, RingcommError, ServerLostError
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.arguments import folder_of
 from ringcomm.ps.checkpoint.client import limit_of, restore_tables
-from ringcomm.ps.client.json_requests import json_of
-from ringcomm.ps.client.request import Request
+from ringcomm.ps.client.json_requests import json_of, request_command
 from ringcomm.ps.members.let_in import meet
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.replies import as_body
@@ -173,7 +172,7 @@ def _ask(current: Session, limit_s: float, command: str, **more: Any) -> dict[st
         return answer
 
     body = as_body({"command": command, "servers": client.servers, **more})
-    request = Request(FrameKind.ASK, server=client.leader, body=body)
+    request = request_command(client, needs_tables=False, body=body)
     return client.call_one(_LABEL, request, take).wait(limit_s)
 
 

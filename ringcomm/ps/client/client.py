@@ -135,6 +135,10 @@ class Client:
         """The server that opens tables, and decides what moves."""
         return self.layout.leader
 
+    @property
+    def n_losses(self) -> int:
+        return self.layout.n_losses
+
     def shares_memory(self, server: int) -> bool:
         return self.link.shares_memory(self.layout.rank_of(server))
 

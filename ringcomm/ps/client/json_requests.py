@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ringcomm.ps.client.request import Request
+from ringcomm.ps.client.request import NO_BODY, Request
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import FilesOption, FrameKind, ServerOption
 
 if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
     from ringcomm.ps.client.future import Future
     from ringcomm.ps.protocol.link import Delivery
 
@@ -66,6 +67,23 @@ def ask_json(
 class Commander(Asker, Protocol):
     @property
     def leader(self) -> int: ...
+    @property
+    def n_losses(self) -> int:
+        """How many servers were lost, as far as this rank knows."""
+
+
+def request_command(
+    client: Commander, *, needs_tables: bool, meta: bytes = b"", body: Bytes = NO_BODY
+) -> Request:
+    """Return a request for a command; the content is in one of meta and body.
+
+    It says how many losses this rank knows: if the leader knows of one more, a command about tables
+    is void, as it is where the leader hears of the loss next.
+    """
+    return Request(
+        FrameKind.ASK, server=client.leader, option=int(needs_tables), epoch=client.n_losses,
+        meta=meta, body=body,
+    )  # fmt: skip
 
 
 def ask_leader(
@@ -76,9 +94,7 @@ def ask_leader(
     needs_tables: not between the loss of a server and ps.recover().
     """
     meta = packed_json({"command": command, **more})
-    request = Request(
-        FrameKind.ASK, server=client.leader, option=int(needs_tables), meta=meta
-    )  # fmt: skip
+    request = request_command(client, needs_tables=needs_tables, meta=meta)
     return client.call_one(label, request, _content_of)
 
 

@@ -37,7 +37,8 @@ class Request:
         body: the payload, as Link.send() takes it; kept until the reply.
         source: what fill() is to copy to `body`, which is not sent before; None: nothing.
         out: memory for the body of a reply that comes as a message; None: any memory.
-        epoch: of the table, if partition is None; see rows/row_calls.py.
+        epoch: of the table, if partition is None: see rows/row_calls.py; of a command: see
+            request_command().
         on_reply: takes a good reply before `future` does; may return a request to send instead.
         on_ack: takes the clock of a good reply that says no more; None: on_reply takes that, too.
         clock_of: returns `clock` when the request is sure to be sent.

@@ -11,10 +11,8 @@ import numpy as np
 
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.ps.client.future import Future, require_timeout
-from ringcomm.ps.client.json_requests import ask_leader, json_of
-from ringcomm.ps.client.request import Request
+from ringcomm.ps.client.json_requests import ask_leader, json_of, request_command
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameKind
 
 if TYPE_CHECKING:
     from ringcomm.ps.client.first_of import FirstOfRounds
@@ -230,7 +228,7 @@ def open_once(session: Session, spec: Spec, make: Callable[[dict[str, Any]], T])
             return known
         client, label = session.client, f"table[{spec.name}]"
         meta = packed_json({"command": "open", "spec": spec.to_json()})
-        request = Request(FrameKind.ASK, server=client.leader, option=1, meta=meta)
+        request = request_command(client, needs_tables=True, meta=meta)
         try:
             created = client.call_one(label, request, json_of).wait()
         except MismatchError:

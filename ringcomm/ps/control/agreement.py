@@ -347,12 +347,8 @@ class OrdersGiven(Generic[T]):
                 self._send(given.member, number, given.order)
 
     def forget(self, member: Member) -> None:
-        """Await nothing of a member that is gone, or whose orders are void."""
+        """Await nothing of a member that is gone."""
         self._given = {n: each for n, each in self._given.items() if each.member != member}
-
-    def awaits(self, number: int) -> bool:
-        self._drop_void()
-        return number in self._given
 
     @property
     def awaits_servers(self) -> bool:

@@ -10,8 +10,7 @@ import numpy as np
 
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
-from ringcomm.ps.client.json_requests import ask_json, json_of
-from ringcomm.ps.client.request import Request
+from ringcomm.ps.client.json_requests import ask_json, json_of, request_command
 from ringcomm.ps.placement.partitions import (
     Move,
     Partition,
@@ -19,7 +18,7 @@ from ringcomm.ps.placement.partitions import (
     plan_moves,
 )
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import FrameKind, ServerOption
+from ringcomm.ps.protocol.frames import ServerOption
 from ringcomm.ps.session import Session, session
 from ringcomm.ps.statistics import counted_since
 
@@ -133,7 +132,7 @@ def ask_for_moves(
     text, leader = packed_json(asked), current.client.leader
     body = current.memory_for(leader, len(text))
     body[:] = np.frombuffer(text, np.uint8)
-    request = Request(FrameKind.ASK, server=leader, body=body)
+    request = request_command(current.client, needs_tables=True, body=body)
     request.on_reply = lambda reply: answers.append(json_of(reply))
 
     def finish() -> R:

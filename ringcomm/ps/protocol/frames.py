@@ -138,7 +138,8 @@ class FrameHeader(NamedTuple):
         where: see Where.
         status: of a reply, see Status.
         view: of a request for a partition: its epoch, see
-            ringcomm.ps.server.core.migration; of a reply: the request's.
+            ringcomm.ps.server.core.migration; for a command: how many losses its sender knows;
+            of a reply: the request's.
         origin: rank of the job that sends the request, or the reply.
         home: 1 + the number of the server that it is for, wherever that runs; 0: it is for the rank
             itself, or the server that began there.

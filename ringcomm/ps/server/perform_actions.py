@@ -146,7 +146,6 @@ class ActionPerformer:
         contents = [*self.catalog.contents.values()]
         self.catalog.clear()
         self.core.restart()
-        self.orders.forget(Member(self._index, is_server=True))  # they come after this
         self.snapshots.clear()
         self.store.clear()
         self.transfer.clear()
@@ -161,7 +160,7 @@ class ActionPerformer:
             return
         table = self.core.tables.get(header.table)
         if table is None:
-            if header.table <= self.catalog.last_lost:
+            if 0 < header.table <= self.catalog.last_lost:
                 return  # its sender is about to hear of the loss, which ends the call there
             raise KeyError(f"server {self._index} has no table {header.table}")
         key = table.key_of(header.partition)

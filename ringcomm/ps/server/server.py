@@ -249,23 +249,23 @@ class Server:
 
     # --- commands, see ringcomm.ps.control ------------------------------------------------------
     def _ask(self, request: Delivery) -> None:
+        """A rank asks for a command. One about tables is void if the rank is to hear of a loss."""
         content = json.loads(request.body.tobytes() or request.meta)
-        if content["command"] == "open":
+        is_behind = request.header.view < self.layout.n_losses
+        if content["command"] not in ("open", "places"):
+            command = command_of(content, request)
+            if not (is_behind and command.is_about_tables):
+                self._handle(on.Asked(request, command))
+        elif is_behind:
+            return
+        elif content["command"] == "open":
             number = self.catalog.begin(Spec.of_json(content["spec"]), request.source)
             self._handle(on.Asked(request, Open(number)))
-        elif content["command"] == "places":
-            self.change_places(request, content)
         else:
-            self._handle(on.Asked(request, command_of(content, request)))
+            self.change_places(request, content)
 
     def _carry_out(self, order: Delivery) -> None:
-        """Carry out an order of the server that leads; some are answered later.
-
-        One of this server itself is void if all that there was has gone meanwhile.
-        """
-        number = order.header.sequence
-        if order.source == self.layout.address_of(self.index) and not self.orders.awaits(number):
-            return
+        """Carry out an order of the server that leads; some are answered later."""
         do, content = (json.loads(order.meta)[name] for name in ("do", "content"))
         try:
             if do in _OF_MOVES:
