@@ -179,11 +179,13 @@ def few_of(cases):
             else:
                 left.append((item, values))
         others = left
-    return chosen
+    return chosen or mixed[:1]
 
 
 def _values_of(item):
-    return {(name, id(value)) for name, value in item.callspec.params.items()}
+    mark = item.get_closest_marker("one_wire")
+    left = () if mark is None or mark.args == (False,) else ("wire",)
+    return {(name, id(value)) for name, value in item.callspec.params.items() if name not in left}
 
 
 def listen(is_enough):

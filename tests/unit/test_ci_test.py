@@ -347,19 +347,38 @@ def test_a_wheel_is_built_once_and_strictly_where_the_compiler_lets_it(
     assert (tmp_path / "built").read_text().split() == built
 
 
+def cases_of(every, marker=None):
+    settings = [dict(zip(every, each, strict=True)) for each in itertools.product(*every.values())]
+    return [
+        SimpleNamespace(
+            nodeid=f"test[{each}]",
+            callspec=SimpleNamespace(params=each),
+            get_closest_marker={"one_wire": marker}.get,
+        )
+        for each in settings
+    ]
+
+
 def test_of_many_cases_some_are_left_in_which_each_value_is_met(monkeypatch):
     monkeypatch.delenv("FAST", raising=False)
     every = {"n": (1, 2, 3, 4), "op": ("sum", "min", "max"), "name": tuple("abcdefghijklmn")}
-    settings = [dict(zip(every, each, strict=True)) for each in itertools.product(*every.values())]
-    cases = [
-        SimpleNamespace(nodeid=f"test[{each}]", callspec=SimpleNamespace(params=each))
-        for each in settings
-    ]
+    cases = cases_of(every)
     few = [case.callspec.params for case in harness.few_of(cases)]
     assert len(few) == 14, "as many as there are names"
     assert all({case[one] for case in few} == set(every[one]) for one in every)
     monkeypatch.setenv("FAST", "1")
     assert len(harness.few_of(cases)) == 1
+
+
+@pytest.mark.parametrize(("marker", "n_cases"), [(None, 2), ((), 1), ((False,), 2)], ids=str)
+def test_a_test_that_is_not_about_the_wire_runs_on_one_of_the_two(marker, n_cases, monkeypatch):
+    monkeypatch.delenv("FAST", raising=False)
+    mark = None if marker is None else SimpleNamespace(args=marker)
+    cases = cases_of({"wire": ("messages", "node")}, mark)
+    assert len(harness.few_of(cases)) == n_cases
+    both = cases_of({"wire": ("messages", "node"), "mode": ("async", "sync")}, mark)
+    few = [case.callspec.params for case in harness.few_of(both)]
+    assert {case["mode"] for case in few} == {"async", "sync"}
 
 
 def test_work_that_has_said_nothing_yet_is_told_with_its_seconds_alone():

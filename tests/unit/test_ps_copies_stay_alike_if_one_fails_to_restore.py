@@ -11,6 +11,8 @@ from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.ps.checkpoint.server import Store
 
+pytestmark = pytest.mark.one_wire
+
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 KEYS = np.arange(60, dtype=np.uint64)
 N = 600

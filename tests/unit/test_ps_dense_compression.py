@@ -23,6 +23,8 @@ from ringcomm.ps.server.dense import partition as dense
 from ringcomm.ps.table_spec import Spec
 from ringcomm.ps.update_modes import Mode
 
+pytestmark = pytest.mark.one_wire
+
 N, BLOCK = 1001, 900  # elements; bytes of a block: slices of 200 float32
 LOSSY = [FP16(), BF16(), Int8(block=64), TopK(0.05)]
 ALL = [Identity(), *LOSSY]

@@ -19,7 +19,7 @@ from ringcomm.ps.client import request_order
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.link import Link
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = [pytest.mark.usefixtures("wire"), pytest.mark.one_wire]
 
 
 @pytest.mark.parametrize("n_servers", [1, 2, 3])
@@ -71,6 +71,7 @@ def test_a_push_that_comes_before_the_chief_s_values_is_not_lost(mode):
         assert (values == 5 + (3 if mode == "async" else 1.5)).all()
 
 
+@pytest.mark.one_wire(False)
 def test_values_are_read_where_they_stand_until_they_are_somebody_else_s(wire):
     """A pull costs the server nothing where memory is shared, and never misses an own push."""
 
@@ -159,6 +160,7 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.one_wire(False)
 @pytest.mark.parametrize("count", [10, 10_000])
 def test_an_interrupt_within_a_wait_loses_no_ack(count, monkeypatch):
     """As Ctrl-C does, which is raised as soon as the call into C++ returns."""

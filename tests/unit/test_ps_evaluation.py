@@ -19,7 +19,7 @@ from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import FrameHeader, FrameKind, NewsOption
 from ringcomm.ps.protocol.link import Delivery
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = [pytest.mark.usefixtures("wire"), pytest.mark.one_wire]
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,8 @@ from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import ServerOption
 from ringcomm.ps.server.core.rounds import Entries
 
+pytestmark = pytest.mark.one_wire
+
 N = 30
 
 

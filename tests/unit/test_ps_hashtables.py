@@ -18,7 +18,7 @@ from ringcomm.ps.job import session
 from ringcomm.ps.server.clock import OwnClock
 from ringcomm.ps.server.rows import hash_shard as hashed
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = [pytest.mark.usefixtures("wire"), pytest.mark.one_wire]
 
 BIG = 1 << 63
 ONE = np.ones((1, 4), np.float32)

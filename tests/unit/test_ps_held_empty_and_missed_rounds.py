@@ -16,7 +16,7 @@ from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import ServerOption
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = [pytest.mark.usefixtures("wire"), pytest.mark.one_wire]
 N = 1000
 
 

@@ -23,6 +23,8 @@ from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.server import Server
 from ringcomm.ps.update_modes import Mode
 
+pytestmark = pytest.mark.one_wire
+
 
 # --- decisions ----------------------------------------------------------------------------------
 class Lock(MoveLock):

@@ -18,6 +18,8 @@ from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.session import session
 
+pytestmark = pytest.mark.one_wire
+
 N = 400
 KEYS = np.arange(N, dtype=np.uint64) * np.uint64(7919)
 

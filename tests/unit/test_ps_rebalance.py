@@ -20,6 +20,8 @@ from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol.frames import FrameKind
 from ringcomm.ps.server.partition_transfer import Transfer
 
+pytestmark = pytest.mark.one_wire
+
 COUNT, BLOCK = 6000, 4000  # bytes of a block: 6 partitions of 1000 float32
 
 

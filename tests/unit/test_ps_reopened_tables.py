@@ -17,7 +17,7 @@ from ringcomm.ps.placement.partitions import Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.table_spec import Spec
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = [pytest.mark.usefixtures("wire"), pytest.mark.one_wire]
 SGD = ps.optim.SGD(1.0)
 
 

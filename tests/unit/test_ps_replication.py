@@ -25,6 +25,8 @@ from ringcomm.ps.server.homes.local_homes import Homes
 from ringcomm.ps.server.values import Pushes
 from ringcomm.ps.session import session
 
+pytestmark = pytest.mark.one_wire
+
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 MODES = ["sync", "async", ps.SSP(1), ps.FirstOf(2)]
 COUNTED = ("requests", "nbytes_in", "nbytes_out")

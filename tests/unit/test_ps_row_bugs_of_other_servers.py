@@ -14,7 +14,7 @@ from ringcomm import ps
 from ringcomm.ps.placement.partitions import HASH_PARTITIONS
 from ringcomm.ps.server.core.unit import Unit
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = [pytest.mark.usefixtures("wire"), pytest.mark.one_wire]
 
 
 def test_a_rejected_key_does_not_shift_its_neighbours():

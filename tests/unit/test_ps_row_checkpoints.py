@@ -21,6 +21,8 @@ from ringcomm.ps.server.rows import hash_shard as hashed
 from ringcomm.ps.server.rows.hash_shard import row_spec
 from ringcomm.ps.server.rows.row_partition import RowsPartition
 
+pytestmark = pytest.mark.one_wire
+
 DIM, UNIVERSE = 5, 300
 ALL = np.arange(UNIVERSE, dtype=np.uint64)
 KEYS = np.random.default_rng(1).integers(0, UNIVERSE, (30, 2, 60)).astype(np.uint64)

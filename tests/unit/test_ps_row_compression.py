@@ -9,6 +9,8 @@ import ringcomm as rc
 from ringcomm import codec, ps
 from ringcomm.codec.int8 import take_blocks
 
+pytestmark = pytest.mark.one_wire
+
 N, DIM = 3000, 9
 KEYS = np.random.default_rng(0).permutation(N).astype(np.uint64) * np.uint64(7919)
 

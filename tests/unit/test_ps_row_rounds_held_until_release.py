@@ -15,6 +15,8 @@ from ringcomm.ps.placement.partitions import HASH_PARTITIONS, Move
 from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.server.rows.row_gradients import RowGradient, squares_of_rows
 
+pytestmark = pytest.mark.one_wire
+
 DIM = 3
 KEYS = np.array([5, 11, 5, 900, 2**60])
 WEIGHTS = [(1.0, 1.0), (3.0, 1.0), (0.0, 2.0)]

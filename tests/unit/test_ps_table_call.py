@@ -15,6 +15,8 @@ from ringcomm.ps.placement.rebalance import move_all
 from ringcomm.ps.protocol import function_arguments
 from ringcomm.ps.server import user_functions
 
+pytestmark = pytest.mark.one_wire
+
 
 @pytest.fixture(autouse=True)
 def no_functions(monkeypatch):

@@ -20,6 +20,8 @@ from ringcomm.ps.protocol.frame_meta import PushMeta
 from ringcomm.ps.protocol.frames import ServerOption
 from ringcomm.ps.server.rows import hash_shard as hashed
 
+pytestmark = pytest.mark.one_wire
+
 N, DIM = 600, 3
 KEYS = np.arange(N, dtype=np.uint64) * np.uint64(7919)
 ONES = np.ones((N, DIM), np.float32)
