@@ -7,6 +7,7 @@ checkers see them. The help of arguments that many collectives have is here, too
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import textwrap
@@ -147,13 +148,18 @@ def complete_doc(function: Callable[..., Any], common: Mapping[str, str]) -> str
         return None
     head, returns, tail = inspect.cleandoc(function.__doc__).partition("\n\nReturns:")
     head, _, arguments = head.partition("\n\nArgs:")
-    entries = {
-        name: textwrap.fill(f"{name}: {text}", 92, subsequent_indent=" " * 8)
-        for name, text in common.items()
-    }
-    entries |= {each.partition(":")[0]: each for each in re.split(r"\n    (?=\w)", arguments)[1:]}
-    lines = [entries[name] for name in inspect.signature(function).parameters if name in entries]
+    entries = {each.partition(":")[0]: each for each in re.split(r"\n    (?=\w)", arguments)[1:]}
+    lines = [
+        entries.get(name) or _entry(name, common[name])
+        for name in inspect.signature(function).parameters
+        if name in entries or name in common
+    ]
     return "\n    ".join([f"{head}\n\nArgs:", *lines]) + returns + tail
+
+
+@functools.cache  # a rank that starts waits for it
+def _entry(name: str, text: str) -> str:
+    return textwrap.fill(f"{name}: {text}", 92, subsequent_indent=" " * 8)
 
 
 def _in_place_doc(doc: str | None, summary: str, returns: str) -> str | None:
