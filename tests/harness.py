@@ -163,6 +163,12 @@ def load_little_of_torch():
         importlib.import_module("sitecustomize")
 
 
+def torch_or_skip():
+    """Return torch, little of which has loaded; skip the test where there is none."""
+    load_little_of_torch()
+    return pytest.importorskip("torch", reason="the core is tested without torch, too")
+
+
 def few_of(cases):
     """Return some of a test's cases, in which each value of a parameter is met."""
     # By hash, so that they have nothing else in common, and are the same in the next run.

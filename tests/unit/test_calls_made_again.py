@@ -6,11 +6,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
-from harness import DEADLINE_S, at_length, outcomes, run_ranks
+from harness import DEADLINE_S, at_length, outcomes, run_ranks, torch_or_skip
 from loopback import LoopbackHub
 from sample_values import whole_numbers
 
@@ -48,16 +48,19 @@ class Named:
 def test_calls_made_again_are_exact_each_time_and_their_results_are_new(
     size, count, buffers, library
 ):
-    convert = pytest.importorskip("torch").from_numpy if library == "torch" else lambda x: x
+    convert = torch_or_skip().from_numpy if library == "torch" else lambda x: x
     is_named = (size + count + (buffers == "mixed")) % 2 == 0
+    n_turns = 5 if is_named else 4  # short calls from the last but one on
+    turns = [[whole_numbers(r, count, turn=turn) for r in range(size)] for turn in range(n_turns)]
+    sums = [list(accumulate(values)) for values in turns]  # of the ranks up to each
+    together = [np.concatenate(values) for values in turns]
 
     def body(rank):
         call = Named() if is_named else rc
         x = array(buffers, rank, count)
         root, results = size - 1, []
-        for turn in range(5 if is_named else 4):  # short calls from the last but one on
-            values = [whole_numbers(r, count, turn=turn) for r in range(size)]
-            summed, everything = sum(values), np.concatenate(values)
+        for values, up_to, everything in zip(turns, sums, together, strict=True):
+            summed = up_to[-1]
             parts = [np.array_split(each, size)[rank] for each in values]
             x[:] = values[rank]
             given = convert(x)
@@ -71,8 +74,8 @@ def test_calls_made_again_are_exact_each_time_and_their_results_are_new(
                 "gather": (call.gather(given, root), everything if rank == root else None),
                 "scatter": (call.scatter(given if rank == root else None, root), parts[root]),
                 "broadcast": (call.broadcast(given, root), values[root]),
-                "scan": (call.scan(given), sum(values[: rank + 1])),
-                "exscan": (call.exscan(given), sum(values[:rank], np.zeros(count))),
+                "scan": (call.scan(given), up_to[rank]),
+                "exscan": (call.exscan(given), up_to[rank - 1] if rank else np.zeros(count)),
             }  # fmt: skip
             if count % size == 0:
                 made["alltoall"] = call.alltoall(given), np.concatenate(parts)
@@ -558,7 +561,7 @@ def test_a_rank_that_ends_right_after_a_call_has_done_its_part():
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_where_a_call_writes_is_the_matter_of_that_call_alone(library):
     """The memory of x is the rank's own part of what is written or read, another part, or apart."""
-    convert = pytest.importorskip("torch").from_numpy if library == "torch" else lambda x: x
+    convert = torch_or_skip().from_numpy if library == "torch" else lambda x: x
 
     def placed(whole, rank, how):
         parts = whole.reshape(2, -1)

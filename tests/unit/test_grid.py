@@ -8,7 +8,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import outcomes, run_ranks
+from harness import outcomes, run_ranks, torch_or_skip
 from loopback import LoopbackHub
 
 import ringcomm as rc
@@ -322,7 +322,7 @@ def test_a_block_may_be_a_view_in_any_order(make):
 
 @on_both_wires
 def test_tensors_are_filled_in_place():
-    torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
+    torch = torch_or_skip()
 
     def body(_):
         grid = rc.Grid((2, 1), True)
