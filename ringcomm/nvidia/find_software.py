@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib
 import re
-import uuid
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -138,6 +137,8 @@ def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
     cuda.cuDeviceGetUuid_v2(its_uuid, device)
     nbytes = _asked(cuda.cuDeviceTotalMem_v2, device, kind=ctypes.c_size_t)
     major, minor = (_asked(cuda.cuDeviceGetAttribute, number, device) for number in _CAPABILITY)
+    import uuid  # all jobs look for software, most have no GPU
+
     text = str(uuid.UUID(bytes=its_uuid.raw))
     return Gpu(name.value.decode(errors="replace"), text, nbytes, 10 * major + minor)
 
