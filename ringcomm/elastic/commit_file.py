@@ -43,6 +43,7 @@ class Origin(NamedTuple):
 
 class Kept(NamedTuple):
     n_commits: int
+    n_steps: int  # that the job had completed
     copies: dict[str, dict[str, Any]]  # by attribute of the state
     origin: Origin
 
@@ -75,14 +76,14 @@ class KeptFile:
     def previous(self) -> Path:
         return _with_suffix(self.path, "previous")
 
-    def keep(self, n_commits: int, copies: dict[str, Any]) -> None:
+    def keep(self, n_commits: int, n_steps: int, copies: dict[str, Any]) -> None:
         """Keep a commit, or count it. If that is not possible, log it: training goes on.
 
         An error would end rank 0, and then whoever is rank 0 next, until nobody is left.
         """
         assert self.origin.crc != UNREAD, "what nobody has read is never overwritten"
         try:
-            self._write(n_commits, copies)
+            self._write(n_commits, n_steps, copies)
             self._has_failed &= not self._is_due(n_commits)
         except Exception as error:  # noqa: BLE001 - pickling a value may raise anything
             if not self._has_failed:
@@ -95,7 +96,7 @@ class KeptFile:
                 )
             self._has_failed = True
 
-    def _write(self, n_commits: int, copies: dict[str, Any]) -> None:
+    def _write(self, n_commits: int, n_steps: int, copies: dict[str, Any]) -> None:
         try:
             if self._is_due(n_commits):
                 if self._written is None:
@@ -103,7 +104,8 @@ class KeptFile:
                     self._keep_origin()
                 else:
                     self._warn_of_others(n_commits)
-                content = {"format": _FORMAT, "n_commits": n_commits, "copies": copies}
+                counts = {"n_commits": n_commits, "n_steps": n_steps}
+                content = {"format": _FORMAT, **counts, "copies": copies}
                 with replacing(self.path, mode=0o600) as file:
                     summed = _Summed(file)
                     pickle.dump(content, summed, pickle.HIGHEST_PROTOCOL)
@@ -195,8 +197,9 @@ class KeptFile:
             end = "" if has_trailer else ", or is cut off"
             raise self.refusal(f"holds no commit of this version of ringcomm{end}")
         n_commits: int = kept["n_commits"]
-        crc = crc_of(content)
-        return Kept(n_commits, kept["copies"], Origin(crc, max(n_commits, self._n_counted())))
+        n_steps: int = kept.get("n_steps", 0)  # files of 0.1.0 lack it
+        origin = Origin(crc_of(content), max(n_commits, self._n_counted()))
+        return Kept(n_commits, n_steps, kept["copies"], origin)
 
     def _checked(self, data: memoryview) -> tuple[memoryview, bool]:
         """Return the pickle of a file, and whether a trailer has vouched for it."""
@@ -290,6 +293,7 @@ def _is_commit(content: Any, of_format: int) -> bool:
     return (
         isinstance(n_commits, int)
         and 0 <= n_commits <= _MOST
+        and isinstance(content.get("n_steps", 0), int)
         and isinstance(copies, dict)
         and all(isinstance(each, dict) for each in copies.values())
     )

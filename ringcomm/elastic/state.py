@@ -19,8 +19,9 @@ from ringcomm.engine.api.begin_next_view import (
     require_all_live,
     stop_for_another_size,
 )
-from ringcomm.engine.api.init_rank_size import rank
+from ringcomm.engine.api.init_rank_size import engine, rank
 from ringcomm.engine.api.one_error_for_all import raise_together
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.engine.core.current_engine import has_engine
 from ringcomm.errors import (
     CommTimeoutError,
@@ -74,6 +75,7 @@ class _Read(NamedTuple):
 
     refusal: str | None = None  # why the file cannot be used
     n_commits: int | None = None  # None: there is no file
+    n_steps: int = 0
     origin: Origin = Origin(ABSENT)
 
 
@@ -195,7 +197,7 @@ class State(ABC):
     def _keep_in_file(self) -> None:
         if self._file is not None and (not has_engine() or rank() == 0):
             copies = {name: getattr(self, name) for name in self.COPIES}
-            self._file.keep(self._n_commits, copies)
+            self._file.keep(self._n_commits, PROGRAM.n_steps, copies)
 
     def _begin_with_file(self, facts: list[_Facts], root: int) -> bool:
         """Let the root take over what the file of keep_in() holds, if it has not been read yet.
@@ -225,6 +227,7 @@ class State(ABC):
         read = collectives.broadcast_object(read, root, name="elastic file")
         if read.refusal is not None:
             raise_together(RingcommError(read.refusal))
+        engine().control.go_on_from(read.n_steps)
         has_commit = read.n_commits is not None
         n_commits, is_saved = (read.n_commits, 1) if has_commit else facts[root].commit
         facts[root] = _Facts(n_commits, is_saved, facts[root].path, *read.origin)
@@ -249,7 +252,7 @@ class State(ABC):
         for name in self.COPIES:
             setattr(self, name, kept.copies[name])
         self._n_commits, self._is_saved = kept.n_commits, True
-        return _Read(None, kept.n_commits, kept.origin)
+        return _Read(None, kept.n_commits, kept.n_steps, kept.origin)
 
     def _misfit(self, kept: dict[str, dict[str, Any]]) -> str | None:
         """Say what of the copies in a file the state cannot take, None if nothing is known of."""

@@ -75,7 +75,8 @@ APART = {
     "Handle", "Op",  # nobody makes one
     "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",  # no arguments
     "is_initialized", "node_memory",
-    "step", "should_stop",  # no arguments
+    "should_stop",  # no arguments
+    "step",  # test_features_beside_their_neighbours.py
     "Params", "live", "on_checkpoint",  # test_program_parameters.py, mpi/test_ringcomm_ctl.py
     "log_to",  # keeps what it gets; tests/mpi/test_ringcomm_top.py calls it
 }  # fmt: skip

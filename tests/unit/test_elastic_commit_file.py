@@ -17,6 +17,7 @@ from other_users import IS_ROOT, OTHER, shared_folder, write_as_another
 from ringcomm import trusted_files
 from ringcomm.config import Settings
 from ringcomm.elastic import ArrayState, ObjectState, State, commit_file
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.errors import MismatchError, RingcommError
 
 
@@ -49,6 +50,16 @@ def test_a_job_goes_on_from_the_newest_commit_in_the_file_and_says_what_is_lost(
     texts = [each.getMessage() for each in caplog.records]
     n_lost = f"{7 - kept} commit{'' if kept == 6 else 's'} after it"
     assert len([t for t in texts if f"from commit {kept}" in t and n_lost in t]) == 1, texts
+
+
+def test_steps_are_counted_on_from_those_at_the_commit(tmp_path, monkeypatch):
+    """So a later checkpoint of @rc.on_checkpoint has a larger number."""
+    monkeypatch.setattr(PROGRAM, "n_before", 0)
+    monkeypatch.setattr(PROGRAM, "n_steps", 12)
+    train(tmp_path / "state", 1, 3)
+    monkeypatch.setattr(PROGRAM, "n_steps", 0)
+    train(tmp_path / "state", 2, 3)
+    assert (PROGRAM.n_steps, PROGRAM.n_before) == (12, 12)
 
 
 @pytest.mark.parametrize("every", [1, 100])
@@ -547,7 +558,7 @@ def test_a_later_rank_0_of_the_job_leaves_previous_as_it_is(tmp_path):
     for each in writers:  # as sync() does on all ranks
         each.origin = writers[0].load().origin if each is writers[0] else writers[0].origin
     for n, each in enumerate(writers, 5):
-        each.keep(n, {})
+        each.keep(n, 0, {})
     assert commit_file.KeptFile(tmp_path / "state.previous", 1).load().n_commits == 4
 
 
@@ -598,7 +609,7 @@ def test_what_killed_ranks_have_left_half_written_is_removed(tmp_path):
         writer = commit_file.KeptFile(path, 1)
         writer.origin = writer.load().origin
         with pytest.raises(SystemExit):
-            writer.keep(3, {})
+            writer.keep(3, 0, {})
     assert len(list(tmp_path.iterdir())) > 2 + len(others)
     train(path, 2, 4)
     kept = {f"state.a{suffix}" for suffix in ("", ".count", ".previous", ".previous.count")}
@@ -613,7 +624,7 @@ def test_two_jobs_that_keep_commits_in_one_file_say_so_once_each(tmp_path, caplo
     with caplog.at_level(logging.WARNING, "ringcomm"):
         for n in range(1, 4):
             for job in jobs:
-                job.keep(n, {"_saved": {"job": jobs.index(job)}})
+                job.keep(n, 0, {"_saved": {"job": jobs.index(job)}})
     texts = [each.getMessage() for each in caplog.records]
     assert [text.partition(",")[0] for text in texts] == [
         "elastic: before commit 2 of this job"

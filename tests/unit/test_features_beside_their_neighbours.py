@@ -16,7 +16,7 @@ from ringcomm._core import StatusPage
 from ringcomm.codec import TopK
 from ringcomm.data import ShardedSampler
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.control.live_parameters_and_callbacks import Program
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM, Program
 from ringcomm.engine.control.step_boundary import Control
 from ringcomm.launch.job.processes import local_ranks
 from ringcomm.ps.client.dense.compression import Packer
@@ -191,6 +191,82 @@ def test_where_a_program_calls_step_no_optimizer_counts():
         return counts
 
     assert run_ranks(2, body) == [[0, 1, 1, 1]] * 2
+
+
+@pytest.fixture
+def no_steps(monkeypatch):
+    """Let the program of this process have made no step."""
+    monkeypatch.setattr(PROGRAM, "n_steps", 0)
+    monkeypatch.setattr(PROGRAM, "n_before", 0)
+
+
+def test_steps_are_counted_on_from_those_of_an_earlier_start_and_never_back(no_steps):
+    def body(_):
+        this, counts = engine(), []
+        this.page = StatusPage.create(
+            job="test", host="here", rank=0, size=1, local_rank=0, nonce=7
+        )
+
+        def shown():
+            counts.append((PROGRAM.n_steps, int(this.page.snapshot()["step"])))
+
+        rc.step()
+        shown()
+        this.control.go_on_from(240)
+        shown()
+        rc.step()
+        shown()
+        this.control.go_on_from(240)
+        rc.step(300)  # after a checkpoint of the program's own
+        shown()
+        rc.step(7)  # as after a loss, where steps are made again
+        rc.step()
+        shown()
+        for step, error in ((0, ValueError), (1 << 63, ValueError), (1.5, TypeError)):
+            with pytest.raises(error):
+                rc.step(step)
+        shown()
+        return counts
+
+    (counts,) = run_ranks(1, body)
+    assert counts == [(n, n) for n in (1, 240, 241, 300, 302, 302)]
+
+
+@pytest.mark.parametrize("at", ["in the step in which it comes", "later"])
+def test_a_worker_that_has_taken_a_place_takes_commands_at_the_clock_of_the_others(at):
+    """The chief lets it in between two steps, before the boundary of the first of them."""
+    clock = 5
+
+    def body(rank):
+        mine = Commanded(rank)
+        this = engine()
+        this.control.workers = lambda: (0, 1)
+
+        def complete(number):
+            mine.n_steps = number
+            this.control.come_to_boundary(mine, number)
+
+        if rank == 0:
+            for number in range(1, clock):
+                complete(number)
+        rc.barrier()
+        if rank == 1:
+            this.control.catch_up(clock)
+        rc.barrier()
+        if rank == 0:
+            if at != "later":
+                mine.command("set lr=0.5")
+            complete(clock)
+        for number in range(clock + 1, clock + 6):
+            rc.barrier()
+            if rank == 0 and at == "later" and number == clock + 2:
+                mine.command("set lr=0.5")
+            complete(number)
+        return mine.taken
+
+    one, two = run_ranks(2, body)
+    assert one == two
+    assert [rate for rate, _ in one] == [0.5]
 
 
 def test_who_was_in_join_is_forgotten_when_all_have_left_it():

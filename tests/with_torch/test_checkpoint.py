@@ -111,6 +111,48 @@ def test_a_job_goes_on_as_if_it_had_not_ended(size, step, trained):
             assert (mine - want).abs().max() <= 1e-10 * want.abs().max()
 
 
+COUNTED = """
+import os, signal, sys
+import torch
+import ringcomm as rc
+import ringcomm.torch as hvd
+
+rc.init()
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+checkpoint = hvd.Checkpoint(sys.argv[1])
+
+@rc.on_checkpoint
+def save(step):
+    checkpoint.save(step, model=model, optimizer=optimizer)
+
+found = checkpoint.restore(model=model, optimizer=optimizer)
+print("from", found and found.step, flush=True)
+made = 0
+while True:
+    model(torch.ones(1, 2)).sum().backward()
+    made += 1
+    if made == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGTERM)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_is_saved_after_a_restart_has_a_larger_number_than_before(tmp_path):
+    """Else the next restart would go back to the older one."""
+    begins = []
+    for n_steps in (5, 3, 2):
+        command = [sys.executable, "-P", "-c", COUNTED, tmp_path, str(n_steps)]
+        done = subprocess.run(
+            command, timeout=HANG_S, check=False, capture_output=True, text=True
+        )  # fmt: skip
+        assert done.returncode == os.EX_TEMPFAIL, done.stderr
+        begins += done.stdout.split("\n")[:1]
+    assert begins == ["from None", "from 5", "from 8"]
+    assert files.steps_in(tmp_path) == [5, 8, 10]
+
+
 def test_an_empty_folder_is_a_new_job(tmp_path):
     replicas = copies(network(), 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -16,9 +17,10 @@ class _OwnSteps:
 
 
 _THIS_PROGRAM: Final = _OwnSteps()
+_MOST_STEPS: Final = 1 << 63
 
 
-def step() -> None:
+def step(step: int | None = None, /) -> None:
     """Complete a training step of this rank: commands of `ringcomm ctl` are taken here.
 
     For programs without a DistributedOptimizer, whose step() does the same, and for those with
@@ -26,14 +28,26 @@ def step() -> None:
     parameter servers, on every worker. From the first call on, no optimizer does the same. It
     sends nothing, and waits for no rank, unless there is a command.
 
+    Args:
+        step: how many steps have been completed, the same number on every rank: pass it if the
+            program has restored a checkpoint itself. One more than before if not given, or if it is
+            fewer, as when steps are made again after a loss.
+
     Raises:
+        TypeError: step is no whole number.
+        ValueError: step is less than 1, or 2**63 or more.
         PeerFailedError: a rank died while this one waited at a command.
         CommTimeoutError: a rank did not answer to a command.
         NotInitializedError: init() has not run.
         SystemExit: with code 75, after `ringcomm ctl JOB stop`, SIGTERM or SIGUSR1, if the program
             has never called should_stop().
     """
-    engine().control.complete_step_of(_THIS_PROGRAM)
+    this = engine()
+    if step is not None:
+        step = operator.index(step)
+        if not 1 <= step < _MOST_STEPS:
+            raise ValueError(f"step: {step} is no number of completed steps, which is at least 1")
+    this.control.complete_step_of(_THIS_PROGRAM, step)
 
 
 def should_stop() -> bool:
@@ -51,10 +65,14 @@ def on_checkpoint(save: C) -> C:
     """Decorate a function that writes a checkpoint, which all ranks call after the same step.
 
     `ringcomm ctl JOB checkpoint` and `stop` call save(step), so do SIGTERM and SIGUSR1. It may use
-    collectives. Its argument is the number of complete steps. A counter of the program that is
-    raised after rc.step(), or after the step of an optimizer, is still one behind then: save the
-    argument. In an elastic job, those that were
-    made again after a loss count again, so that later checkpoints have larger numbers.
+    collectives. Its argument is the number of steps that the training has completed. A counter of
+    the program that is raised after rc.step(), or after the step of an optimizer, is still one
+    behind then: save the argument.
+
+    The number goes on after a restart: from that of the checkpoint which hvd.Checkpoint.restore()
+    loads, or the commit of keep_in(). A program that restores something else passes its number to
+    rc.step(). In an elastic job, steps that were made again after a loss count again. So a later
+    checkpoint has a larger number.
     """
     if not callable(save):
         raise TypeError(f"on_checkpoint: {save!r} is no function")

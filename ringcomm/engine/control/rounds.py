@@ -79,6 +79,10 @@ class ControlRounds:
     def enter(self, completed: int) -> None:
         self._completed, self._is_at_boundary = completed, True
 
+    def catch_up(self, completed: int) -> None:
+        """Count boundaries at which this rank was not, as having left them."""
+        self._completed, self._is_at_boundary = completed, False
+
     def leave(self) -> bool:
         if self._rounds and (self.must_hold or self.has_due):
             return False

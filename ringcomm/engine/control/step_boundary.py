@@ -70,13 +70,21 @@ class Control:
         self._must_end = False
         engine.watch.listeners[ControlKind.CONTROL] = self._hear
 
-    def complete_step_of(self, program: object) -> None:
+    def complete_step_of(self, program: object, step: int | None = None) -> None:
         """Count a step of rc.step(), and come to its boundary; no other one counts from now on."""
         self._n_own_steps += 1
         self._steps_itself = weakref.ref(program)
-        if self._owner() in (None, program):
-            self._engine.note_step(self._program.n_before + self._n_own_steps)
+        if step is not None:
+            self.go_on_from(step - 1)
         self.come_to_boundary(program, self._n_own_steps)
+
+    def go_on_from(self, n_steps: int) -> None:
+        """Count on from `n_steps`, which an earlier start of the job had made; not back."""
+        program = self._program
+        if n_steps > program.n_steps:
+            program.n_before += n_steps - program.n_steps
+            program.n_steps = n_steps
+            self._note_step()
 
     def come_to_boundary(self, owner: object, completed: int) -> None:
         """Take the commands that are due; wait while ranks agree on their step, or for a pause.
@@ -90,9 +98,12 @@ class Control:
         """
         if not self._counts(owner):
             return
+        if self.workers is not None:  # workers count from where their tables are
+            self.go_on_from(completed - 1)
         self._step += max(1, completed - self._last)
         self._last = completed
         self._program.n_steps = self._program.n_before + self._step
+        self._note_step()
         if self._savers:
             self.signals.arm(self._members)
         with self._lock:
@@ -106,13 +117,20 @@ class Control:
 
     @property
     def n_steps(self) -> int:
-        """The number of steps of this rank, which are as many on all ranks."""
+        """The number of steps of this rank in this view, which are as many on all ranks."""
         return self._step
 
     def catch_up(self, n_steps: int) -> None:
-        """Count the steps that this rank has missed in join(): some rank has made so many."""
+        """Count the steps at whose boundaries this rank was not: it was in join(), or stood by."""
         self._step, self._last = n_steps, _ANY_NUMBER
         self._program.n_steps = self._program.n_before + n_steps
+        with self._lock:
+            self._rounds.catch_up(n_steps)
+
+    def _note_step(self) -> None:
+        # What is shown of workers of servers is their clock, which goes back in a recovery.
+        if self.workers is None or self._steps_itself() is not None:
+            self._engine.note_step(self._program.n_steps)
 
     def end_job(self) -> None:
         """End the job as `ringcomm ctl JOB stop` does, at the next step boundary; of any rank."""

@@ -95,9 +95,10 @@ def _here(current: Session, newcomer: int) -> Future[Any]:
     tables = [table for table in [*current.tables.values()] if table.mode.has_rounds]
     # Of a table that this rank, a newcomer, has not opened it has what others told it.
     rounds = {**current.begins, **{table.number: table.n_rounds for table in tables}}
+    boundary = current.engine.control.n_steps + 1  # that of this step is still to come
     return ask_leader(
         current.client, "step", "here", needs_tables=True, newcomer=newcomer,
-        begins=Beginning(current.clock, rounds).to_json(), calls=current.training.n_calls,
+        begins=Beginning(current.clock, rounds, boundary).to_json(), calls=current.training.n_calls,
     )  # fmt: skip
 
 

@@ -116,6 +116,7 @@ def _begin(current: Session, told: dict[str, Any]) -> None:
     if told["begins"] is not None:
         begins = Beginning.of_json(told["begins"])
         current.clock, current.begins = begins.clock, begins.rounds
+        current.engine.control.catch_up(begins.boundaries)
         current.training.begin_at(told["calls"])
     elif current.training.ends:
         current.training.end_at(0)  # it knows when workers end

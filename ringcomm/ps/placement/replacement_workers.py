@@ -57,27 +57,29 @@ class Beginning(NamedTuple):
     Attributes:
         clock: steps that it counts as its own.
         rounds: those that are not its own, by table; 0 of a table that is not named.
+        boundaries: step boundaries, at which commands are taken, that it counts as its own.
     """
 
     clock: int
     rounds: Mapping[int, int]
+    boundaries: int = 0
 
     def to_json(self) -> list[Any]:
-        return [self.clock, [*self.rounds.items()]]
+        return [self.clock, [*self.rounds.items()], self.boundaries]
 
     @classmethod
     def of_json(cls, data: list[Any]) -> Beginning:
-        return cls(data[0], {int(table): n for table, n in data[1]})
+        return cls(data[0], {int(table): n for table, n in data[1]}, data[2])
 
     @classmethod
     def behind(cls, others: Iterable[Beginning]) -> Beginning:
         """Return where somebody begins that is in no round in which one of these is."""
-        clock, rounds = 0, dict[int, int]()
+        clock, rounds, boundaries = 0, dict[int, int](), 0
         for each in others:
-            clock = max(clock, each.clock)
+            clock, boundaries = max(clock, each.clock), max(boundaries, each.boundaries)
             for table, n in each.rounds.items():
                 rounds[table] = max(n, rounds.get(table, 0))
-        return cls(clock, rounds)
+        return cls(clock, rounds, boundaries)
 
 
 @dataclass

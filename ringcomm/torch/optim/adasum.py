@@ -64,7 +64,6 @@ class _AdasumOptimizer(Optimizer):
             self._combine(starts)
         self._n_steps += 1
         if self._process_set.size() == engine().size:
-            engine().note_step(self._n_steps)
             engine().control.come_to_boundary(self, self._n_steps)
         return result
 

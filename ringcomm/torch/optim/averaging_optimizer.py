@@ -84,9 +84,10 @@ class AveragingOptimizer(Optimizer):
             result = self._update(functools.partial(self._evaluate, closure))
         reducer = self._reducer
         reducer.complete_step()
-        engine().note_step(reducer.step)
         if reducer.options.group.size == engine().size:  # else its steps are not the job's
             engine().control.come_to_boundary(reducer, reducer.step)
+        else:
+            engine().note_step(reducer.step)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

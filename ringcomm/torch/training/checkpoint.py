@@ -18,6 +18,7 @@ from ringcomm.data.sampler import ShardedSampler
 from ringcomm.engine.api.init_rank_size import engine, rank, size
 from ringcomm.engine.api.one_error_for_all import gather_or_raise, raise_together
 from ringcomm.engine.api.require_nobody_in_join import require_nobody_in_join
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.regular_files import BrokenFileError, checksum
 from ringcomm.status.run_events import record_event
@@ -200,6 +201,7 @@ class Checkpoint:
         attempts = _Attempts(str(self.folder))
         attempts.do(_load, content, parts, sampler, rng=rng)
         attempts.gather(None)  # one that cannot go on would be taken for a loss, in an elastic job
+        engine().control.go_on_from(ours.get("completed", 0))  # those of 0.1.0 lack it
         values = {name: content[name] for name in ours["values"]}
         return Restored(ours["step"], ours["size"], values, shard, paths)
 
@@ -213,6 +215,7 @@ class Checkpoint:
     ) -> None:
         """Write the main file; rank 0 calls this while the other ranks wait."""
         ours: dict[str, Any] = {"format": _FORMAT, "step": step, "size": size()}
+        ours["completed"] = PROGRAM.n_steps
         ours |= {key: [each[key] for each in ranks] for key in ("sampler", "rng", "shard")}
         values = [name for name, part in parts.items() if not hasattr(part, "state_dict")]
         ours["values"] = values

@@ -210,7 +210,8 @@ class Departures:
     def _on_how_far(self, event: on.HowFar, now: float) -> Iterator[Action]:
         for rank in event.dead:  # first: what they have sent counts no more
             yield from self._die(rank, now)
-        begins = Beginning(self._progress.clocks.most, self._rounds()).to_json()
+        most = self._progress.clocks.most
+        begins = Beginning(most, self._rounds(), most).to_json()
         is_ending = self._newcomers.is_ending  # a worker has left here before it died
         yield Reply(event.request, content={"begins": None if is_ending else begins})
 
