@@ -66,6 +66,8 @@ class Watch:
         own_failure: how another thread of this rank failed, which ends all waits; None: none did.
         listeners: functions by kind, for messages that this class does not handle itself.
         line_of: function that returns the file and line at which a rank is, or "".
+        is_crossed: function that tells whether a rank that has not entered the operation of a key
+            waits, elsewhere, in one that this rank has not entered.
         before_poll: function that each poll() calls first; None: there is none.
     """
 
@@ -76,6 +78,7 @@ class Watch:
         self.listeners: dict[ControlKind, Listener] = {}
         self.before_poll: Callable[[], None] | None = None
         self.line_of: Callable[[int], str] = lambda _: ""
+        self.is_crossed: Callable[[int], bool] = lambda _: False
         self._left: str | None = None
         self._news = News(transport.rank, transport.size)
         self._lock = threading.Lock()  # guards _news

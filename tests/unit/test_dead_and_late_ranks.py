@@ -262,6 +262,24 @@ def test_who_waits_in_another_operation_itself_is_not_who_is_waited_for(caplog):
     run_ranks(3, body, settings=Settings(stall_warning_s=0.5, timeout_s=120))
 
 
+def test_ranks_in_calls_that_the_other_does_not_make_are_told_how_to_mend_it(caplog):
+    """As where one calls hvd.allreduce() under `if rank == 0`, and the other reduces gradients."""
+
+    def body(rank):
+        engine().progress.work_in_background()
+        with pytest.raises(rc.CommTimeoutError) as told:
+            rc.allreduce(X, name="gradients" if rank else None)
+        return str(told.value)
+
+    caplog.set_level(logging.WARNING, "ringcomm")
+    texts = run_ranks(2, body, settings=Settings(stall_warning_s=0.2, timeout_s=2))
+    warnings = [text for text in caplog.messages if "has waited" in text]
+    assert len(warnings) == 2, warnings
+    for text in warnings + texts:
+        assert "make the same calls on every rank. Is one of these within an `if`" in text, text
+    assert all(text.endswith("The timeout is RINGCOMM_TIMEOUT_S=2.") for text in warnings), warnings
+
+
 def test_who_waits_for_many_operations_warns_once(caplog):
     def body(rank):
         if rank == 1:

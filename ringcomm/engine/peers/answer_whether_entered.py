@@ -20,6 +20,7 @@ class Whereabouts:
         self, watch: Watch, pending: Pending, extensions: Extensions, groups: Groups
     ) -> None:
         watch.listeners[ControlKind.ASK] = self._answer
+        watch.is_crossed = self._is_crossed
         self._watch = watch
         self._pending = pending
         self._extensions = extensions
@@ -36,7 +37,10 @@ class Whereabouts:
         It cannot enter this task's operation before this rank enters that one. The answers to
         deadlines.ask_around() tell where it is.
         """
-        waits = self._watch.peers.waits_elsewhere(task.key)
+        return self._is_crossed(task.key)
+
+    def _is_crossed(self, key: int) -> bool:
+        waits = self._watch.peers.waits_elsewhere(key)
         return any(
             not self.has_entered(Ticket(None, base, number).key, base, number)
             for base, number in waits

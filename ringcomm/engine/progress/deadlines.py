@@ -23,6 +23,10 @@ _log = logging.getLogger("ringcomm")
 ANSWER_S = 0.5
 _LINES = 4  # ranks whose line is looked up; a rank that does not answer takes a second
 _SHOWN = 16  # an error names the operations of at most so many ranks
+_CROSSED = (
+    " Each waits in a call that another has not made: make the same calls on every rank. Is one of "
+    "these within an `if` about the rank, or in a loop that has more rounds on one of them?"
+)
 PROGRAM_ENDED = "left the job: its program ended"
 
 
@@ -91,18 +95,17 @@ class Patience:
         if now >= self._warn_at:
             self._warn_at = math.inf
             if self._may_warn(now):
-                _log.warning("%s", self._text(now), extra={"event": "stall"})
+                end = "" if self._deadline == math.inf else f" The timeout is {self._limit}."
+                _log.warning("%s%s", self._text(now), end, extra={"event": "stall"})
         if now >= self._deadline:
             self._deadline = math.inf
             self._give_up_at = now + min(ANSWER_S, self._timeout_s)
             ask_around(self._task, self._watch)
         if now >= self._give_up_at:
             self._give_up_at = math.inf
-            own = f"of {self._timeout_s:g} s"
-            name = self._settings.timeout_name
-            limit = own if self._task.timeout_s else f"{name}={self._timeout_s:g}"
+            of = "of " if self._task.timeout_s else ""
             message = (
-                f"{self._text(now)} The timeout {limit} is over. "
+                f"{self._text(now)} The timeout {of}{self._limit} is over. "
                 "The engine cannot be used any more; end this job, or raise the limit. If all "
                 "ranks are alive, they can also go on: all call shutdown(), then init()."
             )
@@ -114,6 +117,12 @@ class Patience:
             if rank in self._watch.peers.left and rank not in self._asked:
                 self._asked.add(rank)
                 _ask(rank, self._task, self._watch)
+
+    @property
+    def _limit(self) -> str:
+        if self._task.timeout_s:
+            return f"{self._timeout_s:g} s"
+        return f"{self._settings.timeout_name}={self._timeout_s:g}"
 
     def _text(self, now: float) -> str:
         return describe_wait(self._task, self._watch, now - self._start)
@@ -173,6 +182,8 @@ def describe_wait(task: Task, watch: Watch, waited_s: float) -> str:
     where = "; ".join(shown[:_SHOWN] + ["..."] * (len(shown) > _SHOWN))
     text = f"{waited} for rank{plural} {ranks}, which did not answer or did not enter it"
     text = f"{text} ({where})." if where else f"{text}."
+    if watch.is_crossed(task.key):
+        text += _CROSSED
     return f"{text} {task.what_came_instead()}".rstrip()
 
 
