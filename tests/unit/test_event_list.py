@@ -70,6 +70,15 @@ def test_a_death_is_what_a_guardian_has_recorded():
     assert found == [Event(5.0, "death", "rank 2 was killed by SIGKILL", (2,), 40)]
 
 
+@pytest.mark.parametrize(("logged", "step"), [(40, 42), (42, 42), (None, 42), (900, 900)])
+def test_a_death_has_the_step_of_the_report_where_less_was_logged(logged, step):
+    """So it is the same in a live job, whose pages tell, and in one that has ended."""
+    text = b"x rank 2 (host vm, pid 7) was killed by SIGKILL (out of memory?) after step 42"
+    data = b"watches 7\nreport 2 137 killed 5000000000 %d\n%s" % (len(text), text)
+    (found,) = deaths([parse_guardian_file(data)], lambda *_: logged)
+    assert found.step == step
+
+
 def test_the_end_of_a_run_is_an_event():
     end = RunEnd(137, "rank 2 was killed", 2, "", {})
     assert end_event(end, 9.0) == [Event(9.0, "end", "rank 2 was killed - exit 137", (2,))]

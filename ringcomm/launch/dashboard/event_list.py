@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -18,6 +19,7 @@ OTHERS: Final = 500  # notes and warnings, the latest
 _ONE_S: Final = 5.0  # within it, several ranks tell of the same event
 _TEXT: Final = 2000
 _KIND: Final = 20
+_AFTER: Final = re.compile(r" after step ([0-9]{1,18})\b")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def deaths(
 ) -> list[Event]:
     """Return the failures of ranks that guardians have recorded.
 
-    step_of: the last step of a rank until a time; None: that is not known.
+    step_of: the last step of a rank until a time; None: that is not known. That of the event is
+        the one in the guardian's text, if it is later: rc.log() may not have told of each.
     """
     found = []
     for failure in (each for guardian in guardians for each in guardian.failures):
@@ -66,7 +69,10 @@ def deaths(
             first = failure.text.strip().splitlines()[0].removeprefix("x ")
             text = printable(first)[:_TEXT]
             rank, at_s = failure.rank, failure.time_ns / 1e9
-            found.append(Event(at_s, "death", text, (rank,), step_of(rank, at_s)))
+            told = _AFTER.search(first)
+            steps = [step_of(rank, at_s), int(told[1]) if told else None]
+            step = max((each for each in steps if each is not None), default=None)
+            found.append(Event(at_s, "death", text, (rank,), step))
     return found
 
 
