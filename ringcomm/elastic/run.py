@@ -30,8 +30,8 @@ from ringcomm.engine.api.begin_next_view import (
 from ringcomm.engine.api.init_rank_size import init, rank, shutdown, size
 from ringcomm.engine.api.spares_and_reserves import end_outside, request_size, take_place
 from ringcomm.engine.api.world import current, is_outside
-from ringcomm.engine.control.commands_missed_in_a_loss import take_missed_commands
 from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
+from ringcomm.engine.control.missed_commands import take_missed_commands
 from ringcomm.errors import (
     CommTimeoutError,
     NewViewInterrupt,

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.control.commands_missed_in_a_loss import take_missed_commands
+from ringcomm.engine.control.missed_commands import take_missed_commands
 from ringcomm.transport.membership.view import View
 
 _listeners: list[Callable[[], Callable[[], None] | None]] = []

@@ -24,7 +24,7 @@ from ringcomm.ps.client.json_requests import ask_leader
 from ringcomm.ps.control.commands import MEET, STAND_STILL
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
-from ringcomm.ps.members.let_in import end_step, meet, note_newcomer
+from ringcomm.ps.members.let_in import end_step, let_in, meet, note_newcomer
 from ringcomm.ps.members.stand_by import stand_by
 from ringcomm.ps.protocol.deaths import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
@@ -366,6 +366,7 @@ def complete_step(step: int | None = None) -> int:
     end_step(current)
     current.engine.note_step(current.clock)
     current.engine.control.come_to_boundary(current, current.clock)
+    let_in(current)
     return current.clock
 
 

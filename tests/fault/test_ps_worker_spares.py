@@ -18,9 +18,17 @@ from ringcomm.ps.session import session
 
 N = 40
 
+P = rc.Params(rate=rc.live(1.0))
+
 @rc.on_checkpoint
 def save(step):
-    print(f"rank {rank_of_job} saves {step}", flush=True)
+    print(f"rank {rank_of_job} saves {step} at rate {P.rate}", flush=True)
+
+def command(text):
+    page = session().engine.page
+    assert page.take_mailbox(os.getpid())
+    page.put_command(text)
+    return page
 
 @ps.evaluator(every=1)
 def evaluate(step):
@@ -49,10 +57,12 @@ while ps.step_number() < N:
             assert time.monotonic() < until
             ps.complete_step(step)
             time.sleep(0.01)  # nobody tells a worker of a newcomer, so it looks again
+    if rank_of_job == 0 and step == 3:
+        page = command("set rate=0.5")
     if rank_of_job == 0 and step == N - 5:
-        page = session().engine.page
-        assert page.take_mailbox(os.getpid())
-        page.put_command("checkpoint")
+        assert page.answer.startswith("ok"), page.answer
+        page.give_mailbox_back()
+        command("checkpoint")
     table.push(np.full(5_000, 3.0 * (ps.rank() + 1))).wait()
     table.pull().wait()
     ps.complete_step()
@@ -77,6 +87,6 @@ def test_who_stood_by_trains_and_evaluates_in_the_place_of_those_that_were_kille
     began, value = found[newcomer]
     assert 5 <= began <= 30, job.output
     assert found[0][1] == value == 4.5 * 40 - 1.5 * (began - 5), job.output
-    saved = dict(re.findall(r"rank (\d) saves (\d+)", job.output))
+    saved = dict(re.findall(r"rank (\d) saves (\d+ at rate 0.5)", job.output))
     assert saved.keys() == {"0", str(newcomer)}, job.output
     assert len({*saved.values()}) == 1, job.output

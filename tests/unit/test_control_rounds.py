@@ -115,6 +115,80 @@ def test_a_rank_that_has_left_is_not_waited_for(leaves_after):
     assert simulation.taken[0] == simulation.taken[1]
 
 
+class NewcomerSimulation(Simulation):
+    """The last rank begins beside rank 0, which stands still until all others know of it."""
+
+    def __init__(self, size, seed):
+        super().__init__(size, seed, in_step=True)
+        self.newcomer = size - 1
+        self.knows = set()  # who counts it among those that take commands
+        self.is_standing = self.has_begun = False
+        self.members = {}
+
+    def propose(self, rank, text):
+        members = range(len(self.ranks) if rank in self.knows else self.newcomer)
+        self.members[text] = members
+        self.send(rank, self.ranks[rank].propose(text, members, self.gone))
+
+    def may_move(self, rank):
+        if (rank == 0 and self.is_standing) or (rank == self.newcomer and not self.has_begun):
+            return False
+        return self.is_inside[rank] or self.steps[rank] == min(
+            step for r, step in enumerate(self.steps) if r != self.newcomer or self.has_begun
+        )
+
+    @property
+    def can_move(self):
+        return any(map(self.may_move, range(len(self.ranks)))) or any(self.wires.values())
+
+    def move(self):
+        if self.is_standing and (not self.can_move or self.random.random() < 0.2):
+            ignorant = [r for r in range(self.newcomer) if r not in self.knows]
+            self.knows.add(self.random.choice(ignorant))
+            if len(ignorant) == 1:
+                self.send(0, self.ranks[0].pass_on(self.newcomer))
+                self.has_begun, self.is_standing = True, False
+        else:
+            super().move()
+
+    def begin(self):
+        """Let rank 0 stand still, having left a boundary."""
+        self.is_standing = True
+        self.steps[self.newcomer] = self.steps[0]
+        self.ranks[self.newcomer].catch_up(self.steps[0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(3, 5), st.integers(0, 10**9), st.integers(0, 30), st.integers(0, 12))
+def test_who_begins_beside_a_rank_takes_the_commands_that_it_has_not_taken_yet(
+    size, seed, gap, second_gap
+):
+    """Whether those who have proposed them knew of it, or not."""
+    simulation = NewcomerSimulation(size, seed)
+    for _ in range(gap):
+        simulation.move()
+    simulation.run_until(lambda: simulation.is_inside[1])
+    simulation.propose(1, "before")
+    simulation.run_until(lambda: not simulation.is_inside[0])
+    n_missed = len(simulation.taken[0])
+    simulation.begin()
+    for _ in range(second_gap):
+        simulation.move()
+    simulation.run_until(lambda: simulation.is_inside[1])
+    simulation.propose(1, "after")
+    simulation.run_until(lambda: all(len(each) == 2 for each in simulation.taken[:-1]))
+    assert all(dict(each) == dict(simulation.taken[0]) for each in simulation.taken[:-1])
+    expected = dict(simulation.taken[0][n_missed:])
+    simulation.run_until(lambda: len(simulation.taken[-1]) == len(expected))
+    for _ in range(200):
+        simulation.move()
+    assert len(simulation.taken[-1]) == len(expected)
+    for text, step in simulation.taken[-1]:
+        # Who is told of it by rank 0 alone has promised nothing, and may have gone on.
+        is_member = simulation.newcomer in simulation.members[text]
+        assert step == expected[text] or (step > expected[text] and not is_member)
+
+
 def test_no_rank_begins_a_step_while_the_step_is_not_agreed_on():
     rounds = ControlRounds(1)
     rounds.enter(7)

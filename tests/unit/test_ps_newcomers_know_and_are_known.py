@@ -14,6 +14,7 @@ from ps_simulation_message_types import Request
 from ringcomm import ps
 from ringcomm.config import Settings
 from ringcomm.data import WorkQueue
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.ps.control.commands import MEET
 from ringcomm.ps.members import let_in
 from ringcomm.ps.placement.replacement_workers import Beginning, Coming, Newcomer, Newcomers
@@ -59,7 +60,7 @@ def test_a_newcomer_begins_once_all_workers_know_it(monkeypatch):
         while not current.layout.joined:
             asked = lambda: bool(current.newcomers or current.layout.joined)  # noqa: E731
             assert current.client.drive_until(asked, "test", DEADLINE_S)
-            let_in.end_step(current)
+            let_in.let_in(current)
         table.pull().wait()
         return len(current.layout.joined)
 
@@ -89,8 +90,8 @@ def test_nobody_reads_later_for_who_gave_its_place_back():
 
 
 def test_who_is_alone_begins_behind_the_rounds_of_all_servers():
-    others = [Beginning(5, {1: 4, 2: 9}, 7), Beginning(6, {1: 5}, 3)]
-    assert Beginning.behind(others) == Beginning(6, {1: 5, 2: 9}, 7)
+    others = [Beginning(5, {1: 4, 2: 9}, 7, ("set a=1",)), Beginning(6, {1: 5}, 3)]
+    assert Beginning.behind(others) == Beginning(6, {1: 5, 2: 9}, 7, ("set a=1",))
 
 
 def test_a_place_is_given_to_the_lowest_who_fits_and_a_copy_knows_who_is_on_its_way():
@@ -120,8 +121,11 @@ def test_the_chief_is_the_lowest_of_those_that_were_there_first():
     assert newcomers.first_of({4, 5}) == 5
 
 
-def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_has_not_opened():
+def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_has_not_opened(
+    monkeypatch,
+):
     """It says for them where it has begun itself."""
+    monkeypatch.setattr(PROGRAM, "taken", ["set lr=0.1", "pause", "resume"])
     table = SimpleNamespace(number=1, n_rounds=9, mode=SYNC)
     current = SimpleNamespace(
         clock=9, begins={1: 4, 2: 3}, tables={"w": table}, training=SimpleNamespace(n_calls=6),
@@ -131,7 +135,7 @@ def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_h
         ),
     )  # fmt: skip
     said = json.loads(let_in._here(current, 5).meta)
-    assert Beginning.of_json(said["begins"]) == Beginning(9, {1: 9, 2: 3}, 11)
+    assert Beginning.of_json(said["begins"]) == Beginning(9, {1: 9, 2: 3}, 10, (*PROGRAM.taken,))
     assert (said["newcomer"], said["calls"]) == (5, 6)
 
 

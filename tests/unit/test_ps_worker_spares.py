@@ -18,7 +18,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.ps import evaluation
 from ringcomm.ps.control.commands import MEET, STAND_STILL
 from ringcomm.ps.members import stand_by
-from ringcomm.ps.members.let_in import end_step
+from ringcomm.ps.members.let_in import let_in
 from ringcomm.ps.placement.replacement_workers import Newcomer
 from ringcomm.ps.session import Session, session
 
@@ -58,7 +58,7 @@ def await_newcomers(n):
     while not until():
         is_asked = lambda: until() or bool(current.newcomers)  # noqa: E731
         assert current.client.drive_until(is_asked, "test", DEADLINE_S)
-        end_step(current)
+        let_in(current)
 
 
 # --- workers ------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def test_who_has_not_heard_of_a_newcomer_before_a_loss_hears_of_it_as_all_recove
                 if rank == 0 and ps.step_number() == 6 and not session().n_recovered:
                     while True:
                         session().client.drive_until(lambda: False, "test", 0.01)
-                        end_step(session())
+                        let_in(session())
                         opened[0].pull().wait()
                 step_once(*opened, 1.0)
             except rc.ServerLostError:

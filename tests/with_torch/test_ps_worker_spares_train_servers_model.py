@@ -8,7 +8,7 @@ from torch import nn
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.ps.members.let_in import end_step
+from ringcomm.ps.members.let_in import let_in
 from ringcomm.ps.session import session
 from ringcomm.torch import ps
 
@@ -45,7 +45,7 @@ def await_newcomer():
     while not current.layout.joined:
         is_asked = lambda: bool(current.layout.joined or current.newcomers)  # noqa: E731
         assert current.client.drive_until(is_asked, "test", DEADLINE_S)
-        end_step(current)
+        let_in(current)
 
 
 def test_a_newcomer_is_told_that_nobody_has_parameters_for_it():

@@ -40,6 +40,7 @@ class _Round:
     members: tuple[int, ...] = ()  # all that take it; of the rank that has proposed
     target: int | None = None
     promises: dict[int, int] = field(default_factory=dict)  # of the rank that has proposed
+    tellers: set[int] = field(default_factory=set)  # ranks that have told this one of it
 
 
 class ControlRounds:
@@ -52,6 +53,8 @@ class ControlRounds:
     def __init__(self, me: int) -> None:
         self._me = me
         self._rounds: dict[int, _Round] = {}
+        self._over: set[int] = set()  # keys of rounds that this rank has heard of and taken
+        self._heirs: list[int] = []  # ranks that have begun beside this one
         self._completed = 0
         self._is_at_boundary = False
         self._n_proposed = 0
@@ -83,6 +86,19 @@ class ControlRounds:
         """Count boundaries at which this rank was not, as having left them."""
         self._completed, self._is_at_boundary = completed, False
 
+    def pass_on(self, rank: int) -> list[Note]:
+        """Let a rank that begins where this one is, between two boundaries, hear what this does.
+
+        Who has proposed a command may not have known that rank. If it did, that hears of it twice.
+        """
+        self._heirs.append(rank)
+        notes = []
+        for key, each in self._rounds.items():
+            notes.append(Note(rank, RoundMessage.PROPOSED, key, text=each.text))
+            if each.target is not None:
+                notes.append(Note(rank, RoundMessage.AGREED, key, each.target))
+        return notes
+
     def leave(self) -> bool:
         if self._rounds and (self.must_hold or self.has_due):
             return False
@@ -103,25 +119,29 @@ class ControlRounds:
     def hear(self, source: int, note: Note, gone: Collection[int] = ()) -> list[Note]:
         """Take a message of another rank; return the answers to it."""
         if note.phase == RoundMessage.PROPOSED:
-            self._rounds[note.key] = _Round(note.text)
-            return [Note(source, RoundMessage.PROMISED, note.key, self._promised)]
+            if note.key not in self._over:
+                self._rounds.setdefault(note.key, _Round(note.text)).tellers.add(source)
+            promise = Note(source, RoundMessage.PROMISED, note.key, self._promised)
+            return [promise, *(note._replace(dest=rank) for rank in self._heirs)]
         known = self._rounds.get(note.key)
         if known is None:
             return []
         if note.phase == RoundMessage.AGREED:
             known.target = note.step
-            return []
+            return [note._replace(dest=rank) for rank in self._heirs]
         known.promises[source] = note.step
         return self.settle(gone)
 
     def settle(self, gone: Collection[int] = ()) -> list[Note]:
         """Agree on the steps of own rounds for which all ranks that are not gone have promised.
 
-        Those of ranks that are gone, and have not agreed, are over.
+        Those of ranks that are gone, and have not agreed, are over; so are those of which nobody
+        who lives would tell this rank at which step.
         """
         notes = []
-        for key in [key for key, each in self._rounds.items() if each.target is None]:
-            if key >> 32 in gone:
+        for key, each in [*self._rounds.items()]:
+            is_orphan = each.tellers and each.tellers.issubset(gone)
+            if each.target is None and (key >> 32 in gone or is_orphan):
                 del self._rounds[key]
         for key, each in self._rounds.items():
             if key >> 32 != self._me or each.target is not None:
@@ -129,7 +149,11 @@ class ControlRounds:
             if any(r not in each.promises and r not in gone for r in each.members):
                 continue
             each.target = max(each.promises.values()) + 1
-            others = [rank for rank in each.promises if rank != self._me and rank not in gone]
+            others = [
+                rank
+                for rank in {*each.promises, *self._heirs}
+                if rank != self._me and rank not in gone
+            ]
             notes += [Note(rank, RoundMessage.AGREED, key, each.target) for rank in others]
         return notes
 
@@ -145,6 +169,7 @@ class ControlRounds:
             for key, each in self._rounds.items()
             if each.target is not None and each.target <= self._completed
         )
+        self._over.update(key for _, key in due)
         return [(self._rounds.pop(key).text, key >> 32 == self._me) for _, key in due]
 
     @property

@@ -127,6 +127,11 @@ class Control:
         with self._lock:
             self._rounds.catch_up(n_steps)
 
+    def tell_of_commands(self, rank: int) -> None:
+        """Tell a rank that begins where this one is of the commands that are still to be taken."""
+        with self._lock:
+            self._send(self._rounds.pass_on(rank))
+
     def _note_step(self) -> None:
         # What is shown of workers of servers is their clock, which goes back in a recovery.
         if self.workers is None or self._steps_itself() is not None:

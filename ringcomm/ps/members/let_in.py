@@ -1,5 +1,8 @@
 """What is due between two steps of a worker: it stands still while a newcomer takes a place.
 
+That comes after the step boundary: so the newcomer has missed the commands that are due there, and
+gets them, and those that are agreed on for later steps.
+
 See ringcomm.ps.control.commands.StandBy. Once the server that leads has told the chief to, it says
 after its step how many steps, rounds and calls of should_stop() it has made (Here), and stands
 still until it is told who has a place. So the newcomer is at the same point as the chief, in all
@@ -13,6 +16,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
+from ringcomm.engine.control.live_parameters_and_callbacks import PROGRAM
 from ringcomm.errors import ServerLostError
 from ringcomm.ps.client.json_requests import ask_leader
 from ringcomm.ps.placement.replacement_workers import Beginning, Newcomer
@@ -55,13 +59,13 @@ def end_step(current: Session) -> None:
     current.take_back_refusal()
     if current.between_steps is not None:
         current.between_steps()
-    if current.newcomers:
-        _let_in(current)
     end_if_too_few(current)
 
 
-def _let_in(current: Session) -> None:
+def let_in(current: Session) -> None:
     """Stand still until the ranks that are to begin here have their places, or are gone."""
+    if not current.newcomers:
+        return
     client = current.client
     with contextlib.suppress(ServerLostError):  # the next call raises it
         for rank in sorted(current.newcomers):
@@ -69,6 +73,8 @@ def _let_in(current: Session) -> None:
             while current.newcomers[rank] and not _stand_still(current, rank):
                 pass  # it could not begin there, and this rank says anew where it is
             current.newcomers.pop(rank, None)
+            if rank in current.layout.workers:
+                current.engine.control.tell_of_commands(rank)
 
 
 def _stand_still(current: Session, newcomer: int) -> bool:
@@ -95,10 +101,10 @@ def _here(current: Session, newcomer: int) -> Future[Any]:
     tables = [table for table in [*current.tables.values()] if table.mode.has_rounds]
     # Of a table that this rank, a newcomer, has not opened it has what others told it.
     rounds = {**current.begins, **{table.number: table.n_rounds for table in tables}}
-    boundary = current.engine.control.n_steps + 1  # that of this step is still to come
+    begins = Beginning(current.clock, rounds, current.engine.control.n_steps, PROGRAM.taken)
     return ask_leader(
         current.client, "step", "here", needs_tables=True, newcomer=newcomer,
-        begins=Beginning(current.clock, rounds, boundary).to_json(), calls=current.training.n_calls,
+        begins=begins.to_json(), calls=current.training.n_calls,
     )  # fmt: skip
 
 

@@ -5,12 +5,14 @@ See ringcomm.ps.control.commands.StandBy.
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from ringcomm.engine.control.missed_commands import take_missed
 from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
@@ -25,6 +27,9 @@ from ringcomm.transport.group_members import Members
 
 if TYPE_CHECKING:
     from ringcomm.ps.session import Session
+
+
+_log: Final = logging.getLogger("ringcomm")
 
 
 # --- a group without collectives ------------------------------------------------------------------
@@ -117,6 +122,12 @@ def _begin(current: Session, told: dict[str, Any]) -> None:
         begins = Beginning.of_json(told["begins"])
         current.clock, current.begins = begins.clock, begins.rounds
         current.engine.control.catch_up(begins.boundaries)
+        if why := take_missed(begins.commands):
+            _log.warning(
+                "ps: the other workers have changed a parameter by a command: %s. Make rc.Params() "
+                "before ps.init(), so that a rank that comes later has what they have",
+                why,
+            )
         current.training.begin_at(told["calls"])
     elif current.training.ends:
         current.training.end_at(0)  # it knows when workers end

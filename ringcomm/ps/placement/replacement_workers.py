@@ -11,7 +11,7 @@ unless that other worker dies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -58,28 +58,33 @@ class Beginning(NamedTuple):
         clock: steps that it counts as its own.
         rounds: those that are not its own, by table; 0 of a table that is not named.
         boundaries: step boundaries, at which commands are taken, that it counts as its own.
+        commands: what workers have taken at theirs.
     """
 
     clock: int
     rounds: Mapping[int, int]
     boundaries: int = 0
+    commands: Sequence[str] = ()
 
     def to_json(self) -> list[Any]:
-        return [self.clock, [*self.rounds.items()], self.boundaries]
+        return [self.clock, [*self.rounds.items()], self.boundaries, [*self.commands]]
 
     @classmethod
     def of_json(cls, data: list[Any]) -> Beginning:
-        return cls(data[0], {int(table): n for table, n in data[1]}, data[2])
+        clock, rounds, boundaries, commands = data
+        return cls(clock, {int(table): n for table, n in rounds}, boundaries, tuple(commands))
 
     @classmethod
     def behind(cls, others: Iterable[Beginning]) -> Beginning:
         """Return where somebody begins that is in no round in which one of these is."""
         clock, rounds, boundaries = 0, dict[int, int](), 0
+        commands: Sequence[str] = ()
         for each in others:
             clock, boundaries = max(clock, each.clock), max(boundaries, each.boundaries)
+            commands = max(commands, each.commands, key=len)
             for table, n in each.rounds.items():
                 rounds[table] = max(n, rounds.get(table, 0))
-        return cls(clock, rounds, boundaries)
+        return cls(clock, rounds, boundaries, commands)
 
 
 @dataclass

@@ -48,6 +48,7 @@ from ringcomm.torch.ps.worker_counts import (
     count_step,
     end_step,
     enrol_optimizer,
+    let_in,
 )
 
 P = ParamSpec("P")
@@ -353,6 +354,10 @@ class Feeder:
         self._has_ticked, self.rows = False, NO_ROWS
         self.begin_step()
         end_step(self.session, self.number)
+
+    def let_in(self) -> None:
+        """Let in who is to begin between this step and the next; after the step boundary."""
+        let_in(self.session, self.number)
 
     def _tick(self) -> None:
         """Count the step once, also if step() is called again after an error."""

@@ -311,6 +311,7 @@ class _Served(Optimizer):
         feeder.complete_step()
         engine().note_step(feeder.step)
         engine().control.come_to_boundary(feeder, feeder.step)
+        feeder.let_in()
         return result
 
     def _step_here(self, closure: Callable[[], Any] | None) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ringcomm.collectives.operators import MAX
 from ringcomm.engine.api import collectives
-from ringcomm.ps.members.let_in import end_step as end_step_of_all
+from ringcomm.ps.members import let_in as members
 from ringcomm.ps.session import Session, is_chief, session
 from ringcomm.torch.backward.optimizer_numbers import (
     go_on_from_number,
@@ -62,8 +62,17 @@ def count_step(session: Session, optimizer: object) -> None:
 
 def end_step(session: Session, number: int) -> None:
     """Do what is due between two steps, after the step of the optimizer that was wrapped last."""
-    if number == max((each.number for each in session.recovering), default=number):
-        end_step_of_all(session)
+    if _is_last(session, number):
+        members.end_step(session)
+
+
+def let_in(session: Session, number: int) -> None:
+    if _is_last(session, number):
+        members.let_in(session)
+
+
+def _is_last(session: Session, number: int) -> bool:
+    return number == max((each.number for each in session.recovering), default=number)
 
 
 def catch_up(session: Session, name: str) -> None:
