@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from types import FrameType
 from typing import Any, Final, Literal, get_args
 
 from ringcomm.data.epoch_order import (
@@ -34,7 +36,7 @@ class ShardedSampler:
     """An iterable of the indices of this rank's samples: each iteration is the next epoch.
 
     All ranks together see each sample once per epoch, except for the remainder. An epoch that the
-    program left with `break` counts as over. For torch's DataLoader, pass `sampler=sampler`, or
+    program left with `break` counts as over. For torch's DataLoader, pass
     `batch_sampler=sampler.batches(32)`, which has the same number of batches on every rank. Ranks
     must pass the same arguments. If all ranks of the job share the data, they compare the arguments
     in the first iteration, which is collective then.
@@ -68,6 +70,10 @@ class ShardedSampler:
     The first iteration raises MismatchError, on every rank, if ranks have different arguments,
     batches, or epochs, or if a rank is in join(): nobody would take its share. Later iterations
     raise it if a rank was in join() in the last backward() of a DistributedOptimizer.
+
+    DataLoader(sampler=sampler) with remainder="uneven" raises ValueError, on every rank: ranks
+    could have different numbers of batches, and wait for each other after the last. Samplers with
+    rank= and size= are not checked.
 
     Cost: 8 bytes per sample of the whole dataset on each rank, 24 during a shuffle.
     """
@@ -105,7 +111,20 @@ class ShardedSampler:
         return self._epoch if run is None else run.epoch + run.is_over
 
     def __iter__(self) -> Iterator[int]:
+        batch_size = _batch_size_of_torch(sys._getframe(1))
+        if self.remainder != "uneven" or not self._is_for_job:
+            batch_size = None
+        return self._samples(batch_size)
+
+    def _samples(self, refused_batch_size: int | None) -> Iterator[int]:
         run = self.begin()  # at the first next(): DataLoader makes an iterator that it never uses
+        if refused_batch_size is not None:  # ranks have compared their arguments: all raise this
+            raise ValueError(
+                'ShardedSampler: with remainder="uneven", DataLoader(data, '
+                f"{refused_batch_size}, sampler=sampler) could have one batch more on some ranks, "
+                "which would then wait for the others. Write DataLoader(data, batch_sampler="
+                f'sampler.batches({refused_batch_size})), or pass remainder="drop"'
+            )
         for batch in run.take(lambda rank: [1] * self.length_of(rank), self.rank):
             yield from batch
 
@@ -387,6 +406,16 @@ class Batches:
 def require_sampler(label: str, sampler: object) -> None:
     if not isinstance(sampler, ShardedSampler):
         raise TypeError(f"{label}: sampler must be a ringcomm.data.ShardedSampler, not {sampler!r}")
+
+
+def _batch_size_of_torch(caller: FrameType) -> int | None:
+    """Return the batch size if torch's BatchSampler iterates, as in DataLoader(sampler=).
+
+    Nothing else tells a sampler that batches are made of its samples.
+    """
+    if caller.f_globals.get("__name__") != "torch.utils.data.sampler":
+        return None
+    return getattr(caller.f_locals.get("self"), "batch_size", None)
 
 
 def _require_nobody_in_join(by_rank: Sequence[object]) -> None:

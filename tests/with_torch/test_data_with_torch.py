@@ -44,6 +44,23 @@ def test_torchs_data_loader_sees_each_sample_once(workers, is_batched):
     assert n_batches == [3, 3, 3]
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_data_loader_that_could_give_ranks_unequal_batches_is_refused_on_all(drop_last):
+    data = TensorDataset(torch.arange(5))
+
+    def body(rank):
+        loaders = [
+            DataLoader(data, 2, sampler=ShardedSampler(5, remainder=each), drop_last=drop_last)
+            for each in ("uneven", "drop")
+        ]
+        with pytest.raises(ValueError, match=r"batch_sampler=sampler.batches\(2\)\), or pass"):
+            next(iter(loaders[0]))
+        assert len(list(ShardedSampler(5, remainder="uneven"))) == 3 - rank
+        return len(list(loaders[1]))
+
+    assert run_ranks(2, body) == [1, 1]
+
+
 def train(model, optimizer, batches):
     for x, y in batches:
         optimizer.zero_grad()

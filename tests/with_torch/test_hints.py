@@ -8,11 +8,13 @@ import pytest
 import torch
 from harness import DEADLINE_S, job_environment, run_command, run_ranks
 
+import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.config import Settings
 from ringcomm.torch.optim.bucket_order import NO_VALUES, digest_of
 
 SAME = "the first gradients of all 2 ranks are the same bit for bit"
+ADVICE = "DataLoader(dataset, batch_sampler=ringcomm.data.ShardedSampler(dataset).batches(n))"
 
 
 def train(rank, data_of, hints=1):
@@ -39,7 +41,17 @@ def test_ranks_that_train_on_the_same_data_are_told_once(data_of, hints, n_told,
     settings = Settings(timeout_s=DEADLINE_S, hints=hints)
     with caplog.at_level(logging.WARNING, "ringcomm"):
         run_ranks(2, lambda rank: train(rank, data_of), settings=settings)
-    assert sum(SAME in each.message for each in caplog.records) == n_told
+    told = [each.message for each in caplog.records if SAME in each.message]
+    assert len(told) == n_told
+    assert all(ADVICE in each for each in told)
+
+
+def test_the_advice_is_one_that_a_data_loader_takes():
+    dataset, n = range(10), 2
+    names = {"DataLoader": torch.utils.data.DataLoader, "ringcomm": rc, "dataset": dataset, "n": n}
+    batches = run_ranks(2, lambda rank: [batch.tolist() for batch in eval(ADVICE, names)])
+    assert [list(map(len, each)) for each in batches] == [[2, 2, 1]] * 2
+    assert sorted(sample for each in batches for batch in each for sample in batch) == [*dataset]
 
 
 def test_gradients_that_are_zero_or_missing_say_nothing():

@@ -223,7 +223,8 @@ def warn_of_same_data(digests: NDArray[Any], group: Group) -> None:
     _log.warning(
         "the first gradients of all %d ranks are the same bit for bit: each rank seems to train on "
         "the same data, which takes their work and gains nothing. Give each one its part: "
-        "DataLoader(dataset, sampler=ringcomm.data.ShardedSampler(dataset)). RINGCOMM_HINTS=0 "
-        "silences this",
+        "DataLoader(dataset, batch_sampler=ringcomm.data.ShardedSampler(dataset).batches(n)), with "
+        "n = batch_size // hvd.size() if a step is to have as many samples as in one process. "
+        "RINGCOMM_HINTS=0 silences this",
         len(digests),
     )
