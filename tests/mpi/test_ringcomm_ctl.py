@@ -158,7 +158,7 @@ def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp
     found = capsys.readouterr().out.splitlines()
     assert found == [f"[{rank}] saved {n}" for rank in range(3) for n in (step, end)]
     assert main(["stacks", str(tmp_path / "run")]) == 1
-    assert "is over at 2" in capsys.readouterr().err
+    assert "ended at 2" in capsys.readouterr().err
 
 
 TWO_LINES = """

@@ -18,6 +18,7 @@ from ringcomm.launch.watch import ctl, top
 from ringcomm.launch.watch.find_runs import find_job
 from ringcomm.launch.watch.prometheus import Pages
 from ringcomm.launched import rank_program
+from ringcomm.launched.process_stat import ProcessStat
 
 RANK = """
 import os, sys
@@ -195,12 +196,51 @@ def test_a_finished_run_is_said_to_be_over_how_and_when(tmp_path, capsys, monkey
     folder.create({}, {})
     end = {"code": 3, "what": "rank 1 failed", "rank": 1, "report": "", "exit_codes": {}}
     folder.record_end(end | {"ended": "2026-11-20T22:10:15+0000", "seconds": 12.0})
-    text = "the run runs/old is over at 2026-11-20 22:10:15: rank 1 failed, exit 3, after 12 s\n"
+    text = "ended at 2026-11-20 22:10:15: rank 1 failed, exit 3, after 12 s\n"
     for words in (["ctl", "old", "stop"], ["stacks", "old"], ["top", "old", "--once"]):
         assert cli.main(words) == 1
-        assert capsys.readouterr().err == f"ringcomm {words[0]}: {text}"
+        assert capsys.readouterr().err == f"ringcomm {words[0]}: the run runs/old {text}"
     source, shown = dashboard.source_of("old", tmp_path / "runs", LiveRanks())
-    assert (source.folder.path, f"{shown}\n") == (folder.path, f"shows {text}")
+    assert (source.folder.path, shown) == (
+        folder.path,
+        f"shows the run runs/old, which {text[:-1]}",
+    )
+
+
+def test_a_run_whose_ranks_have_all_ended_is_finishing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(tmp_path / "runs" / "x")
+    here, me = os.uname().nodename, os.getpid()
+    folder.create({"ranks": 3, "host": here, "pid": me}, {})  # `ringcomm run` lives
+    no_start = 1  # of this pid, so the process is gone
+    for rank, (host, start, end) in enumerate(
+        [(here, ProcessStat.of(me).start, "began\nleft\n"), (here, no_start, ""), ("h9", 1, "")]
+    ):
+        (folder.path / f"rank-{rank}.at").write_text(f"{me} {host} {start}\n")
+        (folder.path / f"rank-{rank}.end").write_text(end)
+
+    def said_of_it():
+        assert cli.main(["ctl", "x", "stop"]) == 1
+        said = capsys.readouterr().err
+        assert cli.main(["runs", "--json"]) == 0
+        [row] = [each for each in json.loads(capsys.readouterr().out) if each["name"] == "x"]
+        return row["state"], said
+
+    state, said = said_of_it()  # of rank 2 only h9 knows
+    assert (state, "is through ringcomm.init()" in said) == ("running", True), said
+    (folder.path / "rank-2.end").write_text("began\nexit 000\n")
+    state, said = said_of_it()
+    assert (state, "all ranks of the run runs/x have ended" in said) == ("finishing", True), said
+
+
+def test_a_command_in_the_place_of_the_run_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["ctl", "timeline", "stop"]) == 1  # it may be a run called timeline
+    said = capsys.readouterr().err
+    assert "no run and no live job is called 'timeline'" in said
+    assert said.endswith("before the command: ringcomm ctl latest timeline stop\n")
+    assert cli.main(["ctl", "x", "stop"]) == 1
+    assert "before the command" not in capsys.readouterr().err
 
 
 def test_runs_lists_live_jobs_with_and_without_a_folder(runs, plain, tmp_path, capsys):

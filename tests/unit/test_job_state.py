@@ -35,6 +35,7 @@ THROUGH = Stages(2, 2, 2, 2)
         ("running", THROUGH, ["dead", "computes", "spare"], "training"),
         ("running", None, ["starting", "starting"], "init"),
         ("running", None, ["waits"], "training"),
+        ("finishing", THROUGH, [], "finishing"),
         ("not seen", THROUGH, ["computes"], "training"),
         ("not seen", THROUGH, [], "not seen"),
         ("completed", THROUGH, ["left", "left"], "completed"),

@@ -586,6 +586,9 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"ringcomm {ringcomm.__version__}\n"
 
 
+WHICH_RUN = "which run? Name it before the command: ringcomm ctl latest"
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -593,6 +596,21 @@ def test_version_is_that_of_the_package(capsys):
         (["x\x1b[2J"], "ringcomm: 'x\\x1b[2J' is no command\n"),
         (["--nope"], "ringcomm: the following arguments are required: command\n"),
         (["check", "--nope"], "ringcomm check: unrecognized arguments: --nope\n"),
+        (
+            ["top", "x", "--onse"],
+            "ringcomm top: unrecognized arguments: --onse: did you mean --once?",
+        ),
+        (
+            ["timeline", "merge", "x", "--ouput"],
+            "ringcomm timeline: unrecognized arguments: --ouput: ",
+        ),
+        (["logs", "x", "y"], "ringcomm logs: unrecognized arguments: y\n"),
+        (["ctl"], "ringcomm ctl: the following arguments are required: RUN, COMMAND\n"),
+        (["ctl", "latest"], "ringcomm ctl: the following arguments are required: COMMAND\n"),
+        *(
+            (["ctl", *words.split()], f"ringcomm ctl: {WHICH_RUN} {words}\n")
+            for words in ("pause", "stop --timeout 3", "set lr=0.5", "timeline start", "stacks")
+        ),
         (["timeline", "merge"], "ringcomm timeline merge: the following arguments are required: "),
     ],
 )

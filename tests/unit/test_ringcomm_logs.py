@@ -88,7 +88,7 @@ def test_the_lines_of_ranks_are_printed(options, lines, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out.splitlines() == lines
     assert said.err == (
-        f"ringcomm logs: the run {near(tmp_path / 'run')} is over: rank 1 failed, exit 3\n"
+        f"ringcomm logs: the run {near(tmp_path / 'run')} ended: rank 1 failed, exit 3\n"
     )
 
 
@@ -155,4 +155,4 @@ def test_follow_prints_what_comes_until_the_run_is_over(tmp_path, capsys, monkey
     said = capsys.readouterr()
     assert found == [0]
     assert sorted(said.out.splitlines()) == ["[0] a", "[0] bb", "[0] c", "[2] half", "[2] later"]
-    assert said.err.endswith(f"the run {near(folder.path)} is over: rank 1 failed, exit 3\n")
+    assert said.err.endswith(f"the run {near(folder.path)} ended: rank 1 failed, exit 3\n")

@@ -80,7 +80,10 @@ def test_a_flag_of_horovodrun_is_understood_or_refused_with_ours(flag, capsys, t
         (["--nproc-per-node=2", "train.py"], "--nproc-per-node is torchrun's; here: -np 2"),
         (["--servers", "-1", "train.py"], "'-1' is not a whole number >= 0"),
         (["--env", "=3", "train.py"], "'=3' is not NAME"),
-        (["--launch", "srun", "train.py"], "unrecognized|required|invalid|name the program"),
+        (["--launch", "srun", "train.py"], "arguments: --launch: did you mean --launcher?\n"),
+        (["--elastc", "2:4", "train.py"], "arguments: --elastc: did you mean --elastic?\n"),
+        (["--server=1", "train.py"], "arguments: --server=1: did you mean --servers?\n"),
+        (["--gloos", "train.py"], "arguments: --gloos\n"),  # of horovodrun, and refused
     ],
 )
 def test_a_wrong_command_line_is_refused(argv, text, capsys):

@@ -21,7 +21,7 @@ SLURM = "export SLURM_JOB_ID=1 SLURM_JOB_NODELIST=h[a-b]"
 LACKS = {
     "files": ("ulimit -n 24", "`ulimit -n` allows 24 open files, and mpirun needs 27 for 1 rank"),
     "hosts": (SLURM, "SLURM_JOB_NODELIST is 'h[a-b]', which is no list of hosts"),
-    "home": ("unset HOME", "HOME is not set. export HOME=$(mktemp -d)"),
+    "home": ("unset HOME", "HOME is not set -> export HOME=$(mktemp -d)"),
 }
 
 

@@ -325,8 +325,8 @@ REFUSALS = {
     ),
     "a wrong setting": (
         "-np 2 train.py",
-        {"settings_error": "RINGCOMM_X is not a setting"},
-        "unset RINGCOMM_X",
+        {"settings_error": "RINGCOMM_X is not a setting. Known: RINGCOMM_Y."},
+        "^settings: RINGCOMM_X is not a setting. Known: RINGCOMM_Y -> unset RINGCOMM_X$",
     ),
     "too few places": (
         "-np 8 --servers 1 -H h1:4,h2:4 train.py",

@@ -110,6 +110,7 @@ def facts(end=None, **fields):
         (facts(ended(130, "rank 0 failed", 0)), "failed", "rank 0 failed, exit 130, after 12 s"),
         (facts(ended(1, "x", seconds=None)), "failed", "x, exit 1"),
         (facts(is_live=True), "running", ""),
+        (facts(is_live=True, is_finishing=True), "finishing", ""),
         (facts(is_live=None), "not seen", "only h9 knows"),
         (facts(), "lost", "left no record of its end, as after a kill of `ringcomm run`"),
     ],
@@ -118,8 +119,8 @@ def test_state_of_a_run_and_how_it_ended(run, state, how):
     assert (run.state, run.how) == (state, how)
 
 
-def test_of_a_run_that_is_over_one_sentence_says_how_and_when():
-    text = "the run runs/a is over at 2026-11-20 22:10:15: "
+def test_of_a_run_that_has_ended_one_sentence_says_how_and_when():
+    text = "the run runs/a ended at 2026-11-20 22:10:15: "
     assert over_text(facts(ended(0, "completed"))) == f"{text}completed after 12 s"
     assert (
         over_text(facts(ended(3, "rank 1 failed", 1))) == f"{text}rank 1 failed, exit 3, after 12 s"

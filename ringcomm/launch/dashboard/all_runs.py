@@ -15,7 +15,13 @@ from ringcomm.launch.job.records import RunConfig
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch.find_runs import facts_of, facts_of_job, known_runs
 from ringcomm.launch.watch.rank_rows import RankSample
-from ringcomm.launch.watch.run_rows import RunFacts, program_words, shown_time
+from ringcomm.launch.watch.run_rows import (
+    FINISHING,
+    RUNNING,
+    RunFacts,
+    program_words,
+    shown_time,
+)
 from ringcomm.launch.watch.which_run import KnownRun
 
 _FRESH_S: Final = 1.0
@@ -102,7 +108,7 @@ class AllRuns:
             "where": facts.place if not facts.has_folder else "",
             "command": printable(shlex.join(program_words(config.program))),
             "state": facts.state,
-            "is_live": facts.state == "running",
+            "is_live": facts.state in (RUNNING, FINISHING),
             "how": printable(facts.how),
             "ranks": config.ranks,
             "host": config.host,

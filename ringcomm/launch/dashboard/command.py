@@ -20,7 +20,7 @@ from ringcomm.launch.dashboard.source import LiveRanks, Source
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.option_types import port
 from ringcomm.launch.watch.find_runs import facts_of, find
-from ringcomm.launch.watch.run_rows import over_text
+from ringcomm.launch.watch.run_rows import what_became_of
 from ringcomm.launch.watch.which_run import LATEST, NoSuchRunError
 
 _ATTEMPTS: Final = 100  # for a port
@@ -141,7 +141,7 @@ def source_of(word: str, runs: Path, live: LiveRanks) -> tuple[Source | None, st
         return Source(None, run.jobs[0], None, live), f"shows {run.title}"
     facts = facts_of(run)
     is_over = facts.end is not None or facts.is_live is False
-    shown = over_text(facts) if is_over else run.title
+    shown = f"the run {facts.place}, which {what_became_of(facts)}" if is_over else run.title
     return Source(RunFolder(Path(run.folder)), live=live), f"shows {shown}"
 
 

@@ -76,7 +76,7 @@ def _refuse_what_is_missing(request: RunRequest, here: Surroundings) -> None:
         findings = [each for each in findings if each.subject != "mpirun"]
     if problem := problem_of(findings):
         fix = problem.fix or "Run `ringcomm check`"
-        raise ConfigError(f"{problem.subject}: {problem.found}. {fix}")
+        raise ConfigError(f"{problem.subject}: {problem.found.rstrip('.')} -> {fix}")
 
 
 # --- where the ranks run ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,7 @@ from ringcomm.launch.option_types import seconds
 from ringcomm.launch.watch.find_runs import find_job
 from ringcomm.launch.watch.rank_rows import RankSample
 from ringcomm.launch.watch.send_command import ask
-from ringcomm.launch.watch.which_run import LATEST
+from ringcomm.launch.watch.which_run import LATEST, NoSuchRunError
 from ringcomm.status.stacks import stacks_of
 
 _STACKS: Final = "stacks"
@@ -23,7 +24,10 @@ _LIMIT_S: Final = 60.0
 
 def main(argv: Sequence[str]) -> int:
     """Carry out a command; return 0 if the job has taken it, 1 if not, 2 if it is no command."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    if _lacks_run(argv):
+        parser.error(f"which run? Name it before the command: {_line_for_latest(argv)}")
+    args = parser.parse_args(argv)
     if args.command == [_STACKS]:
         return _print_stacks(args.job, args.runs)
     try:
@@ -50,6 +54,10 @@ def stacks(argv: Sequence[str]) -> int:
 def _give(command: Command, args: argparse.Namespace) -> int:
     try:
         ranks, members, run = find_job(args.job, args.runs)
+    except NoSuchRunError as error:
+        words = [args.job, *args.command]
+        hint = f". A run stands before the command: {_line_for_latest(words)}"
+        return refuse("ctl", f"{error}{hint if args.job in COMMANDS else ''}")
     except LookupError as error:
         return refuse("ctl", str(error))
     say("ctl", run.title)
@@ -58,6 +66,16 @@ def _give(command: Command, args: argparse.Namespace) -> int:
         return refuse("ctl", outcome.text)
     print(printable(f"{command.text}: {outcome.text}"))
     return 0
+
+
+def _lacks_run(argv: Sequence[str]) -> bool:
+    """Return True if a command stands where the run should, and none follows."""
+    words = (*COMMANDS, _STACKS)
+    return bool(argv) and argv[0] in words and not any(each in words for each in argv[1:])
+
+
+def _line_for_latest(command: Sequence[str]) -> str:
+    return f"ringcomm ctl {LATEST} {shlex.join(command)}"
 
 
 def _print_stacks(job: str, runs: Path) -> int:

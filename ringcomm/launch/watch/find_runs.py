@@ -142,6 +142,11 @@ def why_not_live(run: KnownRun) -> str:
     facts = facts_of(run)
     if facts.end is not None or facts.is_live is False:
         return over_text(facts)
+    if facts.is_finishing:
+        return (
+            f"all ranks of the run {run.place} have ended, or have left the job: it takes no more "
+            "commands, and ends in a moment"
+        )
     if facts.is_live and not facts.jobs:
         return f"no rank of the run {run.place} is through ringcomm.init() on this host"
     return f"no rank of the run {run.place} lives on this host"
@@ -159,13 +164,17 @@ def facts_of(run: KnownRun, metric: str = "", *, best: str = "min") -> RunFacts:
     try:
         config, end = folder.config(), folder.end()
         is_live = False if end is not None else _is_live(folder, config)
+        is_finishing = bool(is_live) and not run.jobs and _are_all_done(folder, config)
         values = metric_of(folder, metric, best=best) if metric else None
     except OSError as error:  # it is not this user's to read, or has become a link
-        config, end, is_live, values = RunConfig(), None, None, None
+        config, end, is_live, values, is_finishing = RunConfig(), None, None, None, False
         folder.problems[""] = str(error.strerror)
     problems = [f"{folder.path / name} {what}" for name, what in sorted(folder.problems.items())]
     name = run.names[0] if run.names else run.place
-    return RunFacts(name, run.place, True, config, end, is_live, run.jobs, values, tuple(problems))
+    texts = tuple(problems)
+    return RunFacts(
+        name, run.place, True, config, end, is_live, run.jobs, values, texts, is_finishing
+    )
 
 
 def facts_of_job(run: KnownRun, samples: Sequence[RankSample], metric: str = "") -> RunFacts:
@@ -270,6 +279,20 @@ def _is_live(folder: RunFolder, config: RunConfig) -> bool | None:
     if any(each.age_s < _FRESH_S and not all(r.is_over for r in each.ranks) for each in found):
         return True
     return False if is_of_here else None
+
+
+def _are_all_done(folder: RunFolder, config: RunConfig) -> bool:
+    """Return True if each rank has left the job, or has ended, as far as this host can know."""
+    ends, processes = folder.ends(), folder.ranks()
+
+    def is_done(rank: int) -> bool:
+        end = ends.get(rank)
+        if end is not None and (end.has_left or end.code is not None):
+            return True
+        process = processes.get(rank)
+        return process is not None and process.host == host_name() and not process.lives
+
+    return config.ranks is not None and all(map(is_done, range(config.ranks)))
 
 
 def _is_starter(pid: int, folder: RunFolder) -> bool:

@@ -13,6 +13,8 @@ from ringcomm.launch.job.records import RunConfig, RunEnd
 from ringcomm.launch.job.run_words import seconds_text
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, STOPPED_IN_ORDER
 
+RUNNING: Final = "running"
+FINISHING: Final = "finishing"
 _PROGRAM: Final = 32
 _PYTHON: Final = re.compile(r"(?:.*/)?python[0-9.]*")
 _FLAGS: Final = re.compile(r"-[BEIOPSsu]+")  # of Python, without a value
@@ -38,6 +40,7 @@ class RunFacts:
         config: how it was started.
         end: how it ended; None: it has left no record of that.
         is_live: None: only its own hosts know.
+        is_finishing: it lives, but each rank has ended, or has left the job.
         jobs: the names of its live jobs, as far as this host has ranks of them.
         metric: of the chosen name; None: it has logged no such value.
         problems: why files of it do not count.
@@ -52,11 +55,14 @@ class RunFacts:
     jobs: tuple[str, ...] = ()
     metric: MetricValues | None = None
     problems: tuple[str, ...] = field(default=())
+    is_finishing: bool = False
 
     @property
     def state(self) -> str:
+        if self.end is None and self.is_finishing:
+            return FINISHING
         if self.end is None:
-            return {True: "running", False: "lost", None: "not seen"}[self.is_live]
+            return {True: RUNNING, False: "lost", None: "not seen"}[self.is_live]
         if self.end.code == 0:
             return "completed"
         stopping = (STOPPED_IN_ORDER, *(128 + number for number in SIGNAL_NAMES))
@@ -80,11 +86,16 @@ class RunFacts:
 
 def over_text(facts: RunFacts) -> str:
     """Return how and when a run ended, as a sentence about it; it does not live."""
+    return f"the run {facts.place} {what_became_of(facts)}"
+
+
+def what_became_of(facts: RunFacts) -> str:
+    """Return the same in words that follow the name of the run."""
     if facts.end is None:
-        return f"the run {facts.place} {facts.how}"
+        return facts.how
     at = f" at {shown_time(facts.end.ended)}" if facts.end.ended else ""
     how = facts.how if facts.state != "completed" else f"completed {facts.how}".rstrip()
-    return f"the run {facts.place} is over{at}: {how}"
+    return f"ended{at}: {how}"
 
 
 def shown_time(text: str) -> str:
