@@ -43,7 +43,7 @@ namespace {
 constexpr int kTickMs = 20;
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kTermToKill = 500 * kMs;
-constexpr std::int64_t kReapWait = 20 * kMs;
+constexpr std::int64_t kReapWait = 500 * kMs;
 constexpr std::int64_t kLetReap = 2000 * kMs;
 constexpr std::int64_t kLetBury = 30 * kMs;
 constexpr std::int64_t kLetSpeak = 100 * kMs;
@@ -116,6 +116,7 @@ struct Watched {
     f.rank = page->rank;
     f.pid = page->pid;
     f.host = page->host;
+    f.role = page->role;
     f.state = page->state.load();
     f.step = page->step.load();
     f.op = page.op();
@@ -252,7 +253,7 @@ class Guardian {
     if (failed.end.kind == Ending::terminated && !others_have_ended(now)) return false;
     if (!failed.is_gone && !others_have_spoken(now)) return false;
     if (may_follow(now, first) && monotonic_ns() < news_ns_ + kLetBury) return false;
-    if (failed.is_gone && failed.end.kind == Ending::none) learn_how(first, failed);
+    if (failed.is_gone && failed.end.kind == Ending::none) learn_how(first, failed, monotonic_ns() + kReapWait);
     const auto time = failed.end.kind != Ending::none ? failed.end.time_ns
                                                       : std::max(failed.gone_ns, failed.leaving_ns);
     ranks_[static_cast<std::size_t>(first)].is_reported = true;
@@ -323,11 +324,13 @@ class Guardian {
     return true;
   }
 
-  // The kernel says how a process ended only after its parent has waited for it, which is soon.
-  void learn_how(int index, RankFacts& failed) {
+  // The kernel says how a process ended only after its parent has waited for it, which is soon, unless
+  // the host is busy. Before Linux 6.15 it never says.
+  void learn_how(int index, RankFacts& failed, std::int64_t deadline) {
     Watched& w = ranks_[static_cast<std::size_t>(index)];
-    const std::int64_t deadline = monotonic_ns() + kReapWait;
-    while (w.killed_by == 0 && w.page->exit_code.load() < 0 && monotonic_ns() < deadline) {
+    bool is_waited_for = false;
+    while (w.killed_by == 0 && w.page->exit_code.load() < 0 && !is_waited_for && monotonic_ns() < deadline) {
+      is_waited_for = w.was_waited_for();
       w.ask_kernel_how();
       usleep(500);
     }
@@ -397,10 +400,11 @@ class Guardian {
   }
 
   void wait_until_reaped() {
+    const std::int64_t deadline = monotonic_ns() + kReapWait;
     for (std::size_t i = 0; i < ranks_.size(); ++i) {
       RankFacts unused;
       if (ranks_[i].is_gone && ranks_[i].page.end().kind == Ending::none && !is_reported_)
-        learn_how(static_cast<int>(i), unused);
+        learn_how(static_cast<int>(i), unused, deadline);
     }
   }
 

@@ -133,8 +133,10 @@ std::string amount(std::uint64_t nbytes) {
 }
 
 std::string who(const RankFacts& r) {
+  // "rank 3" is the place in the job that another process has taken.
+  const bool is_told = !r.role.empty() && r.role.rfind("rank ", 0) != 0;
   return "rank " + std::to_string(r.rank) + " (host " + r.host + ", pid " + std::to_string(r.pid) +
-         ")";
+         ")" + (is_told ? ", " + r.role + "," : "");
 }
 
 std::string after_step(const RankFacts& r) {
@@ -184,7 +186,7 @@ std::string where_lines(const std::string& where) {
   std::size_t start = 0;
   for (std::size_t n = 0; n < kMaxWhereLines && start < where.size(); ++n) {
     const std::size_t stop = std::min(where.find('\n', start), where.size());
-    out += "    " + where.substr(start, stop - start).substr(0, 300) + "\n";
+    out += "    " + where.substr(start, stop - start) + "\n";
     start = stop + 1;
   }
   return out;

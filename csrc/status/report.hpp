@@ -10,7 +10,7 @@ namespace ringcomm {
 
 struct RankFacts {
   int rank = 0, pid = 0;
-  std::string host;
+  std::string host, role;
   State state = State::starting;
   std::uint64_t step = 0;
   OpView op;

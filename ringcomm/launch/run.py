@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from ringcomm.launch.job.verdict import Verdict
 
 R = TypeVar("R")
-_REPORT = re.compile(r"x rank (\d+) \(host [^)]*\) (.+?)(?: - exit \d+)?$", re.MULTILINE)
+_REPORT = re.compile(
+    r"x rank (\d+) \(host [^)]*\)(?:, [^,]+,)? (.+?)(?: - exit \d+)?$", re.MULTILINE
+)
 _TAIL = 20  # lines of a failed job's output
 
 

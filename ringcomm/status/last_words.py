@@ -30,6 +30,8 @@ from ringcomm.status.page_enums import Ending
 
 _FRAMES = 1  # the traceback has all
 _REPORT_S = 1.0
+_WHERE_BYTES = 1023  # the page's `where`
+_WORD = 80
 
 
 class Failure(NamedTuple):
@@ -142,7 +144,8 @@ class LastWords:
 
     def _record_exception(self, error: BaseException) -> None:
         lines = [*_last_frames(error), _headline(error)]
-        words = tuple(map(_clean, (type(error).__name__, "\n".join(lines), _whole(error))))
+        where = _shortened("\n".join(lines))
+        words = tuple(map(_clean, (type(error).__name__, where, _whole(error))))
         if isinstance(error, PeerFailedError):
             blamed = self._blamed(error)
             self._page.record_end(Ending.PEER_FAILED, blamed, *words)
@@ -266,6 +269,15 @@ def _headline(error: BaseException) -> str:
         text = "<its text cannot be shown>"
     first = (text.splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _shortened(text: str) -> str:
+    """Return text that the page has room for, cut at a word, unless that is very long."""
+    if len(data := text.encode(errors="replace")) <= _WHERE_BYTES:
+        return text
+    kept = data[: _WHERE_BYTES - len(" ...")].decode(errors="ignore")
+    words, _, rest = kept.rpartition(" ")
+    return f"{words if len(rest) < _WORD else kept} ..."
 
 
 def _clean(text: str) -> str:

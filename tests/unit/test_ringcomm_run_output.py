@@ -13,6 +13,7 @@ from ringcomm.launch.job.output_lines import LinesOf
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.show import show
 from ringcomm.launch.job.supervisor import Supervisor
+from ringcomm.launch.job.verdict import Verdict
 
 
 class EndlessFile:
@@ -113,6 +114,20 @@ def test_an_error_before_init_is_in_the_report_and_the_launchers_box_is_not_show
     shown = capfd.readouterr()
     assert "prterun" not in shown.out + shown.err
     assert shown.out.startswith("[1] begins\n[1] Traceback")
+
+
+@pytest.mark.parametrize(
+    ("reported", "end"),
+    [
+        (set(), "\nx rank 1 raised\n  likewise: rank 0\n  logs: {folder}\n"),
+        ({None, 0}, "\nx rank 1 raised\n  likewise: rank 0\n  logs: {folder}\n"),
+        ({0, 1}, "ringcomm run: rank 1 failed - exit 3; logs: {folder}\n"),
+    ],
+)
+def test_what_was_reported_of_a_rank_is_not_shown_again(reported, end, tmp_path, capfd):
+    verdict = Verdict(3, "rank 1 failed", 1, "x rank 1 raised\n  likewise: rank 0\n")
+    command._say_end(verdict, RunFolder(tmp_path), reported)
+    assert capfd.readouterr().err == end.format(folder=tmp_path)
 
 
 def test_a_job_may_have_more_ranks_than_a_process_has_files(tmp_path, capfd):

@@ -14,6 +14,8 @@ from harness import wait_until
 
 from ringcomm._core import StatusPage, monotonic_ns
 from ringcomm.launch.job.records import parse_guardian_file
+from ringcomm.launch.run import _REPORT
+from ringcomm.launched.process_stat import ProcessStat
 from ringcomm.status.ending_text import how_it_ended
 from ringcomm.status.guardian import Guardian, Ward
 from ringcomm.status.page_enums import Ending, OpState, PageState
@@ -415,6 +417,45 @@ def test_where_the_job_goes_on_those_that_are_terminated_are_named(
     ranks[2].end()
     guardian.wait()
     capfd.readouterr()
+
+
+NAMES_SIGNALS = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 15)
+
+
+@pytest.mark.skipif(not NAMES_SIGNALS, reason="an older kernel never says which signal it was")
+@pytest.mark.parametrize("role", ["server 0", "rank 1"])
+def test_sigkill_is_named_though_the_launcher_hears_of_it_late(role, start_rank, capfd):
+    bystander = start_rank(0, WAITING)
+    culprit = start_rank(1, f"page.set_role({role!r}); page.set_step(18); time.sleep(60)")
+    guardian = guarded(capfd, culprit, bystander)
+    wait_until(lambda: culprit.page.snapshot()["step"] == 18, "the role")
+    culprit.process.kill()
+    wait_until(lambda: ProcessStat.of(culprit.ward.pid).is_dead, "its end")
+    time.sleep(0.06)  # a launcher on a busy host: it has not waited for the process yet
+    assert culprit.process.wait(60) == -signal.SIGKILL
+    bystander.end()
+    guardian.wait()
+    who = f"x rank 1 (host here, pid {culprit.ward.pid}){', server 0,' * (role == 'server 0')}"
+    deed, report = "was killed by SIGKILL (out of memory?) after step 18", capfd.readouterr().err
+    assert f"{who} {deed}\n" in report
+    assert _REPORT.match(report.strip()).groups() == ("1", deed)
+
+
+@pytest.mark.parametrize("n", [400, 2000])
+def test_a_long_error_is_cut_at_a_word_if_at_all(n, start_rank, capfd):
+    text = " ".join(f"wörd{i}" for i in range(400))[:n]
+    bystander, culprit = start_rank(0, WAITING), start_rank(1, f"raise ValueError({text!r})")
+    guardian = guarded(capfd, culprit, bystander)
+    culprit.end()
+    bystander.end()
+    guardian.wait()
+    (shown,) = re.findall(r"^    ValueError: (.*)$", capfd.readouterr().err, re.MULTILINE)
+    if n == 400:
+        assert shown == text
+    else:
+        assert shown.endswith(" ...")
+        assert text.startswith(shown.removesuffix("..."))
+        assert len(shown) > 700
 
 
 def test_sigkill_is_named(start_rank, capfd):

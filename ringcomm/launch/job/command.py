@@ -249,7 +249,10 @@ def _run(
     verdict, ending = supervisor.run_and_record()
     if verdict.code == 0:
         say(f"completed in {seconds_text(time.monotonic() - began)}, {near(folder.path)}")
-    _say_end(verdict, folder, has_shown_report=request.elastic is not None)
+    shown = (
+        set() if request.elastic is None or ending is None else {f.rank for f in ending.failures}
+    )
+    _say_end(verdict, folder, shown)
     return verdict, ending
 
 
@@ -258,20 +261,22 @@ def forks_ranks(request: RunRequest) -> bool:
     return request.launcher == "mpirun" and not any("dvm" in each for each in request.options)
 
 
-def _say_end(verdict: Verdict, folder: RunFolder, *, has_shown_report: bool) -> None:
+def _say_end(verdict: Verdict, folder: RunFolder, reported: Collection[int | None]) -> None:
     """Print the last lines of a run that did not complete.
 
-    The reports of an elastic job are shown as ranks die.
+    reported: the ranks whose failures were shown, as those of an elastic job are at once.
     """
     if verdict.code == 0:
         return
     if verdict.code == STOPPED_IN_ORDER and verdict.rank is None:
         say(f"{verdict.what} - exit {verdict.code}; start the job again to go on")
         return
-    report = "" if has_shown_report else verdict.report
-    report = report or f"x {verdict.what} - exit {verdict.code}\n"
     log = folder.path if verdict.rank is None else folder.log_of(verdict.rank)
     shown = log if log.exists() else folder.path
+    if verdict.rank in reported:
+        say(f"{verdict.what} - exit {verdict.code}; logs: {near(shown)}")
+        return
+    report = verdict.report or f"x {verdict.what} - exit {verdict.code}\n"
     text = printable(f"\n{report}  logs: {near(shown)}\n", keeps_lines=True)
     show(text.encode(), sys.stderr)
 
