@@ -280,7 +280,7 @@ def test_without_mpirun_the_error_says_how_to_get_one(monkeypatch):
 
     monkeypatch.setattr(gather_facts, "_launcher", lambda _: None)
     with pytest.raises(
-        rc.ConfigError, match=r"run: neither beside Python nor on PATH\. pip install"
+        rc.ConfigError, match=r"run: neither beside Python nor on PATH -> pip install"
     ):
         rc.run(print)
 
