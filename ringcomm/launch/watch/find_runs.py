@@ -144,8 +144,7 @@ def why_not_live(run: KnownRun) -> str:
         return over_text(facts)
     if facts.is_finishing:
         return (
-            f"all ranks of the run {run.place} have ended, or have left the job: it takes no more "
-            "commands, and ends in a moment"
+            f"all ranks of the run {run.place} have ended, or have left the job; the run is ending"
         )
     if facts.is_live and not facts.jobs:
         return f"no rank of the run {run.place} is through ringcomm.init() on this host"
