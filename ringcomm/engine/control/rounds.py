@@ -122,13 +122,13 @@ class ControlRounds:
             if note.key not in self._over:
                 self._rounds.setdefault(note.key, _Round(note.text)).tellers.add(source)
             promise = Note(source, RoundMessage.PROMISED, note.key, self._promised)
-            return [promise, *(note._replace(dest=rank) for rank in self._heirs)]
+            return [promise, *self._passed_on(note, gone)]
         known = self._rounds.get(note.key)
         if known is None:
             return []
         if note.phase == RoundMessage.AGREED:
             known.target = note.step
-            return [note._replace(dest=rank) for rank in self._heirs]
+            return self._passed_on(note, gone)
         known.promises[source] = note.step
         return self.settle(gone)
 
@@ -171,6 +171,9 @@ class ControlRounds:
         )
         self._over.update(key for _, key in due)
         return [(self._rounds.pop(key).text, key >> 32 == self._me) for _, key in due]
+
+    def _passed_on(self, note: Note, gone: Collection[int]) -> list[Note]:
+        return [note._replace(dest=rank) for rank in self._heirs if rank not in gone]
 
     @property
     def _promised(self) -> int:
