@@ -76,10 +76,10 @@ def model_time(monkeypatch):
     """Let time pass in homes of servers by how often they look at it."""
     from ps_simulation_with_copies import ModelTime
 
-    from ringcomm.ps.server import clock
+    from ringcomm.ps.server import clock, display
     from ringcomm.ps.server.homes import local_homes
 
-    for module in (clock, local_homes):
+    for module in (clock, display, local_homes):
         monkeypatch.setattr(module, "time", ModelTime())
 
 

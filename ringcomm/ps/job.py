@@ -289,7 +289,7 @@ def _make_server(
     number = layout.number_of(engine.job_rank)
     if layout.replication == 1:
         dispatcher.server = Server(number, replace(layout), link, memory, functions)
-        dispatcher.server.page = engine.page
+        dispatcher.server.display.page = engine.page
         return
     dispatcher.server = dispatcher.homes = Homes(
         number,
@@ -298,7 +298,7 @@ def _make_server(
         lambda home, seen, wire, clock: Server(home, seen, wire, memory, functions, clock=clock),
         partial(make_pushes, pipes.endpoint),
     )
-    dispatcher.homes.show_on(engine.page)
+    dispatcher.homes.display.page = engine.page
 
 
 def _connect(engine: Engine, layout: Layout) -> Pipes:

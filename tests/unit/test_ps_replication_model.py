@@ -10,7 +10,7 @@ from harness import at_length
 from hypothesis import given
 from hypothesis import strategies as st
 from ps_simulation import Choices
-from ps_simulation_with_copies import ANY_ORDER, MODES, NOTHING, Net
+from ps_simulation_with_copies import ANY_ORDER, MODES, N_PARTS, NOTHING, Net
 
 from ringcomm.ps.control.agreement import Member
 from ringcomm.ps.protocol.frame_meta import packed_json
@@ -495,3 +495,32 @@ def test_a_spare_takes_a_place_in_whatever_order_the_leader_hears(last):
     for _ in range(30):  # looks, between which time passes
         net.settle()
     assert sorted(net.parts_by_rank().values()) == [1, 1, 1, 1]
+
+
+class Page:
+    """The values of a status page."""
+
+    def __init__(self):
+        self.values = {}
+
+    def log_scalar(self, name, _, value):
+        self.values[name] = value
+
+
+def test_top_counts_the_slices_that_a_server_serves_in_the_place_of_a_dead_one_and_copies_apart():
+    net = Net(MODES["async"], Choices([0]), n_servers=2, n_workers=1, n_steps=1, n_deaths=0)
+    pages = {rank: Page() for rank in net.servers}
+    for rank, page in pages.items():
+        net.ranks[rank].homes.display.page = page
+
+    def shown(page):
+        page.values = {}
+        for _ in range(300):  # looks, between which time passes
+            net.settle()
+        return page.values["slices"], page.values["copies"]
+
+    (first, copied), others = map(shown, pages.values())
+    assert (first > 0, copied > 0, first + copied) == (True, True, N_PARTS)
+    assert others == (copied, first)
+    net.kill(0)
+    assert shown(pages[net.servers[1]]) == (N_PARTS, 0)

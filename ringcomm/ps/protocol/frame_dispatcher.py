@@ -87,10 +87,10 @@ class FrameDispatcher:
         try:
             if self.server is None:
                 return self._look(only_news)
-            self.server.own_time.begin()
+            self.server.display.own_time.begin()
             self.server.look()
             has_found = self._look(only_news)
-            self.server.own_time.end(has_found=has_found)
+            self.server.display.own_time.end(has_found=has_found)
             return has_found
         finally:
             self.link.leave()

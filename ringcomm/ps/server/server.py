@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,22 +47,19 @@ from ringcomm.ps.protocol.frames import (
     ServerOption,
     is_one_way,
 )
-from ringcomm.ps.server.busy_time import OwnTime
 from ringcomm.ps.server.clock import Clock, OwnClock
 from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.display import Display
 from ringcomm.ps.server.perform_actions import ActionPerformer
 from ringcomm.ps.server.user_functions import Function
 from ringcomm.ps.table_spec import Spec
-from ringcomm.status.page_enums import BUSY
 
 if TYPE_CHECKING:
-    from ringcomm._core import StatusPage
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Delivery
     from ringcomm.ps.protocol.wire import Wire
     from ringcomm.ps.roles import Layout
 
-_SHOWN_S: Final = 1.0  # between two looks that others may have at this server
 _MISSING_MAX: Final = 100  # things for which requests wait, in an answer
 _OF_MOVES: Final = frozenset((FREEZE, DRAIN, GIVE, COMMIT, THAW))
 _UNIT_KINDS: Final = frozenset(
@@ -94,8 +92,7 @@ class Server:
         orders: those that it has given.
         job: a name of this job alone.
         n_copies: processes that have what it has; see ringcomm.ps.server.homes.
-        page: the status page of this rank, if it has one.
-        own_time: how long it has worked on requests.
+        display: what others see of it.
     """
 
     def __init__(
@@ -121,9 +118,7 @@ class Server:
         self.n_requests = self._nbytes_in = 0
         self.n_copies = 1
         self._began_at = time.monotonic()
-        self.page: StatusPage | None = None
-        self.own_time = OwnTime()
-        self._shows_at = 0.0
+        self.display = Display()
         self._handlers: dict[int, Callable[[Delivery], None]] = {
             FrameKind.PULLS: performer.pull_many,
             FrameKind.TICK: self._tick,
@@ -160,31 +155,21 @@ class Server:
         if self.core.awaits_time:
             self.let_time_pass()
         self.store.settle()
-        self.show()
+        self.display.show(self.what_it_has)
 
     def let_time_pass(self) -> None:
         self._handle(on.TimePassed())
 
-    def show(self) -> None:
-        if self.page is not None and time.monotonic() >= self._shows_at:
-            self._shows_at = time.monotonic() + _SHOWN_S
-            self._show(self.page)
-
-    def _show(self, page: StatusPage) -> None:
-        """Write to the status page what this server has and does, for `ringcomm top`."""
+    def what_it_has(self) -> Counter[str]:
+        """Return how much of the tables this server has, and of requests, by its name in `top`."""
         contents = self.catalog.contents.values()
-        shards = [each.shard for each in contents if each.shard is not None]
-        n_slices = sum(len(each.parts) for each in contents)
         n_requests, _ = self._link.carried_out
-        shown = {
-            "slices": n_slices,
-            "shards": len(shards),
-            "requests": self.n_requests + n_requests,
-            "waiting": self.core.n_waiting,
-            BUSY: self.own_time.total_ns / 1e9,
-        }
-        for name, value in shown.items():
-            page.log_scalar(name, -1, float(value))
+        return Counter(
+            slices=sum(len(each.parts) for each in contents),
+            shards=sum(each.shard is not None for each in contents),
+            requests=self.n_requests + n_requests,
+            waiting=self.core.n_waiting,
+        )
 
     def on_request(self, request: Delivery) -> None:
         """Carry out a request; a mistake is replied to its sender, and changes nothing."""

@@ -150,10 +150,9 @@ class Home:
 
     def look(self) -> None:
         self.server.store.settle()
-        if self.is_primary:
-            if self.server.core.awaits_time and not len(self._log) and self._sending is None:
-                self.say(CopyOption.TIME)
-            self.server.show()
+        is_free = self.is_primary and not len(self._log) and self._sending is None
+        if is_free and self.server.core.awaits_time:
+            self.say(CopyOption.TIME)
 
     def _entry(self, delivery: Delivery) -> Entry:
         own = self._own_clock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -11,11 +12,10 @@ from typing import TYPE_CHECKING, Final
 from ringcomm.ps.placement.places import next_swap
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import CopyOption, FrameHeader, FrameKind, NewsOption
-from ringcomm.ps.server.busy_time import OwnTime
+from ringcomm.ps.server.display import Display
 from ringcomm.ps.server.homes.home import Home
 
 if TYPE_CHECKING:
-    from ringcomm._core import StatusPage
     from ringcomm.ps.protocol.link import Delivery, Link
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.clock import CopiedClock
@@ -40,7 +40,7 @@ class Homes:
 
     Attributes:
         index: see above.
-        own_time: how long this process has worked on requests.
+        display: what others see of this process.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Homes:
         make_pushes: Callable[[int], HomePushes],
     ) -> None:
         self.index, self._layout, self._link = index, layout, link
-        self.own_time = OwnTime()
+        self.display = Display()
         self._dead: set[int] = set()
         # By rank: the deaths of servers that it has spoken about, and the homes that it runs now of
         # which there are two copies.
@@ -97,6 +97,7 @@ class Homes:
         """Do what is due by now; at each poll."""
         for home in self._homes.values():
             home.look()
+        self.display.show(self._counts)
         if self._layout.spares and self.answers_for(self._layout.leader):
             self._look_at_places()
         if any(home.lacks_follower for home in self._homes.values()):
@@ -224,5 +225,12 @@ class Homes:
         for home in self._homes.values():
             home.order_again(number)
 
-    def show_on(self, page: StatusPage | None) -> None:
-        self._homes[self.index].server.page = page
+    def _counts(self) -> Counter[str]:
+        """Return what this process serves, also in the place of a dead server, and its copies."""
+        total = Counter(slices=0, shards=0, requests=0, copies=0, waiting=0)
+        for home in self._homes.values():
+            found = home.server.what_it_has()
+            if not home.is_primary:
+                found = Counter(copies=found["slices"] + found["shards"])
+            total.update(found)
+        return total
