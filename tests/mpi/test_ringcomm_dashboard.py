@@ -261,6 +261,31 @@ def test_of_a_finished_run_those_are_bad_that_failed_by_themselves(
     assert [each["rank"] for each in source.state()["ranks"] if each["is_bad"]] == bad
 
 
+def test_of_a_finished_run_it_is_said_what_those_did_that_were_lost(tmp_path):
+    (tmp_path / "run.json").write_text('{"ranks": 4}')
+    for rank, role in ((2, "rank 1"), (3, "spare")):
+        (tmp_path / f"rank-{rank}.end").write_text(f"began\nrole {role}\nexit 000\n")
+    lost = {"0": "killed by SIGKILL", "1": "raised ValueError"}
+    codes = {"0": None, "1": 1, "2": 0, "3": 0}
+    end = {"code": 0, "what": "completed", "rank": None, "report": "", "exit_codes": codes}
+    (tmp_path / "end.json").write_text(json.dumps(end | {"lost": lost}))
+    state = Source(RunFolder(tmp_path)).state()
+    assert [(each["state"], each["as_rank"], each["is_bad"]) for each in state["ranks"]] == [
+        ("killed by SIGKILL", None, True), ("raised ValueError", None, True),
+        ("exit 0", 1, False), ("exit 0", None, False),
+    ]  # fmt: skip
+    assert state["job"]["text"] == (
+        "lost rank 0 (killed by SIGKILL) and rank 1 (raised ValueError) on the way"
+    )
+    report = "x rank 1 (host h, pid 9) was killed by SIGKILL (out of memory?)\n"
+    failed = {"code": 137, "rank": 1, "report": report, "exit_codes": {"0": 1, "1": None}}
+    (tmp_path / "end.json").write_text(json.dumps(end | failed))
+    ranks = Source(RunFolder(tmp_path)).state()["ranks"]
+    assert [(each["state"], each["is_bad"]) for each in ranks] == [
+        ("exit 1", False), ("killed by SIGKILL", True),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("n_looks", [0, 1])
 def test_a_run_that_is_removed_while_the_newest_is_sought_is_not_it(n_looks, tmp_path, monkeypatch):
     for name in ("old", "new"):
@@ -599,7 +624,7 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
     assert browser.value("document.querySelector('.u-title').textContent") == "loss"
     assert browser.value("document.querySelectorAll('circle.node').length") == 3
     assert browser.value("document.querySelectorAll('#ranks tr').length") == 3
-    values = "$('ranks').rows[1].cells[10].textContent"
+    values = "$('ranks').rows[1].cells[11].textContent"
     assert re.fullmatch(r"loss=[\d.e-]+", browser.value(values)), browser.value(values)
     points = "Array.from({length: 2e5}, (_, i) => [i, i])"
     browser.value(f"addMetrics([{{rank: 0, name: 'late', points: {points}}}])")
@@ -745,6 +770,8 @@ def test_a_reload_shows_the_page_again_and_who_lacks_the_token_is_told(
     wait_until(lambda: "no access: open" in (browser.value(told) or ""), "nobody is told")
 
 
+# What a rank did that was killed: an old kernel does not say by what.
+LOST = "killed by SIGKILL|ended without a word"
 ELASTIC = """
 import os, signal, time
 import numpy as np
@@ -787,7 +814,7 @@ def test_a_browser_shows_the_death_of_a_rank_and_that_a_spare_takes_its_place(
         return browser.value(f"document.querySelectorAll('circle.node{kind}').length")
 
     def states():
-        found = browser.value("JSON.stringify([...$('ranks').rows].map(r => r.cells[4].innerText))")
+        found = browser.value("JSON.stringify([...$('ranks').rows].map(r => r.cells[5].innerText))")
         return json.loads(found)
 
     browser("Page.navigate", url=dashboard("run").address)
@@ -800,8 +827,10 @@ def test_a_browser_shows_the_death_of_a_rank_and_that_a_spare_takes_its_place(
     wait_until(lambda: count(".bad") == 1, "the death is not shown")
     assert time.monotonic() - died < seconds_of_one_core()
     wait_until(lambda: count(".spare") == 0, "the return is not shown")
-    assert re.fullmatch("rank 2: (waits|computes)", states()[4])
-    assert states()[2] == "dead"
+    assert re.fullmatch("waits|computes", states()[4])
+    now = "JSON.stringify([...$('ranks').rows].map(r => r.cells[1].innerText))"
+    wait_until(lambda: json.loads(browser.value(now)) == ["0", "1", "", "3", "2"], "not as rank 2")
+    wait_until(lambda: re.fullmatch(LOST, states()[2]), "it is not said how rank 2 was lost")
     assert count(".bad") == 1
     wait_until(
         lambda: sorted(kinds_of_events(browser)[:3]) == ["death", "recovery", "spare"],
@@ -830,6 +859,8 @@ def test_a_browser_shows_the_death_of_a_rank_and_that_a_spare_takes_its_place(
     (tmp_path / "enough").touch()
     state = "$('state').textContent"
     wait_until(lambda: browser.value(state) == "completed", lambda: browser.value(state))
+    assert re.search(rf"s, lost rank 2 \({LOST}\) on the way", browser.value("$('text').innerText"))
+    assert re.fullmatch(LOST, states()[2])
     wait_until(lambda: kinds_of_events(browser)[-1] == "end", "no end among events")
 
 
@@ -906,6 +937,14 @@ def test_what_the_page_decides_of_itself(browser, dashboard, tmp_path):
         "single ranks are not shown",
     )
     assert of(f"{chart}.plot.scales.y.distr") == 3
+    # Neighbours of one kind are one mark, but no death or recovery is hidden, and these come first.
+    xs = {"checkpoint": (0, 15, 39, 41, 90), "command": (16,), "death": (38, 39), "recovery": (39,)}
+    given = [{"kind": kind, "x": x} for kind, at in xs.items() for x in at]
+    marks = [(each["kind"], each["x"], each["n"]) for each in of(f"folded({given}, 40)")]
+    assert marks == [
+        ("death", 38, 1), ("death", 39, 1), ("recovery", 39, 1), ("checkpoint", 0, 3),
+        ("command", 16, 1), ("checkpoint", 41, 1), ("checkpoint", 90, 1),
+    ]  # fmt: skip
     # An ordered stop is not red.
     assert of("kindOf({is_bad: false, lives: false, state: 'exit 75, as asked'})") == "gone"
 

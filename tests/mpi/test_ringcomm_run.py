@@ -710,6 +710,9 @@ def test_a_job_whose_ranks_are_all_lost_goes_on_from_the_kept_commit_and_one_mor
     assert "the job has lost all its workers; it is started again" in done.err
     assert done.end["code"] == 137
     again = json.loads((tmp_path / "run-restart-1" / "end.json").read_text())
+    assert again["lost"].keys() == {"1"}
+    lost = f" s, lost rank 1 ({again['lost']['1']}) on the way, run-restart-1\n"
+    assert re.search(rf"\nringcomm run: completed in [\d.]+{re.escape(lost)}\Z", done.err), done.err
     assert again["code"] == 0
     assert processes_of(done.folder) == []
 

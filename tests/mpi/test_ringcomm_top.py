@@ -36,7 +36,7 @@ from ringcomm.launch.watch.rank_rows import (
     latest_events,
     row_of,
 )
-from ringcomm.launch.watch.top import Jobs, _by_rank, _rich
+from ringcomm.launch.watch.top import Jobs, _by_rank, _rich, _shown_columns
 from ringcomm.status.page_enums import Ending
 
 JOB = """
@@ -390,6 +390,21 @@ def test_state_of_a_row(changes, state, is_bad):
     row = row_of(sample(10, **changes), None)
     assert (row.texts[COLUMNS.index("state")], row.is_bad) == (state, is_bad)
     assert len(row.texts) == len(COLUMNS)
+
+
+def test_a_process_that_has_another_rank_now_says_so_in_a_column_that_others_do_not_need():
+    apart = {"rank": 3}, {"rank": 2, "role": "rank 1", "is_paused": True}, {"rank": 1, "process": 0}
+    rows = [row_of(sample(10, **each), None) for each in apart]
+    shown = [COLUMNS[i] for i in _shown_columns(rows)]
+    assert shown[:3] == ["rank", "as rank", "pid"]
+    found = [dict(zip(COLUMNS, each.texts, strict=True)) for each in rows]
+    assert [(each["rank"], each["as rank"], each["state"]) for each in found] == [
+        ("3", "3", "computes"), ("2", "1", "paused"), ("1", "", "dead"),
+    ]  # fmt: skip
+    alike = [row_of(sample(10, role=role), None) for role in ("", "spare", "server 0", "rank x")]
+    assert "as rank" not in [COLUMNS[i] for i in _shown_columns(alike)]
+    assert as_json(sample(10, role="spare"))["as_rank"] is None
+    assert as_json(sample(10, role="server 0"))["as_rank"] == 3
 
 
 def test_rates_are_those_between_two_samples():

@@ -3,9 +3,9 @@
 import pytest
 
 from ringcomm.launch.job.plan_types import RunRequest
-from ringcomm.launch.job.records import Evidence, RankEnd, RecordedFailure
+from ringcomm.launch.job.records import Evidence, RankEnd, RecordedFailure, deed_in
 from ringcomm.launch.job.restart import Ended, decide
-from ringcomm.launch.job.verdict import Cause, JobEnding, judge_ending
+from ringcomm.launch.job.verdict import Cause, JobEnding, judge_ending, lost_ranks
 
 DEAD, GOOD, IN_ORDER = RankEnd(), RankEnd(True, 0), RankEnd(True, 75)
 SERVER = RankEnd(True, 0, "server 0")
@@ -196,3 +196,46 @@ def test_only_what_is_lost_from_outside_is_started_again_and_else_one_sentence_s
 def test_what_is_missing_is_said_if_too_few_have_ended_well():
     verdict = verdict_of("one is killed beside a server, and two must be there")
     assert verdict.what == "rank 1 failed; 1 worker has ended well, and there must be 2"
+
+
+# --- what a rank did without which the others go on -------------------------------------------------
+REPORT = "x rank 1 (host node7 (rack 2), pid 12) "
+DEEDS = {
+    "raised ValueError after step 21 - exit 1\n    ValueError: a (b)": "raised ValueError",
+    "was killed by SIGKILL (out of memory?) after step 748": "killed by SIGKILL",
+    "died of SIGSEGV": "died of SIGSEGV",
+    "called sys.exit - exit 3": "called sys.exit",
+    "called os._exit(3) before ringcomm.shutdown() after step 4": (
+        "called os._exit(3) before ringcomm.shutdown()"
+    ),
+    "became another program (exec of /bin/true) after step 2": "became another program",
+    "ended without a word (SIGKILL, out of memory, _exit or exec in C code)": (
+        "ended without a word"
+    ),
+}
+
+
+@pytest.mark.parametrize("said", DEEDS)
+def test_what_a_rank_did_is_in_the_first_line_of_the_report_about_it(said):
+    assert deed_in(f"{REPORT}{said}\n") == DEEDS[said]
+    server = REPORT.replace("rank 1", "rank 1, server 0")
+    assert deed_in(f"{server}{said}\n") == DEEDS[said]
+
+
+def lost_in(least, *failures):
+    failures = [RecordedFailure(rank, code, kind, 1, text) for rank, code, kind, text in failures]
+    ending = JobEnding(
+        size=4, ends={}, seen=range(4), failures=tuple(failures), launcher_code=0, least=least
+    )
+    return lost_ranks(ending)
+
+
+def test_an_elastic_job_has_lost_those_that_failed_and_none_that_ended_as_it_was_asked():
+    raised = f"{REPORT}raised ValueError - exit 1\n"
+    failures = [
+        (1, 1, OWN, raised), (3, 1, OWN, ""), (0, 75, OWN, "x"), (2, 143, ASKED, "x"),
+        (None, 130, ASKED, "x"),
+    ]  # fmt: skip
+    assert lost_in(1, *failures) == {1: "raised ValueError", 3: "raised ValueError"}
+    assert lost_in(1, (2, 0, SILENT, "another form")) == {2: "ended without a word"}
+    assert lost_in(None, *failures) == {}

@@ -8,7 +8,7 @@ import pytest
 
 from ringcomm.launch.job import show
 from ringcomm.launch.job.run_folder import RunFolder
-from ringcomm.launch.job.run_words import Stages, start_text
+from ringcomm.launch.job.run_words import Stages, lost_text, start_text
 from ringcomm.launch.job.supervisor import Supervisor
 
 
@@ -97,3 +97,22 @@ def test_a_line_tells_of_the_beginning_on_a_terminal_until_the_first_line_of_a_r
     places = [shown.find(each) for each in told]
     assert (min(places) >= 0, sorted(places)) == (True, places), shown
     assert capsys.readouterr().out == "text\n"
+
+
+@pytest.mark.parametrize(
+    ("lost", "text"),
+    [
+        ({}, ""),
+        ({1: "raised ValueError"}, "lost rank 1 (raised ValueError) on the way"),
+        (
+            {4: "killed by SIGKILL", 1: "killed by SIGKILL", 2: "raised KeyError"},
+            "lost ranks 1, 4 (killed by SIGKILL) and rank 2 (raised KeyError) on the way",
+        ),
+        (
+            dict.fromkeys(range(10), "killed by SIGKILL"),
+            "lost ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more (killed by SIGKILL) on the way",
+        ),
+    ],
+)
+def test_the_ranks_that_a_job_has_lost_are_named_with_what_they_did(lost, text):
+    assert lost_text(lost) == text

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +101,27 @@ def facts(end=None, **fields):
     return RunFacts("a", "runs/a", True, config, end, **fields)
 
 
+LOST = "lost rank 1 (raised ValueError) on the way"
+
+
+def with_lost(*args):
+    return facts(replace(ended(*args), lost={1: "raised ValueError"}))
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks"),
+    [
+        (facts(), "2"),
+        (facts(is_live=True), "2"),
+        (facts(is_live=True, n_gone=1), "1 of 2"),
+        (facts(is_live=None, n_gone=1), "2"),
+        (RunFacts("a", "", True, RunConfig(), is_live=True, n_gone=1), ""),
+    ],
+)
+def test_a_live_run_says_how_many_of_its_ranks_live(run, ranks):
+    assert run.ranks == ranks
+
+
 @pytest.mark.parametrize(
     ("run", "state", "how"),
     [
@@ -109,8 +131,13 @@ def facts(end=None, **fields):
         (facts(ended(130, "ended by SIGINT")), "stopped", "ended by SIGINT, exit 130, after 12 s"),
         (facts(ended(130, "rank 0 failed", 0)), "failed", "rank 0 failed, exit 130, after 12 s"),
         (facts(ended(1, "x", seconds=None)), "failed", "x, exit 1"),
+        (with_lost(0, "completed"), "completed", f"after 12 s, {LOST}"),
+        (with_lost(75, "too few"), "stopped", f"too few, exit 75, after 12 s, {LOST}"),
+        (with_lost(1, "rank 2 failed", 2), "failed", "rank 2 failed, exit 1, after 12 s"),
         (facts(is_live=True), "running", ""),
         (facts(is_live=True, is_finishing=True), "finishing", ""),
+        (facts(is_live=True, is_paused=True), "paused", ""),
+        (facts(ended(0, "completed"), is_paused=True), "completed", "after 12 s"),
         (facts(is_live=None), "not seen", "only h9 knows"),
         (facts(), "lost", "left no record of its end, as after a kill of `ringcomm run`"),
     ],
@@ -125,6 +152,7 @@ def test_of_a_run_that_has_ended_one_sentence_says_how_and_when():
     assert (
         over_text(facts(ended(3, "rank 1 failed", 1))) == f"{text}rank 1 failed, exit 3, after 12 s"
     )
+    assert over_text(with_lost(0, "completed")) == f"{text}completed after 12 s, {LOST}"
     assert over_text(facts()).startswith("the run runs/a left no record of its end")
 
 
@@ -174,7 +202,7 @@ def test_a_table_has_the_columns_that_a_run_fills():
 def test_records_of_an_older_version_and_values_of_another_type_are_left_out():
     old = {"code": 0, "what": "completed", "rank": None, "report": "", "exit_codes": {}}
     assert parse_run_end(json.dumps(old).encode()).seconds is None
-    wrong = old | {"seconds": "soon", "ended": 3}
+    wrong = old | {"seconds": "soon", "ended": 3, "lost": {"1": 3, "-1": "x"}}
     assert parse_run_end(json.dumps(wrong).encode()) == parse_run_end(json.dumps(old).encode())
     wrong = {"program": ["a", 3], "ranks": "2", "pid": -1, "host": ["h"], "started": None}
     assert parse_run_config(json.dumps(wrong).encode()) == RunConfig()
@@ -241,6 +269,18 @@ def test_the_list_has_the_runs_of_a_folder_the_newest_first(tmp_path, capsys, mo
     assert main(["runs"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.split(maxsplit=3) == ["a", "failed", "2", "rank 1 failed, exit 3, after 12 s"]
+
+
+@pytest.mark.usefixtures("no_job")
+def test_a_live_run_lists_how_many_are_left_by_what_guardians_and_ranks_record(tmp_path, capsys):
+    folder = a_run(tmp_path / "a", ranks=4, pid=os.getpid(), started=time_text(0))
+    (folder.path / "guardian-0").write_bytes(b"watches 1\nreport 1 137 killed 5 2\nx\n")
+    (folder.path / "rank-2.end").write_bytes(b"began\nexit 000\n")
+    (folder.path / "rank-3.end").write_bytes(b"began\n")
+    found = listed(tmp_path, capsys=capsys)["a"]
+    assert (found["ranks"], found["live_ranks"]) == (4, 2)
+    assert main(["runs", "--runs", str(tmp_path)]) == 0
+    assert " running  2 of 4  " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_job")

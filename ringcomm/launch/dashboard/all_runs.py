@@ -98,7 +98,7 @@ class AllRuns:
     def _row(self, key: str, run: KnownRun, samples: list[RankSample]) -> dict[str, Any]:
         facts = self._over.get(key)
         if facts is None:
-            facts = facts_of(run) if run.folder else _facts_of_job(run, samples)
+            facts = facts_of(run, samples=samples) if run.folder else _facts_of_job(run, samples)
             if facts.end is not None:
                 self._over[key] = facts
         config, end = facts.config, facts.end
@@ -108,9 +108,9 @@ class AllRuns:
             "where": facts.place if not facts.has_folder else "",
             "command": printable(shlex.join(program_words(config.program))),
             "state": facts.state,
-            "is_live": facts.state in (RUNNING, FINISHING),
-            "how": printable(facts.how),
-            "ranks": config.ranks,
+            "is_live": facts.is_live is True,
+            "how": printable(facts.lost if facts.state == "completed" else facts.how),
+            "ranks": facts.ranks,
             "host": config.host,
             "started": shown_time(config.started),
             "seconds": end.seconds if end is not None else max(0.0, time.time() - run.began_s),

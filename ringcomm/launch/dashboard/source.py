@@ -7,20 +7,21 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
 from ringcomm._core import monotonic_ns
 from ringcomm.engine.control.commands import Command
+from ringcomm.foreign_text import printable
 from ringcomm.launch.dashboard.event_list import as_json as events_as_json
 from ringcomm.launch.dashboard.events import EventReader
 from ringcomm.launch.dashboard.job_head import JobHead
 from ringcomm.launch.dashboard.job_state import chief_among, role_of
 from ringcomm.launch.dashboard.metrics import MetricReader
 from ringcomm.launch.dashboard.use_columns import columns_of
-from ringcomm.launch.job.records import RunEnd
+from ringcomm.launch.job.records import RankEnd, RunEnd, deed_in
 from ringcomm.launch.job.run_folder import RunFolder, runs_in
 from ringcomm.launch.job.verdict import SIGNAL_NAMES
 from ringcomm.launch.watch.diagnosis import Verdicts
@@ -29,8 +30,9 @@ from ringcomm.launch.watch.find_runs import RUNS, find
 from ringcomm.launch.watch.log_order import in_order, shown_line
 from ringcomm.launch.watch.logs_command import Logs
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run
-from ringcomm.launch.watch.rank_rows import RankSample, as_json
+from ringcomm.launch.watch.rank_rows import RankSample, as_json, place_of
 from ringcomm.launch.watch.send_command import CommandOutcome, ask, choose_job
+from ringcomm.status.page_enums import RESERVE, SPARE
 from ringcomm.status.stacks import stacks_of
 from ringcomm.system_text import host_name
 
@@ -97,6 +99,7 @@ class Source:
         self._searched = self._members_at = float("-inf")
         self._jobs: set[str] = set()  # of the run
         self._member_problems: set[str] = set()
+        self._deeds: dict[int, str] = {}  # of dead ranks
         self._before: dict[tuple[str, int], RankSample] = {}
         self._verdicts = Verdicts()
         self._of_metrics: dict[str, str] = {}  # what does not count in files of rc.log()
@@ -137,7 +140,8 @@ class Source:
         slow = [text for texts in self._slow(samples).values() for text in texts]
         end = self.folder.end() if self.folder is not None else None
         if end is not None and end.rank is not None:  # the others ended because of this one
-            rows = [row | {"is_bad": row["rank"] == end.rank} for row in rows]
+            rows = [row | {"is_bad": row["rank"] in (end.rank, *end.lost)} for row in rows]
+        rows = [self._with_deed(row) for row in rows]
         if self.folder is not None:
             rows += self._rows_without_page({row["rank"] for row in rows}, end)
         rows = _with_roles(rows)
@@ -242,6 +246,16 @@ class Source:
             "lives": not now.is_over,
         }
 
+    def _with_deed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the row; of a rank that is dead, with how it died, once its guardian says so."""
+        if row["state"] != "dead" or self.folder is None:
+            return row
+        if row["rank"] not in self._deeds:
+            for each in (f for guardian in self.folder.guardians() for f in guardian.failures):
+                if each.rank is not None and (deed := deed_in(each.text)):
+                    self._deeds[each.rank] = deed
+        return row | {"state": self._deeds.get(row["rank"], "dead")}
+
     def _rows_without_page(self, known: set[int], end: RunEnd | None) -> list[dict[str, Any]]:
         """Return rows of ranks of the run that are not seen: they start, or have ended."""
         assert self.folder is not None
@@ -341,11 +355,14 @@ def _rows_of_end(end: RunEnd, folder: RunFolder) -> list[dict[str, Any]]:
     elif end.code in [128 + number for number in SIGNAL_NAMES]:  # and its ranks died of it
         good = set(end.exit_codes.values())
     ends, processes = folder.ends(), folder.ranks()
+    deeds = {} if end.rank is None else {end.rank: deed_in(end.report)}
+    deeds |= end.lost
     return [
         {
             "rank": rank,
-            "state": _code_text(code, is_good=code in good),
-            "is_bad": code not in good if end.rank is None else rank == end.rank,
+            "as_rank": _place_at_end(rank, ends, end),
+            "state": _code_text(code, deeds.get(rank, ""), is_good=code in good),
+            "is_bad": rank in deeds or (end.rank is None and code not in good),
             "lives": False,
             "role": ends[rank].role if rank in ends else "",
             "host": processes[rank].host if rank in processes else "",
@@ -354,7 +371,15 @@ def _rows_of_end(end: RunEnd, folder: RunFolder) -> list[dict[str, Any]]:
     ]
 
 
-def _code_text(code: int | None, *, is_good: bool) -> str:
+def _place_at_end(rank: int, ends: Mapping[int, RankEnd], end: RunEnd) -> int | None:
+    """Return the rank that a process had at last; None: it was lost before, or had no place."""
+    role = ends.get(rank, RankEnd()).role
+    return None if rank in end.lost or role in (SPARE, RESERVE) else place_of(rank, role)
+
+
+def _code_text(code: int | None, deed: str, *, is_good: bool) -> str:
+    if deed and (code is None or deed.startswith("raised")):
+        return printable(deed)
     if code is None:
         return "left no exit code"
     return f"exit {code}, as asked" if is_good and code else f"exit {code}"

@@ -32,10 +32,10 @@ from ringcomm.launch.job.plan import plan
 from ringcomm.launch.job.plan_types import RunPlan, RunRequest, Surroundings
 from ringcomm.launch.job.restart import Ended, agent_of, decide
 from ringcomm.launch.job.run_folder import RunFolder, near, time_text
-from ringcomm.launch.job.run_words import seconds_text
+from ringcomm.launch.job.run_words import lost_text, seconds_text
 from ringcomm.launch.job.show import say, show
 from ringcomm.launch.job.supervisor import Supervisor
-from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, JobEnding, Verdict
+from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, JobEnding, Verdict, lost_ranks
 from ringcomm.launched import rank_program
 from ringcomm.launched.launcher import launching_variable
 from ringcomm.regular_files import BrokenFileError, read_regular
@@ -248,7 +248,9 @@ def _run(
     began = time.monotonic()
     verdict, ending = supervisor.run_and_record()
     if verdict.code == 0:
-        say(f"completed in {seconds_text(time.monotonic() - began)}, {near(folder.path)}")
+        lost = lost_text({} if ending is None else lost_ranks(ending))
+        completed = f"completed in {seconds_text(time.monotonic() - began)}"
+        say(", ".join(filter(None, (completed, lost, str(near(folder.path))))))
     shown = (
         set() if request.elastic is None or ending is None else {f.rank for f in ending.failures}
     )

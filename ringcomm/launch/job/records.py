@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
@@ -34,6 +34,17 @@ class RecordedFailure:
     evidence: Evidence
     time_ns: int  # when it failed, since 1970, by the clock of its host
     text: str  # "": the one before it names this rank, too
+
+
+_DEED: Final = re.compile(
+    r"x rank .*?\(host .*?, pid [0-9]+\) (?:was )?(.*?)(?:(?: \(| after step [0-9]| - exit ).*)?"
+)
+
+
+def deed_in(report: str) -> str:
+    """Return what a rank did, as a guardian's report says: "raised ValueError"; "" without one."""
+    found = _DEED.fullmatch((report.splitlines() or [""])[0])
+    return found[1] if found else ""
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,7 @@ class RunEnd:
         exit_codes: of the ranks, by rank; None: that of one is not known.
         ended: when, as time_text() writes it; "": that is not known.
         seconds: how long it took; None: that is not known.
+        lost: the ranks without which an elastic job went on, and what they did.
     """
 
     code: int
@@ -148,6 +160,10 @@ class RunEnd:
     exit_codes: dict[int, int | None]
     ended: str = ""
     seconds: float | None = None
+    lost: dict[int, str] = field(default_factory=dict)
+
+
+_RANK: Final = re.compile("[0-9]{1,9}")
 
 
 def parse_run_end(data: bytes) -> RunEnd:
@@ -162,7 +178,7 @@ def parse_run_end(data: bytes) -> RunEnd:
             and isinstance(what, str)
             and (rank is None or is_int64(rank))
             and isinstance(report, str)
-            and all(re.fullmatch("[0-9]{1,9}", each, re.ASCII) for each in codes)
+            and all(map(_RANK.fullmatch, codes))
             and all(each is None or is_int64(each) for each in codes.values())
         )
     except (LookupError, TypeError, AttributeError):
@@ -171,10 +187,12 @@ def parse_run_end(data: bytes) -> RunEnd:
         raise ValueError("is no record of a run's end")
     found = {int(each): n for each, n in codes.items()}
     ended, seconds = content.get("ended"), content.get("seconds")
+    lost = _texts(content.get("lost"))
     return RunEnd(
         code, what, rank, report, found,
         ended if isinstance(ended, str) else "",
         seconds if is_number(seconds) and seconds >= 0 else None,
+        {int(rank): deed for rank, deed in lost.items() if _RANK.fullmatch(rank)},
     )  # fmt: skip
 
 

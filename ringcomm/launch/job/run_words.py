@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+_NAMED: Final = 8  # ranks, in the sentence about those that were lost
 
 
 @dataclass(frozen=True)
@@ -52,3 +57,18 @@ def seconds_text(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def lost_text(lost: Mapping[int, str]) -> str:
+    """Return which ranks a job has lost, and how, as the end of a sentence; "" for none."""
+    ranks_of: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, deed in sorted(lost.items()):
+        ranks_of[deed].append(rank)
+    texts = [f"{_ranks_text(ranks)} ({deed})" for deed, ranks in ranks_of.items()]
+    return f"lost {' and '.join(texts)} on the way" if texts else ""
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks[:_NAMED]))
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"

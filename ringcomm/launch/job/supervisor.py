@@ -41,7 +41,7 @@ from ringcomm.launch.job.processes.stalls import Hung, Orphan, StartWait, Unseen
 from ringcomm.launch.job.run_folder import CONFIG, END, LAUNCHER_LOG, RunFolder, time_text
 from ringcomm.launch.job.run_words import Stages, start_text
 from ringcomm.launch.job.show import can_show_line, say, show, show_line
-from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending
+from ringcomm.launch.job.verdict import SIGNAL_NAMES, JobEnding, Verdict, judge_ending, lost_ranks
 from ringcomm.launched.launcher_door import LAUNCH_AGENT, PRELOAD, agent_with_door, with_door
 from ringcomm.launched.mpi_defaults import MEMORY, MEMORY_OF_RUN
 from ringcomm.launched.rank_process import RankProcess
@@ -445,11 +445,13 @@ def supervise(path: str, *, forks_ranks: bool) -> None:
 def _record(verdict: Verdict, ending: JobEnding | None, start: float) -> dict[str, Any]:
     """Return the content of end.json."""
     ends = {} if ending is None else ending.ends
+    lost = {} if ending is None else lost_ranks(ending)
     return {
         "code": verdict.code,
         "what": verdict.what,
         "rank": verdict.rank,
         "report": verdict.report,
+        "lost": {str(rank): deed for rank, deed in lost.items()},
         "exit_codes": {str(rank): end.code for rank, end in sorted(ends.items())},
         "launcher_code": None if ending is None else ending.launcher_code,
         "ended": time_text(time.time()),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from ringcomm.launch.job.records import Evidence, RankEnd, RecordedFailure
+from ringcomm.launch.job.records import Evidence, RankEnd, RecordedFailure, deed_in
 
 STOPPED_IN_ORDER: Final = 75  # EX_TEMPFAIL: start it again to go on
 SIGNAL_NAMES: Final = {1: "SIGHUP", 2: "SIGINT", 15: "SIGTERM"}  # those that ask a job to stop
@@ -99,6 +99,17 @@ def judge_ending(ending: JobEnding) -> Verdict:
     if ending.least is None or verdict.code == 0 or verdict.cause is not None:
         return verdict
     return replace(verdict, cause=_cause(ending))
+
+
+def lost_ranks(ending: JobEnding) -> dict[int, str]:
+    """Return the ranks without which an elastic job went on, and what each did, in words."""
+    found: dict[int, str] = {}
+    deed = ""
+    for each in ending.failures if ending.least is not None else ():
+        deed = deed_in(each.text) if each.text else deed  # one without a text did what another did
+        if each.rank is not None and _kind(each) is not Evidence.ASKED:
+            found[each.rank] = deed or "ended without a word"
+    return found
 
 
 def _could_not_go_on(e: JobEnding) -> Verdict | None:

@@ -151,29 +151,36 @@ def why_not_live(run: KnownRun) -> str:
     return f"no rank of the run {run.place} lives on this host"
 
 
-def facts_of(run: KnownRun, metric: str = "", *, best: str = "min") -> RunFacts:
+def facts_of(
+    run: KnownRun, metric: str = "", *, best: str = "min", samples: Sequence[RankSample] = ()
+) -> RunFacts:
     """Return what is known of a run that has a folder.
 
     Args:
         run: the run.
         metric: a name of rc.log(), whose values of rank 0 are looked up; "": of none.
         best: "min" or "max".
+        samples: the ranks of this host, which tell whether it is paused; (): not asked.
     """
     folder = RunFolder(Path(run.folder))
     try:
         config, end = folder.config(), folder.end()
         is_live = False if end is not None else _is_live(folder, config)
         is_finishing = bool(is_live) and not run.jobs and _are_all_done(folder, config)
+        is_paused = bool(is_live and samples) and _is_paused(run, folder, samples)
+        n_gone = len(_gone(folder)) if is_live else 0
         values = metric_of(folder, metric, best=best) if metric else None
     except OSError as error:  # it is not this user's to read, or has become a link
-        config, end, is_live, values, is_finishing = RunConfig(), None, None, None, False
+        config, end, is_live, values = RunConfig(), None, None, None
+        is_finishing = is_paused = False
+        n_gone = 0
         folder.problems[""] = str(error.strerror)
     problems = [f"{folder.path / name} {what}" for name, what in sorted(folder.problems.items())]
     name = run.names[0] if run.names else run.place
-    texts = tuple(problems)
     return RunFacts(
-        name, run.place, True, config, end, is_live, run.jobs, values, texts, is_finishing
-    )
+        name, run.place, True, config, end, is_live, run.jobs, values, tuple(problems),
+        is_finishing=is_finishing, is_paused=is_paused, n_gone=n_gone,
+    )  # fmt: skip
 
 
 def facts_of_job(run: KnownRun, samples: Sequence[RankSample], metric: str = "") -> RunFacts:
@@ -184,7 +191,9 @@ def facts_of_job(run: KnownRun, samples: Sequence[RankSample], metric: str = "")
     first = next((each for each in job.members if each.rank == 0), None)
     last = [value for name, _, value in first.scalars if name == metric] if first else []
     values = MetricValues(last[0], None) if last and math.isfinite(last[0]) else None
-    return RunFacts(job.name, run.place, False, config, None, True, run.jobs, values)
+    is_paused = any(each.is_paused for each in job.members)
+    facts = RunFacts(job.name, run.place, False, config, None, True, run.jobs, values)
+    return replace(facts, is_paused=is_paused)
 
 
 def metric_of(folder: RunFolder, name: str, *, best: str) -> MetricValues | None:
@@ -292,6 +301,17 @@ def _are_all_done(folder: RunFolder, config: RunConfig) -> bool:
         return process is not None and process.host == host_name() and not process.lives
 
     return config.ranks is not None and all(map(is_done, range(config.ranks)))
+def _is_paused(run: KnownRun, folder: RunFolder, samples: Sequence[RankSample]) -> bool:
+    here = [each for each in samples if each.job in run.jobs]
+    elsewhere = [rank for report in reports(folder) for rank in report.ranks]
+    return any(each.is_paused for each in here or elsewhere)
+
+
+def _gone(folder: RunFolder) -> set[int]:
+    """Return the ranks of a live run that have died or ended."""
+    failed = {each.rank for guardian in folder.guardians() for each in guardian.failures}
+    ended = {rank for rank, end in folder.ends().items() if end.code is not None}
+    return ended | {rank for rank in failed if rank is not None}
 
 
 def _is_starter(pid: int, folder: RunFolder) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,13 +11,15 @@ from ringcomm.foreign_text import printable
 from ringcomm.status.json_numbers import json_number
 from ringcomm.status.page_enums import RESERVE, SPARE, Ending, OpState, PageState
 
+AS_RANK: Final = "as rank"  # the column of the rank that a process has now
 COLUMNS: Final = (
-    "rank", "pid", "state", "step", "operation", "for", "wait", "MB/s", "CPU", "memory", "GPU",
-    "scalars",
+    "rank", AS_RANK, "pid", "state", "step", "operation", "for", "wait", "MB/s", "CPU", "memory",
+    "GPU", "scalars",
 )  # fmt: skip
 _LATE_NS: Final = 2_000_000_000  # the heart beats four times per second
 _SHOWN_SCALARS: Final = 4
 _TEXT: Final = 40
+_NUMBER: Final = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,18 @@ class RankSample:
         return self.process is None or self.page["state"] == PageState.LEFT
 
     @property
+    def as_rank(self) -> int | None:
+        """The rank that the process has now; None: it has no place, or none any more."""
+        role = str(self.page["role"])
+        if self.is_over or role in (SPARE, RESERVE):
+            return None
+        return place_of(self.rank, role)
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self.page["is_paused"]) and not self.is_over
+
+    @property
     def is_in_operation(self) -> bool:
         return self.page["op_state"] == OpState.RUNNING and not self.is_over
 
@@ -79,6 +94,16 @@ class RankRow:
     texts: tuple[str, ...]
     is_bad: bool  # the rank has failed, is dead or is stopped
 
+    @property
+    def has_moved(self) -> bool:
+        return self.texts[1] not in ("", self.texts[0])
+
+
+def place_of(number: int, role: str) -> int:
+    """Return the rank of a process, by its number and its role: "rank 1" if that is another."""
+    kind, _, place = role.partition(" ")
+    return int(place) if kind == "rank" and _NUMBER.fullmatch(place) else number
+
 
 def row_of(now: RankSample, before: RankSample | None) -> RankRow:
     """Return the row of a rank; rates are since `before`, and empty without one."""
@@ -88,6 +113,7 @@ def row_of(now: RankSample, before: RankSample | None) -> RankRow:
     seconds = max(now.time_ns - page["op_start_ns"], 0) / 1e9  # it may have begun since the look
     texts = (
         str(now.rank),
+        "" if now.as_rank is None else str(now.as_rank),
         str(page["pid"]),
         printable(state),
         str(step_of(now)),
@@ -133,6 +159,7 @@ def as_json(now: RankSample) -> dict[str, Any]:
     return {
         "job": now.job,
         "rank": now.rank,
+        "as_rank": now.as_rank,
         "size": now.page["size"],
         "host": now.page["host"],
         "pid": now.page["pid"],
@@ -190,7 +217,7 @@ def _good_state(page: Mapping[str, Any]) -> str:
     if page["state"] != PageState.RUNNING:
         return PageState(page["state"]).name.lower()
     doing = "waits" if page["op_state"] == OpState.RUNNING else "computes"
-    shown = f"{role}: " if role not in ("", "worker") else ""
+    shown = f"{role}: " if role.partition(" ")[0] not in ("", "worker", "rank") else ""
     return shown + ("paused" if page["is_paused"] else doing)
 
 

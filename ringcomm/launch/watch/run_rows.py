@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ringcomm.foreign_text import printable
 from ringcomm.launch.job.records import RunConfig, RunEnd
-from ringcomm.launch.job.run_words import seconds_text
+from ringcomm.launch.job.run_words import lost_text, seconds_text
 from ringcomm.launch.job.verdict import SIGNAL_NAMES, STOPPED_IN_ORDER
 
 RUNNING: Final = "running"
@@ -41,6 +41,8 @@ class RunFacts:
         end: how it ended; None: it has left no record of that.
         is_live: None: only its own hosts know.
         is_finishing: it lives, but each rank has ended, or has left the job.
+        is_paused: its ranks wait for the command `resume`.
+        n_gone: how many of its ranks are lost, or have ended, while it lives.
         jobs: the names of its live jobs, as far as this host has ranks of them.
         metric: of the chosen name; None: it has logged no such value.
         problems: why files of it do not count.
@@ -56,11 +58,15 @@ class RunFacts:
     metric: MetricValues | None = None
     problems: tuple[str, ...] = field(default=())
     is_finishing: bool = False
+    is_paused: bool = False
+    n_gone: int = 0
 
     @property
     def state(self) -> str:
         if self.end is None and self.is_finishing:
             return FINISHING
+        if self.is_live and self.is_paused:
+            return "paused"
         if self.end is None:
             return {True: RUNNING, False: "lost", None: "not seen"}[self.is_live]
         if self.end.code == 0:
@@ -68,6 +74,28 @@ class RunFacts:
         stopping = (STOPPED_IN_ORDER, *(128 + number for number in SIGNAL_NAMES))
         is_asked = self.end.code in stopping and self.end.rank is None
         return "stopped" if is_asked else "failed"
+
+    @property
+    def n_live(self) -> int | None:
+        """How many ranks live; None: it does not live, or that is not known."""
+        if self.is_live is not True or self.config.ranks is None:
+            return None
+        return self.config.ranks - self.n_gone
+
+    @property
+    def ranks(self) -> str:
+        """How many ranks it has, and how many of them live if some do not; "": not known."""
+        if self.config.ranks is None:
+            return ""
+        live = f"{self.n_live} of " if self.n_live is not None and self.n_gone else ""
+        return f"{live}{self.config.ranks}"
+
+    @property
+    def lost(self) -> str:
+        """Which ranks it has lost on the way; "" for none, or if it has failed."""
+        if self.end is None or self.state == "failed":
+            return ""
+        return lost_text(self.end.lost)
 
     @property
     def how(self) -> str:
@@ -79,9 +107,8 @@ class RunFacts:
                 None: f"only {self.config.host or 'its host'} knows",
             }[self.is_live]
         after = "" if self.end.seconds is None else f"after {seconds_text(self.end.seconds)}"
-        if self.end.code == 0:
-            return after
-        return ", ".join(filter(None, (self.end.what, f"exit {self.end.code}", after)))
+        what = () if self.end.code == 0 else (self.end.what, f"exit {self.end.code}")
+        return ", ".join(filter(None, (*what, after, self.lost)))
 
 
 def over_text(facts: RunFacts) -> str:
@@ -138,7 +165,7 @@ def _row(run: RunFacts) -> tuple[str, ...]:
         run.name,
         program_text(run.config.program),
         run.state,
-        "" if run.config.ranks is None else str(run.config.ranks),
+        run.ranks,
         shown_time(run.config.started),
         run.how,
         last,
@@ -172,11 +199,13 @@ def as_json(run: RunFacts, metric: str) -> dict[str, Any]:
         "program": list(run.config.program),
         "state": run.state,
         "ranks": run.config.ranks,
+        "live_ranks": run.n_live,
         "started": run.config.started or None,
         "ended": (end.ended or None) if end else None,
         "seconds": end.seconds if end else None,
         "exit_code": end.code if end else None,
         "how": end.what if end else None,
+        "lost": {str(rank): deed for rank, deed in end.lost.items()} if end else {},
         "metric": metric,
         "last": run.metric.last if run.metric else None,
         "best": run.metric.best if run.metric else None,

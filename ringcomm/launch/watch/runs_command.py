@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     known = known[: args.last or None]
     best = "max" if args.max else "min"
     facts = [
-        facts_of(each, args.metric, best=best)
+        facts_of(each, args.metric, best=best, samples=samples)
         if each.folder
         else facts_of_job(each, samples, args.metric)
         for each in known

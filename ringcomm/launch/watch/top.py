@@ -23,6 +23,7 @@ from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.find_runs import find, why_not_live
 from ringcomm.launch.watch.other_hosts import RunFolders, of_run, run_folder_named
 from ringcomm.launch.watch.rank_rows import (
+    AS_RANK,
     COLUMNS,
     RankRow,
     RankSample,
@@ -232,7 +233,8 @@ def _tables(
 def _plain(jobs: Jobs, samples: Sequence[RankSample], before: _Samples) -> str:
     lines = []
     for title, rows, events in _tables(jobs, samples, before):
-        texts = [COLUMNS, *(row.texts for row in rows)]
+        shown = _shown_columns(rows)
+        texts = [[each[i] for i in shown] for each in (COLUMNS, *(row.texts for row in rows))]
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         lines.append(title)
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in texts]
@@ -250,7 +252,7 @@ def _rich(jobs: Jobs, samples: Sequence[RankSample], before: _Samples) -> Group:
         table = Table(
             title=Text(title, "table.title"), title_justify="left", box=None, padding=(0, 1, 0, 0)
         )
-        shown = [i for i, name in enumerate(COLUMNS) if name != "GPU" or _has_values(rows, i)]
+        shown = _shown_columns(rows, hides_gpu=not _has_values(rows, COLUMNS.index("GPU")))
         for name in (COLUMNS[i] for i in shown):
             is_text = name in _SHRINKING
             table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
@@ -259,6 +261,13 @@ def _rich(jobs: Jobs, samples: Sequence[RankSample], before: _Samples) -> Group:
             table.add_row(*cells, style="bold red" if row.is_bad else None)
         parts += [table, *map(Text, events)]
     return Group(*parts)
+
+
+def _shown_columns(rows: Sequence[RankRow], *, hides_gpu: bool = False) -> list[int]:
+    """Return which columns are shown: ranks as they are now only if a process has moved."""
+    hidden = set() if any(row.has_moved for row in rows) else {AS_RANK}
+    hidden |= {"GPU"} if hides_gpu else set()
+    return [i for i, name in enumerate(COLUMNS) if name not in hidden]
 
 
 def _has_values(rows: Sequence[RankRow], column: int) -> bool:

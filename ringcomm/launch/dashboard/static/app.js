@@ -8,7 +8,7 @@ const MAX_LINES = 5000; // of the log
 const ASKED = new URLSearchParams(location.search);
 const GOOD = { training: "good", completed: "good", failed: "bad", lost: "bad", paused: "wait", stopped: "wait", finishing: "spare", init: "spare", importing: "spare", starting: "spare", running: "good" };
 const COLUMNS = [ // key, title, width
-  ["rank", "rank", 5], ["kind", "role", 6], ["host", "host", 7], ["pid", "pid", 6], ["state", "state", 11],
+  ["rank", "rank", 5], ["as_rank", "as rank", 5], ["kind", "role", 6], ["host", "host", 7], ["pid", "pid", 6], ["state", "state", 11],
   ["step", "step", 6], ["operation", "operation", 15], ["wait", "wait", 5], ["memory_nbytes", "memory", 7],
   ["gpu_nbytes", "GPU", 5], ["values", "values", 20], ["stacks", "", 6],
 ];
@@ -101,7 +101,7 @@ function cellTexts(r) {
   const operation = r.operation ? `${r.operation} for ${r.operation_s.toFixed(1)} s` : "";
   const wait = r.wait == null ? "" : `${Math.round(100 * r.wait)} %`;
   const [memory, gpu] = [r.memory_nbytes, r.gpu_nbytes].map(amountText);
-  return [r.rank, r.kind, r.host, r.pid, r.state, r.step, operation, wait, memory, gpu, valuesOf(r)];
+  return [r.rank, r.as_rank, r.kind, r.host, r.pid, r.state, r.step, operation, wait, memory, gpu, valuesOf(r)];
 }
 
 function newRow() {
@@ -117,6 +117,7 @@ function showRanks(ranks) {
   const body = $("ranks");
   while (body.rows.length > ranks.length) body.lastChild.remove();
   while (body.rows.length < ranks.length) body.append(newRow());
+  $("table").classList.toggle("moved", ranks.some(hasMoved));
   const keyed = ranks.map((rank) => ({ ...rank, values: valuesOf(rank) }));
   inOrder(keyed, ...sort).forEach((rank, i) => {
     const row = body.rows[i];
@@ -254,7 +255,7 @@ function showList({ runs, folder }) {
     const row = element("tr", null, { "data-key": each.key });
     const box = element("input", null, { type: "checkbox", "aria-label": `compare ${each.name}` });
     box.checked = chosen.has(each.key);
-    const texts = [each.command, each.ranks, each.started, durationText(each.seconds), [each.state === "completed" ? "" : each.how, each.where].filter(Boolean).join(", ")];
+    const texts = [each.command, each.ranks, each.started, durationText(each.seconds), [each.how, each.where].filter(Boolean).join(", ")];
     const badge = element("span", each.state, { class: `badge ${GOOD[each.state] ?? ""}` });
     [box, linkOf(each.key, each.name), badge, ...texts].forEach((part) => row.appendChild(element("td")).append(part ?? ""));
     return row;

@@ -3,6 +3,7 @@
 
 const $ = (id) => document.getElementById(id);
 const MAX_POINTS = 4000; // of a line; of more, every second one is dropped
+const FOLD = 40; // pixels within which marks of one kind are one
 const MAX_COLUMNS = 2000; // of the history of waiting times
 const COLORS = ["#3b7dd8", "#d9822b", "#2a9d63", "#b455c8", "#d0483e", "#1b93a3", "#93893b", "#7a8591"];
 const charts = new Map(); // name of a metric -> {plot, series: rank -> {points}, other, zoom}
@@ -49,7 +50,7 @@ function showRing(ranks) {
   }
   for (const { rank, x, y } of places.nodes) {
     const node = svg("circle", { class: `node ${kindOf(rank)}`, cx: x, cy: y, r: 15 });
-    node.appendChild(svg("title", {})).textContent = `rank ${rank.rank}, ${rank.kind}: ${rank.state}`;
+    node.appendChild(svg("title", {})).textContent = `rank ${rank.rank}${hasMoved(rank) ? `, as rank ${rank.as_rank}` : ""}, ${rank.kind}: ${rank.state}`;
     const letter = ROLE_LETTERS[rank.kind] ?? "";
     const label = svg("text", { x, y: letter ? y - 3 : y });
     label.textContent = rank.rank;
@@ -241,20 +242,24 @@ function drawMarks(plot) {
   pen.font = `700 ${10 * scale}px system-ui`;
   pen.textAlign = "center";
   const taken = new Map(); // how many letters stand at a place
-  for (const { step, kind } of marks) {
-    const x = Math.round(plot.valToPos(step, "x", true));
-    if (x < bbox.left || x > bbox.left + bbox.width) continue;
-    const [letter, shadeName] = KINDS[kind];
-    pen.strokeStyle = pen.fillStyle = color(shadeName);
-    pen.globalAlpha = 0.6;
-    pen.setLineDash([3 * scale, 3 * scale]);
+  const placed = marks.map(({ step, kind }) => ({ kind, x: Math.round(plot.valToPos(step, "x", true)) }));
+  const seen = placed.filter(({ x }) => x >= bbox.left && x <= bbox.left + bbox.width);
+  const shown = folded(seen, FOLD * scale);
+  pen.setLineDash([3 * scale, 3 * scale]);
+  pen.globalAlpha = 0.6;
+  for (const { kind, x } of [...shown].reverse()) { // what comes first lies on top
+    pen.strokeStyle = color(KINDS[kind][1]);
     pen.beginPath();
     pen.moveTo(x, bbox.top);
-    pen.lineTo(x, bbox.top + bbox.height);
+    pen.lineTo(x, bbox.top + (SHORT.includes(kind) ? 24 * scale : bbox.height));
     pen.stroke();
-    pen.globalAlpha = 1;
+  }
+  pen.globalAlpha = 1;
+  for (const { kind, x, n } of shown) {
+    const [letter, shadeName] = KINDS[kind];
     const place = Math.round(x / (10 * scale));
-    pen.fillText(letter, x, bbox.top + (9 + 11 * (taken.get(place) ?? 0)) * scale);
+    pen.fillStyle = color(shadeName);
+    pen.fillText(n > 1 ? `${letter}${n}` : letter, x, bbox.top + (9 + 11 * (taken.get(place) ?? 0)) * scale);
     taken.set(place, (taken.get(place) ?? 0) + 1);
   }
   pen.restore();

@@ -9,6 +9,9 @@ const KINDS = {
 };
 const MARKED = ["death", "recovery", "spare", "failover", "view", "checkpoint", "stall", "slow", "command"];
 
+const ALONE = ["death", "recovery"]; // have a mark each
+const SHORT = ["checkpoint", "command", "view"]; // have a short line in charts
+
 function durationText(seconds) {
   if (seconds == null || !isFinite(seconds)) return "";
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
@@ -93,6 +96,11 @@ function kindOf(rank) {
   return rank.operation ? "waits" : "";
 }
 
+// Its process has the place of another rank now: the table has a column for that then.
+function hasMoved(rank) {
+  return rank.as_rank != null && rank.as_rank !== rank.rank;
+}
+
 const ROLE_LETTERS = { worker: "", chief: "C", server: "S", evaluator: "E", spare: "P" };
 
 // Returns the places of ranks: one box per host, in it rows of circles.
@@ -132,6 +140,23 @@ function ringLinks(nodes) {
   if (nodes.some(({ rank }) => rank.kind === "server") || live.length < 2 || live.length > 16) return [];
   const pairs = live.map((node, i) => [node, live[(i + 1) % live.length]]);
   return live.length === 2 ? pairs.slice(0, 1) : pairs;
+}
+
+// Folds marks of one kind that would stand closer than `least` pixels into one with a count; deaths
+// and recoveries stay single, and come first, so that their letters stand at the top.
+// marks: [{kind, x}], in the order of time. Returns [{kind, x, n}].
+function folded(marks, least) {
+  const [first, rest, open] = [[], [], new Map()];
+  for (const { kind, x } of [...marks].sort((a, b) => a.x - b.x)) {
+    const before = open.get(kind);
+    if (ALONE.includes(kind)) first.push({ kind, x, n: 1 });
+    else if (before && x - before.x < least) before.n += 1;
+    else {
+      open.set(kind, { kind, x, n: 1 });
+      rest.push(open.get(kind));
+    }
+  }
+  return [...first, ...rest];
 }
 
 // Orders rows for the table: numbers by size, texts by letters, what is empty last.
