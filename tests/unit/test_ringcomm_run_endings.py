@@ -198,7 +198,7 @@ def test_what_is_missing_is_said_if_too_few_have_ended_well():
     assert verdict.what == "rank 1 failed; 1 worker has ended well, and there must be 2"
 
 
-# --- what a rank did without which the others go on -------------------------------------------------
+# --- what a rank did without which the others go on ---------------------------------------------
 REPORT = "x rank 1 (host node7 (rack 2), pid 12) "
 DEEDS = {
     "raised ValueError after step 21 - exit 1\n    ValueError: a (b)": "raised ValueError",

@@ -11,7 +11,8 @@ from ringcomm.launch.cli import main
 from ringcomm.launch.job.records import RunConfig, RunEnd, parse_run_config, parse_run_end
 from ringcomm.launch.job.run_folder import RunFolder, time_text
 from ringcomm.launch.job.run_words import seconds_text
-from ringcomm.launch.watch.find_runs import metric_of
+from ringcomm.launch.watch.find_runs import facts_of, metric_of
+from ringcomm.launch.watch.rank_rows import Process, RankSample
 from ringcomm.launch.watch.run_rows import (
     MetricValues,
     RunFacts,
@@ -20,6 +21,7 @@ from ringcomm.launch.watch.run_rows import (
     table,
 )
 from ringcomm.launch.watch.which_run import KnownRun, NoSuchRunError, choose
+from ringcomm.status.page_enums import PageState
 
 OLD = KnownRun("/w/runs/2026-11-20T10-00-00", "runs/2026-11-20T10-00-00", True, began_s=1)
 NEW = KnownRun("/w/runs/2026-11-20T22-10-03", "runs/2026-11-20T22-10-03", True, ("1c0e",), True, 2)
@@ -152,6 +154,8 @@ def test_of_a_run_that_has_ended_one_sentence_says_how_and_when():
     assert (
         over_text(facts(ended(3, "rank 1 failed", 1))) == f"{text}rank 1 failed, exit 3, after 12 s"
     )
+    assert over_text(facts(), "it").startswith("it left no record")
+    assert over_text(facts(ended(0, "completed")), "it").startswith("it is over at ")
     assert over_text(with_lost(0, "completed")) == f"{text}completed after 12 s, {LOST}"
     assert over_text(facts()).startswith("the run runs/a left no record of its end")
 
@@ -269,6 +273,23 @@ def test_the_list_has_the_runs_of_a_folder_the_newest_first(tmp_path, capsys, mo
     assert main(["runs"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.split(maxsplit=3) == ["a", "failed", "2", "rank 1 failed, exit 3, after 12 s"]
+
+
+@pytest.mark.parametrize(
+    ("job", "page", "state"),
+    [
+        ("1c0e", {"is_paused": True}, "paused"),
+        ("1c0e", {"is_paused": False}, "running"),
+        ("1c0e", {"is_paused": True, "state": PageState.LEFT}, "running"),
+        ("1d00", {"is_paused": True}, "running"),
+    ],
+)
+def test_a_live_run_is_paused_as_the_status_pages_of_its_ranks_say(job, page, state, tmp_path):
+    folder = a_run(tmp_path / "a", pid=os.getpid(), started=time_text(0))
+    page = {"job": job, "rank": 0, "state": PageState.RUNNING} | page
+    samples = [RankSample(1, page, [], [], Process(0.0, 0))]
+    run = KnownRun(str(folder.path), "a", True, ("1c0e",))
+    assert facts_of(run, samples=samples).state == state
 
 
 @pytest.mark.usefixtures("no_job")

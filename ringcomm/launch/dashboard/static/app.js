@@ -8,7 +8,7 @@ const MAX_LINES = 5000; // of the log
 const ASKED = new URLSearchParams(location.search);
 const GOOD = { training: "good", completed: "good", failed: "bad", lost: "bad", paused: "wait", stopped: "wait", finishing: "spare", init: "spare", importing: "spare", starting: "spare", running: "good" };
 const COLUMNS = [ // key, title, width
-  ["rank", "rank", 5], ["as_rank", "as rank", 5], ["kind", "role", 6], ["host", "host", 7], ["pid", "pid", 6], ["state", "state", 11],
+  ["rank", "rank", 5], ["as_rank", "as rank", 6], ["kind", "role", 6], ["host", "host", 7], ["pid", "pid", 6], ["state", "state", 11],
   ["step", "step", 6], ["operation", "operation", 15], ["wait", "wait", 5], ["memory_nbytes", "memory", 7],
   ["gpu_nbytes", "GPU", 5], ["values", "values", 20], ["stacks", "", 6],
 ];

@@ -30,7 +30,7 @@ function svg(name, attributes) {
 }
 
 // --- ranks by host -------------------------------------------------------------------------------
-const STATES = { "": "computes", waits: "waits", idle: "starts or is paused", spare: "spare", bad: "failed", gone: "ended" };
+const STATES = { "": "computes", waits: "waits", idle: "starts or is paused", spare: "spare", bad: "failed or lost", gone: "ended" };
 const SHADES = { "": "good", waits: "wait", idle: "gone", spare: "spare", bad: "bad", gone: "gone" };
 
 function showRing(ranks) {
