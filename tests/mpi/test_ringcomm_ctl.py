@@ -127,9 +127,10 @@ def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp
         [BIN / "ringcomm", "top", "--json", tmp_path / "run"], env=job_environment()
     )
     assert [each["rank"] for each in json.loads(shown.stdout)] == [0, 1, 2]
-    assert row_of(tmp_path, capsys)["state"] == "running"
+    assert row_of(tmp_path, capsys)["state"] == "paused"
     by_folder = ctl(tmp_path, "resume", run=tmp_path / "run")
     assert by_folder == (0, f"resume: goes on after step {step}\n")
+    wait_until(lambda: row_of(tmp_path, capsys)["state"] == "running", "it is said to be paused")
     traces = [tmp_path / "run" / f"timeline.{rank}.json" for rank in range(3)]
     wait_until(lambda: all("allreduce[w]" in each.read_text() for each in traces), "no timeline")
     code, said = ctl(tmp_path, "timeline", "stop")

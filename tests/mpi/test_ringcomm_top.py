@@ -29,6 +29,7 @@ from harness import (
 
 from ringcomm.launch.watch.diagnosis import History, late_rank
 from ringcomm.launch.watch.rank_rows import (
+    AS_RANK,
     COLUMNS,
     Process,
     RankSample,
@@ -452,21 +453,26 @@ def lines_at_width(width, samples):
     return console.file.getvalue().splitlines()
 
 
-def test_a_terminal_of_80_columns_has_room_for_each_rank_on_one_line():
+@pytest.mark.parametrize("roles", [("", "", ""), ("", "", "rank 1")], ids=["first", "moved"])
+def test_a_terminal_of_80_columns_has_room_for_each_rank_on_one_line(roles):
     scalars = [("loss", 5, 0.25), ("lr", 5, 0.1), ("accuracy", 5, 0.875)]
     waiting = {"op_state": 1, "op_name": "allreduce_[gradients of bias+1 (optimizer 1)]"}
     samples = [
         replace(
-            sample(12, rank=rank, pid=4_194_300 + rank, step=123_456, **waiting),
+            sample(12, rank=rank, pid=4_194_300 + rank, step=123_456, role=role, **waiting),
             scalars=scalars,
             process=Process(2.0, 123_000_000),
         )
-        for rank in range(3)
+        for rank, role in enumerate(roles)
     ]
     _, heads, *rows = lines_at_width(80, samples)
-    assert heads.split() == [each for each in COLUMNS if each != "GPU"], heads
+    if any(roles):
+        assert heads.startswith("rank as rank     pid state "), heads
+    else:
+        assert heads.split() == [each for each in COLUMNS if each not in ("GPU", AS_RANK)], heads
     for rank, row in enumerate(rows):
-        start = rf"{rank} +{4_194_300 + rank} +waits +123456 +allreduce.* +12\.0 s +.*123 MB +loss="
+        begin = rf"{rank}( +\d)? +{4_194_300 + rank} +waits +123456 +"
+        start = rf"{begin}allr.* +12\.0 s +.*123 MB +loss="
         assert re.search(start, row), row
     assert len(rows) == 3
 

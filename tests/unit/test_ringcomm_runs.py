@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 
 from ringcomm.launch.cli import main
+from ringcomm.launch.dashboard.all_runs import AllRuns
+from ringcomm.launch.dashboard.command import source_of
+from ringcomm.launch.dashboard.source import LiveRanks
 from ringcomm.launch.job.records import RunConfig, RunEnd, parse_run_config, parse_run_end
 from ringcomm.launch.job.run_folder import RunFolder, time_text
 from ringcomm.launch.job.run_words import seconds_text
-from ringcomm.launch.watch.find_runs import facts_of, metric_of
+from ringcomm.launch.watch.find_runs import facts_of, metric_of, why_not_live
 from ringcomm.launch.watch.rank_rows import Process, RankSample
 from ringcomm.launch.watch.run_rows import (
     MetricValues,
@@ -302,6 +305,43 @@ def test_a_live_run_lists_how_many_are_left_by_what_guardians_and_ranks_record(t
     assert (found["ranks"], found["live_ranks"]) == (4, 2)
     assert main(["runs", "--runs", str(tmp_path)]) == 0
     assert " running  2 of 4  " in capsys.readouterr().out
+
+
+def test_of_a_run_that_is_ending_it_is_not_said_that_its_ranks_are_yet_to_come(tmp_path):
+    folder = a_run(tmp_path / "a", pid=os.getpid(), started=time_text(0))
+    run = KnownRun(str(folder.path), "runs/a", True)
+    assert why_not_live(run) == "no rank of the run runs/a is through ringcomm.init() on this host"
+    (folder.path / "rank-0.end").write_bytes(b"began\nleft\nexit 000\n")
+    assert "through ringcomm.init()" in why_not_live(run)
+    (folder.path / "guardian-0").write_bytes(b"watches 1\nreport 1 137 killed 5 2\nx\n")
+    assert why_not_live(run).startswith("all ranks of the run runs/a have ended; ")
+
+
+@pytest.mark.usefixtures("no_job")
+def test_a_list_of_the_dashboard_says_what_was_lost_and_who_lives(tmp_path, monkeypatch):
+    lost = {"code": 0, "what": "completed", "rank": None, "lost": {"1": "raised ValueError"}}
+    a_run(tmp_path / "a", END | lost | {"seconds": 12.0})
+    live = a_run(tmp_path / "b", ranks=3, pid=os.getpid(), started=time_text(0))
+    (live.path / "guardian-0").write_bytes(b"watches 1\nreport 1 137 killed 5 2\nx\n")
+    rows = AllRuns(tmp_path, None, LiveRanks()).listing()["runs"]
+    found = {each["name"]: (each["state"], each["ranks"], each["how"]) for each in rows}
+    assert found == {"a": ("completed", "2", LOST), "b": ("running", "2 of 3", "")}
+    monkeypatch.setattr("ringcomm.launch.watch.find_runs._is_paused", lambda *_: True)
+    monkeypatch.setattr(LiveRanks, "sample", lambda _: [None])
+    monkeypatch.setattr("ringcomm.launch.dashboard.all_runs.known_runs", lambda *_: [
+        KnownRun(str(live.path), "b", True)
+    ])  # fmt: skip
+    (row,) = AllRuns(tmp_path, None, LiveRanks()).listing()["runs"]
+    assert (row["state"], row["is_live"]) == ("paused", True)
+
+
+@pytest.mark.usefixtures("no_job")
+def test_a_run_that_is_over_is_opened_with_a_sentence(tmp_path):
+    a_run(tmp_path / "a", END | {"ended": "2026-11-20T22:10:15+0000"})
+    _, text = source_of("a", tmp_path, LiveRanks())
+    assert text == (
+        f"shows {tmp_path}/a, which is over at 2026-11-20 22:10:15: rank 1 failed, exit 3"
+    )
 
 
 @pytest.mark.usefixtures("no_job")
