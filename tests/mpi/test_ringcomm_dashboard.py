@@ -663,6 +663,8 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
     wait_until(lambda: browser.value(enabled) == 0, "buttons are on after the end")
     wait_until(lambda: kinds_of_events(browser)[-2:] == ["death", "end"], "no death among events")
     if target:
+        are_drawn = "[...charts.values()].every((chart) => !chart.isNew)"
+        wait_until(lambda: browser.value(are_drawn), "the marks are not drawn")
         shoot(browser, Path(target) / "dashboard-death.png")
     browser("Page.reload")
     wait_until(
@@ -917,6 +919,16 @@ def test_what_the_page_decides_of_itself(browser, dashboard, tmp_path):
     assert places["width"] <= 374
     assert of(f"ringLinks(topology({ranks}, 374).nodes).length") == 0
     assert of(f"ringLinks(topology({ranks}.slice(0, 4), 374).nodes).length") == 4
+    moved = json.dumps(
+        [
+            {"rank": n, "as_rank": at, "lives": True, "state": ""}
+            for n, at in ((0, 0), (1, 2), (2, 1))
+        ]
+    )
+    pairs = f"ringLinks(topology({moved}, 374).nodes)"
+    links = of(f"{pairs}.map((pair) => pair.map((node) => node.rank.rank))")
+    assert links == [[0, 2], [2, 1], [1, 0]]
+    assert of("[1, 7, 12].map((step) => within(step, [5, 9]))") == [5, 7, 9]
     # A zoom stays when points come, and until a double click.
     line = "Array.from({length: 100}, (_, i) => [i + %d, i])"
     chart = "charts.get('loss')"
@@ -938,12 +950,12 @@ def test_what_the_page_decides_of_itself(browser, dashboard, tmp_path):
     )
     assert of(f"{chart}.plot.scales.y.distr") == 3
     # Neighbours of one kind are one mark, but no death or recovery is hidden, and these come first.
-    xs = {"checkpoint": (0, 15, 39, 41, 90), "command": (16,), "death": (38, 39), "recovery": (39,)}
+    xs = {"checkpoint": (0, 15, 41, 80, 85), "command": (16,), "death": (38, 39), "recovery": (39,)}
     given = [{"kind": kind, "x": x} for kind, at in xs.items() for x in at]
     marks = [(each["kind"], each["x"], each["n"]) for each in of(f"folded({given}, 40)")]
     assert marks == [
-        ("death", 38, 1), ("death", 39, 1), ("recovery", 39, 1), ("checkpoint", 0, 3),
-        ("command", 16, 1), ("checkpoint", 41, 1), ("checkpoint", 90, 1),
+        ("death", 38, 1), ("death", 39, 1), ("recovery", 39, 1), ("checkpoint", 0, 2),
+        ("command", 16, 1), ("checkpoint", 41, 2), ("checkpoint", 85, 1),
     ]  # fmt: skip
     # An ordered stop is not red.
     assert of("kindOf({is_bad: false, lives: false, state: 'exit 75, as asked'})") == "gone"

@@ -242,7 +242,8 @@ function drawMarks(plot) {
   pen.font = `700 ${10 * scale}px system-ui`;
   pen.textAlign = "center";
   const taken = new Map(); // how many letters stand at a place
-  const placed = marks.map(({ step, kind }) => ({ kind, x: Math.round(plot.valToPos(step, "x", true)) }));
+  const steps = plot.data[0];
+  const placed = marks.map(({ step, kind }) => ({ kind, x: Math.round(plot.valToPos(within(step, steps), "x", true)) }));
   const seen = placed.filter(({ x }) => x >= bbox.left && x <= bbox.left + bbox.width);
   const shown = folded(seen, FOLD * scale);
   pen.setLineDash([3 * scale, 3 * scale]);

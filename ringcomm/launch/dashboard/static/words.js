@@ -136,21 +136,29 @@ function topology(ranks, width) {
 // Returns pairs of nodes that are neighbours in the ring. Jobs with servers have none: there each
 // worker speaks with each server. Of many ranks, the lines would only hide the ranks.
 function ringLinks(nodes) {
-  const live = nodes.filter(({ rank }) => ["", "waits"].includes(kindOf(rank)));
+  const place = ({ rank }) => rank.as_rank ?? rank.rank;
+  const live = nodes.filter(({ rank }) => ["", "waits"].includes(kindOf(rank))).sort((a, b) => place(a) - place(b));
   if (nodes.some(({ rank }) => rank.kind === "server") || live.length < 2 || live.length > 16) return [];
   const pairs = live.map((node, i) => [node, live[(i + 1) % live.length]]);
   return live.length === 2 ? pairs.slice(0, 1) : pairs;
 }
 
+// Returns where in a chart of these steps something is marked that may be beyond what was logged.
+function within(step, steps) {
+  return steps.length ? Math.min(Math.max(step, steps[0]), steps.at(-1)) : step;
+}
+
 // Folds marks of one kind that would stand closer than `least` pixels into one with a count; deaths
-// and recoveries stay single, and come first, so that their letters stand at the top.
+// and recoveries stay single, no mark is folded over one of them, and they come first: at the top.
 // marks: [{kind, x}], in the order of time. Returns [{kind, x, n}].
 function folded(marks, least) {
   const [first, rest, open] = [[], [], new Map()];
   for (const { kind, x } of [...marks].sort((a, b) => a.x - b.x)) {
     const before = open.get(kind);
-    if (ALONE.includes(kind)) first.push({ kind, x, n: 1 });
-    else if (before && x - before.x < least) before.n += 1;
+    if (ALONE.includes(kind)) {
+      first.push({ kind, x, n: 1 });
+      open.clear();
+    } else if (before && x - before.x < least) before.n += 1;
     else {
       open.set(kind, { kind, x, n: 1 });
       rest.push(open.get(kind));
