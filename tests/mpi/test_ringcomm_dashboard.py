@@ -950,12 +950,12 @@ def test_what_the_page_decides_of_itself(browser, dashboard, tmp_path):
     )
     assert of(f"{chart}.plot.scales.y.distr") == 3
     # Neighbours of one kind are one mark, but no death or recovery is hidden, and these come first.
-    xs = {"checkpoint": (0, 15, 41, 80, 85), "command": (16,), "death": (38, 39), "recovery": (39,)}
+    xs = {"checkpoint": (0, 15, 35, 80, 85), "command": (16,), "death": (30, 31), "recovery": (31,)}
     given = [{"kind": kind, "x": x} for kind, at in xs.items() for x in at]
     marks = [(each["kind"], each["x"], each["n"]) for each in of(f"folded({given}, 40)")]
     assert marks == [
-        ("death", 38, 1), ("death", 39, 1), ("recovery", 39, 1), ("checkpoint", 0, 2),
-        ("command", 16, 1), ("checkpoint", 41, 2), ("checkpoint", 85, 1),
+        ("death", 30, 1), ("death", 31, 1), ("recovery", 31, 1), ("checkpoint", 0, 2),
+        ("command", 16, 1), ("checkpoint", 35, 1), ("checkpoint", 80, 2),
     ]  # fmt: skip
     # An ordered stop is not red.
     assert of("kindOf({is_bad: false, lives: false, state: 'exit 75, as asked'})") == "gone"

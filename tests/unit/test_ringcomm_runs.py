@@ -9,7 +9,6 @@ import pytest
 
 from ringcomm.launch.cli import main
 from ringcomm.launch.dashboard.all_runs import AllRuns
-from ringcomm.launch.dashboard.command import source_of
 from ringcomm.launch.dashboard.source import LiveRanks
 from ringcomm.launch.job.records import RunConfig, RunEnd, parse_run_config, parse_run_end
 from ringcomm.launch.job.run_folder import RunFolder, time_text
@@ -333,15 +332,6 @@ def test_a_list_of_the_dashboard_says_what_was_lost_and_who_lives(tmp_path, monk
     ])  # fmt: skip
     (row,) = AllRuns(tmp_path, None, LiveRanks()).listing()["runs"]
     assert (row["state"], row["is_live"]) == ("paused", True)
-
-
-@pytest.mark.usefixtures("no_job")
-def test_a_run_that_is_over_is_opened_with_a_sentence(tmp_path):
-    a_run(tmp_path / "a", END | {"ended": "2026-11-20T22:10:15+0000"})
-    _, text = source_of("a", tmp_path, LiveRanks())
-    assert text == (
-        f"shows {tmp_path}/a, which is over at 2026-11-20 22:10:15: rank 1 failed, exit 3"
-    )
 
 
 @pytest.mark.usefixtures("no_job")
