@@ -156,8 +156,6 @@ def test_of_a_run_that_has_ended_one_sentence_says_how_and_when():
     assert (
         over_text(facts(ended(3, "rank 1 failed", 1))) == f"{text}rank 1 failed, exit 3, after 12 s"
     )
-    assert over_text(facts(), "it").startswith("it left no record")
-    assert over_text(facts(ended(0, "completed")), "it").startswith("it is over at ")
     assert over_text(with_lost(0, "completed")) == f"{text}completed after 12 s, {LOST}"
     assert over_text(facts()).startswith("the run runs/a left no record of its end")
 
@@ -313,7 +311,7 @@ def test_of_a_run_that_is_ending_it_is_not_said_that_its_ranks_are_yet_to_come(t
     (folder.path / "rank-0.end").write_bytes(b"began\nleft\nexit 000\n")
     assert "through ringcomm.init()" in why_not_live(run)
     (folder.path / "guardian-0").write_bytes(b"watches 1\nreport 1 137 killed 5 2\nx\n")
-    assert why_not_live(run).startswith("all ranks of the run runs/a have ended; ")
+    assert why_not_live(run).startswith("all ranks of the run runs/a have ended, ")
 
 
 @pytest.mark.usefixtures("no_job")

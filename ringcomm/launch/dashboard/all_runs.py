@@ -16,8 +16,6 @@ from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.watch.find_runs import facts_of, facts_of_job, known_runs
 from ringcomm.launch.watch.rank_rows import RankSample
 from ringcomm.launch.watch.run_rows import (
-    FINISHING,
-    RUNNING,
     RunFacts,
     program_words,
     shown_time,

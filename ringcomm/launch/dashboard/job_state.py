@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ringcomm.foreign_text import is_int64, is_number, parsed_json, printable
 from ringcomm.launch.job.run_words import Stages, start_text
-from ringcomm.launch.watch.run_rows import FINISHING, RUNNING
+from ringcomm.launch.watch.run_rows import FINISHING, PAUSED, RUNNING
 
 _WINDOW_S: Final = 20.0  # of which the pace is
 _LEAST_S: Final = 1.0
@@ -45,7 +45,7 @@ def job_state(
         seconds: since it began.
     """
     here = [each for each in states if each not in ("left", "dead", "spare", "reserve")]
-    if recorded not in (RUNNING, FINISHING) and not (recorded == "not seen" and here):
+    if recorded not in (RUNNING, FINISHING, PAUSED) and not (recorded == "not seen" and here):
         return JobState(recorded, how)
     if stages is not None and stages.size and stages.through < stages.size:
         text = start_text(stages, seconds, seconds)
@@ -53,7 +53,7 @@ def job_state(
             return JobState("init", text)
         return JobState("importing" if stages.started else "starting", text)
     if any(each.endswith("paused") for each in here):
-        return JobState("paused", "the ranks wait for the command `resume`")
+        return JobState(PAUSED, "the ranks wait for the command `resume`")
     has_left = states and all(each in ("left", "leaving", "dead") for each in states)
     if has_left or recorded == FINISHING:
         return JobState(FINISHING, "the ranks have left the job, and their processes end")

@@ -37,7 +37,8 @@ class RecordedFailure:
 
 
 _DEED: Final = re.compile(
-    r"x rank .*?\(host .*?, pid [0-9]+\) (?:was )?(.*?)(?:(?: \(| after step [0-9]| - exit ).*)?"
+    r"x rank .*?\(host .*?, pid [0-9]+\)(?:, [^,]+,)? (?:was )?(.*?)"
+    r"(?:(?: \(| after step [0-9]| - exit ).*)?"
 )
 
 

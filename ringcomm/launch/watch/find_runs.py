@@ -291,16 +291,18 @@ def _is_live(folder: RunFolder, config: RunConfig) -> bool | None:
 
 def _are_all_done(folder: RunFolder, config: RunConfig) -> bool:
     """Return True if each rank has left the job, or has ended, as far as this host can know."""
-    ends, processes = folder.ends(), folder.ranks()
+    left = {rank for rank, end in folder.ends().items() if end.has_left}
+    gone, processes = _gone(folder) | left, folder.ranks()
 
     def is_done(rank: int) -> bool:
-        end = ends.get(rank)
-        if end is not None and (end.has_left or end.code is not None):
+        if rank in gone:
             return True
         process = processes.get(rank)
         return process is not None and process.host == host_name() and not process.lives
 
     return config.ranks is not None and all(map(is_done, range(config.ranks)))
+
+
 def _is_paused(run: KnownRun, folder: RunFolder, samples: Sequence[RankSample]) -> bool:
     here = [each for each in samples if each.job in run.jobs]
     elsewhere = [rank for report in reports(folder) for rank in report.ranks]

@@ -15,6 +15,7 @@ from ringcomm.launch.job.verdict import SIGNAL_NAMES, STOPPED_IN_ORDER
 
 RUNNING: Final = "running"
 FINISHING: Final = "finishing"
+PAUSED: Final = "paused"
 _PROGRAM: Final = 32
 _PYTHON: Final = re.compile(r"(?:.*/)?python[0-9.]*")
 _FLAGS: Final = re.compile(r"-[BEIOPSsu]+")  # of Python, without a value
@@ -66,7 +67,7 @@ class RunFacts:
         if self.end is None and self.is_finishing:
             return FINISHING
         if self.is_live and self.is_paused:
-            return "paused"
+            return PAUSED
         if self.end is None:
             return {True: RUNNING, False: "lost", None: "not seen"}[self.is_live]
         if self.end.code == 0:
