@@ -58,6 +58,10 @@ class Letter:
         """Do nothing: no other rank writes into a Letter."""
 
 
+def _is_not_crossed(_: int) -> bool:
+    return False
+
+
 class Watch:
     """Receives control messages and deaths; updates one PeerTable and the letter boxes.
 
@@ -78,7 +82,7 @@ class Watch:
         self.listeners: dict[ControlKind, Listener] = {}
         self.before_poll: Callable[[], None] | None = None
         self.line_of: Callable[[int], str] = lambda _: ""
-        self.is_crossed: Callable[[int], bool] = lambda _: False
+        self.is_crossed: Callable[[int], bool] = _is_not_crossed
         self._left: str | None = None
         self._news = News(transport.rank, transport.size)
         self._lock = threading.Lock()  # guards _news
@@ -98,6 +102,11 @@ class Watch:
             else:
                 self._hear(event)
         self._send_news()
+
+    def forget_engine(self) -> None:
+        """Hold no function of the engine, which holds this, any more."""
+        self.listeners.clear()
+        self.is_crossed = _is_not_crossed
 
     @property
     def has_left(self) -> bool:

@@ -126,7 +126,7 @@ def close(engine: Engine, *, is_clean: bool) -> None:
 
 def _drop_references(engine: Engine) -> None:
     engine.groups.default.short_calls = engine.groups.default.mail = None
-    engine.watch.listeners.clear()  # a cycle would keep the page's descriptor open
+    engine.watch.forget_engine()  # a cycle would keep the page's descriptor open
     engine.watch.before_poll = None
     engine.progress.close()
 
