@@ -90,8 +90,8 @@ def test_nobody_reads_later_for_who_gave_its_place_back():
 
 
 def test_who_is_alone_begins_behind_the_rounds_of_all_servers():
-    others = [Beginning(5, {1: 4, 2: 9}, 7, ("set a=1",)), Beginning(6, {1: 5}, 3)]
-    assert Beginning.behind(others) == Beginning(6, {1: 5, 2: 9}, 7, ("set a=1",))
+    others = [Beginning(5, {1: 4, 2: 9}, 7, 8, ("set a=1",)), Beginning(6, {1: 5}, 3, 9)]
+    assert Beginning.behind(others) == Beginning(6, {1: 5, 2: 9}, 7, 9, ("set a=1",))
 
 
 def test_a_place_is_given_to_the_lowest_who_fits_and_a_copy_knows_who_is_on_its_way():
@@ -126,6 +126,7 @@ def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_h
 ):
     """It says for them where it has begun itself."""
     monkeypatch.setattr(PROGRAM, "taken", ["set lr=0.1", "pause", "resume"])
+    monkeypatch.setattr(PROGRAM, "n_steps", 250)  # 240 of an earlier start
     table = SimpleNamespace(number=1, n_rounds=9, mode=SYNC)
     current = SimpleNamespace(
         clock=9, begins={1: 4, 2: 3}, tables={"w": table}, training=SimpleNamespace(n_calls=6),
@@ -135,7 +136,9 @@ def test_a_newcomer_beside_a_newcomer_is_in_the_rounds_of_tables_that_this_one_h
         ),
     )  # fmt: skip
     said = json.loads(let_in._here(current, 5).meta)
-    assert Beginning.of_json(said["begins"]) == Beginning(9, {1: 9, 2: 3}, 10, (*PROGRAM.taken,))
+    assert Beginning.of_json(said["begins"]) == Beginning(
+        9, {1: 9, 2: 3}, 10, 250, (*PROGRAM.taken,)
+    )
     assert (said["newcomer"], said["calls"]) == (5, 6)
 
 

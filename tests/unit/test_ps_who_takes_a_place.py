@@ -128,11 +128,11 @@ def test_a_worker_begins_where_the_chief_stands_still_once_all_servers_know_it()
     takes = here(leader)
     newcomer = Newcomer(50, "worker", 1, 1)
     assert told(takes) == [(0, TAKE_PLACE), (1, TAKE_PLACE)]
-    assert takes[0].content == [newcomer, [4, [(1, 4)], 0, []], 0]
+    assert takes[0].content == [newcomer, [4, [(1, 4)], 0, 0, []], 0]
     job.newcomers.take(newcomer, Beginning(4, {1: 4}))
     (begin,) = begins = answer(leader, takes)
     assert (begin.dest, begin.do) == (50, BEGIN)
-    assert begin.content == {"taken": [newcomer], "begins": [4, [(1, 4)], 0, []], "calls": 5}
+    assert begin.content == {"taken": [newcomer], "begins": [4, [(1, 4)], 0, 0, []], "calls": 5}
     news = answer(leader, begins)
     assert told(news) == [(EVALUATOR, MEET), (0, MEET), (2, MEET), (51, MEET)]
     # Nobody waits for the evaluator.
@@ -168,7 +168,7 @@ def test_a_newcomer_for_which_it_is_too_late_is_in_no_round_and_begins_elsewhere
     again = answer(leader, retracts)
     assert told(again) == [(0, STAND_STILL)]
     assert answer(leader, again) == []  # what it has said before counts no more
-    assert here(leader, clock=5, number=2)[0].content[1] == [5, [(1, 5)], 0, []]
+    assert here(leader, clock=5, number=2)[0].content[1] == [5, [(1, 5)], 0, 0, []]
 
 
 def test_where_the_chief_dies_between_two_steps_the_next_one_stands_still():
@@ -190,9 +190,9 @@ def test_where_no_worker_lives_a_newcomer_begins_behind_all():
     assert told(asks) == [(0, HOW_FAR), (1, HOW_FAR)]
     assert asks[0].content == [1, 0]
     for each, clock in zip(asks, (3, 4), strict=True):
-        begins = {"begins": [clock, [(7, 9 - clock)], clock, []]}
+        begins = {"begins": [clock, [(7, 9 - clock)], clock, clock, []]}
         leader.answered(Member(each.dest, True), each.step, begins)
-    assert leader.due()[0].content[1:] == [[4, [(7, 6)], 4, []], -1]
+    assert leader.due()[0].content[1:] == [[4, [(7, 6)], 4, 4, []], -1]
 
 
 def test_no_place_is_given_once_a_server_knows_that_a_worker_has_left():
@@ -200,7 +200,7 @@ def test_no_place_is_given_once_a_server_knows_that_a_worker_has_left():
     job, leader = places(1)
     stand_by(leader)
     asks = die(job, leader, 0)
-    leader.answered(Member(0, True), asks[0].step, {"begins": [0, [], 0, []]})
+    leader.answered(Member(0, True), asks[0].step, {"begins": [0, [], 0, 0, []]})
     leader.answered(Member(1, True), asks[1].step, {"begins": None})
     over = leader.due()
     assert [(each.request.source, each.content) for each in over] == [(50, None)]
@@ -342,7 +342,7 @@ class Leader:
 
 def carry_out(newcomers, dead, do, content):
     if do == HOW_FAR:
-        return {"begins": [0, [], 0, []]}
+        return {"begins": [0, [], 0, 0, []]}
     if do == RETRACT:
         return newcomers.retract(content)
     newcomer, begins, beside = copy.deepcopy(content)

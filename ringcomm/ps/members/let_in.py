@@ -101,7 +101,8 @@ def _here(current: Session, newcomer: int) -> Future[Any]:
     tables = [table for table in [*current.tables.values()] if table.mode.has_rounds]
     # Of a table that this rank, a newcomer, has not opened it has what others told it.
     rounds = {**current.begins, **{table.number: table.n_rounds for table in tables}}
-    begins = Beginning(current.clock, rounds, current.engine.control.n_steps, PROGRAM.taken)
+    boundaries = current.engine.control.n_steps
+    begins = Beginning(current.clock, rounds, boundaries, PROGRAM.n_steps, PROGRAM.taken)
     return ask_leader(
         current.client, "step", "here", needs_tables=True, newcomer=newcomer,
         begins=begins.to_json(), calls=current.training.n_calls,

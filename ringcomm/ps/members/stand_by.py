@@ -122,6 +122,7 @@ def _begin(current: Session, told: dict[str, Any]) -> None:
         begins = Beginning.of_json(told["begins"])
         current.clock, current.begins = begins.clock, begins.rounds
         current.engine.control.catch_up(begins.boundaries)
+        current.engine.control.go_on_from(begins.steps)
         if why := take_missed(begins.commands):
             _log.warning(
                 "ps: the other workers have changed a parameter by a command: %s. Make rc.Params() "

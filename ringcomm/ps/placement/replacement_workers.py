@@ -58,33 +58,38 @@ class Beginning(NamedTuple):
         clock: steps that it counts as its own.
         rounds: those that are not its own, by table; 0 of a table that is not named.
         boundaries: step boundaries, at which commands are taken, that it counts as its own.
-        commands: what workers have taken at theirs.
+        steps: those of the training, over all starts of the job.
+        commands: what workers have taken at their boundaries.
     """
 
     clock: int
     rounds: Mapping[int, int]
     boundaries: int = 0
+    steps: int = 0
     commands: Sequence[str] = ()
 
     def to_json(self) -> list[Any]:
-        return [self.clock, [*self.rounds.items()], self.boundaries, [*self.commands]]
+        counts = [self.boundaries, self.steps]
+        return [self.clock, [*self.rounds.items()], *counts, [*self.commands]]
 
     @classmethod
     def of_json(cls, data: list[Any]) -> Beginning:
-        clock, rounds, boundaries, commands = data
-        return cls(clock, {int(table): n for table, n in rounds}, boundaries, tuple(commands))
+        clock, rounds, boundaries, steps, commands = data
+        began = {int(table): n for table, n in rounds}
+        return cls(clock, began, boundaries, steps, tuple(commands))
 
     @classmethod
     def behind(cls, others: Iterable[Beginning]) -> Beginning:
         """Return where somebody begins that is in no round in which one of these is."""
-        clock, rounds, boundaries = 0, dict[int, int](), 0
+        clock, rounds, boundaries, steps = 0, dict[int, int](), 0, 0
         commands: Sequence[str] = ()
         for each in others:
-            clock, boundaries = max(clock, each.clock), max(boundaries, each.boundaries)
+            clock, steps = max(clock, each.clock), max(steps, each.steps)
+            boundaries = max(boundaries, each.boundaries)
             commands = max(commands, each.commands, key=len)
             for table, n in each.rounds.items():
                 rounds[table] = max(n, rounds.get(table, 0))
-        return cls(clock, rounds, boundaries, commands)
+        return cls(clock, rounds, boundaries, steps, commands)
 
 
 @dataclass

@@ -211,7 +211,7 @@ class Departures:
         for rank in event.dead:  # first: what they have sent counts no more
             yield from self._die(rank, now)
         most = self._progress.clocks.most
-        begins = Beginning(most, self._rounds(), most).to_json()
+        begins = Beginning(most, self._rounds(), most, most).to_json()
         is_ending = self._newcomers.is_ending  # a worker has left here before it died
         yield Reply(event.request, content={"begins": None if is_ending else begins})
 
