@@ -568,6 +568,21 @@ def test_a_group_can_be_split_by_its_method(rank, size, world):
         assert part is None
 
 
+@pytest.mark.skipif(VERSION < (2, 13), reason="older torch cannot be told of such a group")
+def test_split_group_keeps_the_order_of_the_ranks(rank, size):
+    mine, others = [*range(size - 1)][::-1], [size - 1]
+    part = dist.split_group(split_ranks=[mine, others], group_desc="parts")
+    ranks = others if rank == size - 1 else mine
+    assert dist.get_process_group_ranks(part) == ranks
+    assert ranks[dist.get_rank(part)] == rank
+    found = [None] * len(ranks)
+    dist.all_gather_object(found, rank, group=part)
+    assert found == ranks
+    again = dist.split_group(part, [[0]])
+    assert (again is dist.GroupMember.NON_GROUP_MEMBER or again is None) == (rank != ranks[0])
+    dist.destroy_process_group(part)
+
+
 def test_ranks_that_divide_groups_of_their_own_do_so_at_once(rank, size):
     """Uneven ones, so that ranks make unequally many groups, as torch does inside; then by mesh."""
     even, odd = list(range(0, size, 2)), list(range(1, size, 2))

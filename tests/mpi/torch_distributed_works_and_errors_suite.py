@@ -68,7 +68,7 @@ def test_monitored_barrier_names_who_is_missing(rank, size, world):
         dist.recv(torch.empty(1), 0)
     elif rank == 0:
         with pytest.raises(rc.CommTimeoutError, match=r"monitored_barrier") as caught:
-            world.monitored_barrier(timedelta(seconds=3))  # in which others must come
+            dist.monitored_barrier(timeout=timedelta(seconds=3))  # in which others must come
         assert caught.value.missing == (size - 1,)
         dist.send(torch.zeros(1), size - 1)
         return

@@ -86,18 +86,28 @@ class Group:
         return group
 
     @classmethod
-    def of_job(cls, ranks: Iterable[int]) -> Group:
-        """Return a group of ranks of the job, not of the default group; see Group."""
+    def of_job(
+        cls, ranks: Iterable[int], *, key: str = "", timeout_s: float | None = None
+    ) -> Group:
+        """Return a group of ranks of the job, not of the default group; see Group.
+
+        Args:
+            ranks: the members.
+            key: only calls with the same key meet.
+            timeout_s: how long to wait for the others; None: as operations do.
+        """
         current = engine()
         group = cls.__new__(cls)
-        group._create(current, _checked(ranks, current.job_size))
+        group._create(current, _checked(ranks, current.job_size), key, timeout_s)
         return group
 
-    def _create(self, engine: Any, ranks: Iterable[int]) -> None:
+    def _create(
+        self, engine: Any, ranks: Iterable[int], key: str = "", timeout_s: float | None = None
+    ) -> None:
         self._join(engine, ranks)
         if self.rank is None:
             return
-        ledger = engine.groups.agree_on(self)
+        ledger = engine.groups.agree_on(self, key, timeout_s)
         failure = None
         try:
             self._meet(engine, ledger)

@@ -78,12 +78,13 @@ class Groups:
             raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
         return group
 
-    def agree_on(self, group: Group) -> Ledger:
+    def agree_on(self, group: Group, key: str = "", timeout_s: float | None = None) -> Ledger:
         """Return the ledger of a new group once its members have agreed on it; see Group."""
         ledger: Ledger | None
         with self._one_at_a_time:
             for attempt in range(_ATTEMPTS):  # all members get the same result each time
-                ledger, n_in_use = self._attempt(group, _PAUSE_S if attempt else 0.0)
+                pause_s = _PAUSE_S if attempt else 0.0
+                ledger, n_in_use = self._attempt(group, key, pause_s, timeout_s)
                 if ledger is not None:
                     break
                 gc.collect()  # drops groups in cycles of references
@@ -149,17 +150,19 @@ class Groups:
         if member is not None and member.is_dropped and not self._watch.has_left:
             self._advance(header.key, member)
 
-    def _attempt(self, group: Group, pause_s: float) -> tuple[Ledger | None, int]:
+    def _attempt(
+        self, group: Group, key: str, pause_s: float, timeout_s: float | None
+    ) -> tuple[Ledger | None, int]:
         """Return (ledger, number of contexts in use); the ledger is None if no context is free."""
         members = tuple(sorted(group.ranks))
         number = self._n_made.get(members, 0) + 1
-        ticket = Ticket(None, base_of(NO_GROUP, str(members)), number)
+        ticket = Ticket(None, base_of(NO_GROUP, f"{members}{key}"), number)
 
         def talk(task: Task) -> TaskCoroutine:
             self._n_made[members] = number  # now that the task is under way
             return self._agree(task, group, number, pause_s)
 
-        result: tuple[Ledger | None, int] = self._hold(group, members, talk, ticket)
+        result: tuple[Ledger | None, int] = self._hold(group, members, talk, ticket, timeout_s)
         return result
 
     def _hold(
@@ -168,12 +171,13 @@ class Groups:
         members: tuple[int, ...],
         talk: Callable[[Task], TaskCoroutine],
         ticket: Ticket,
+        timeout_s: float | None = None,
     ) -> Any:
         def begin(task: Task, _: int) -> TaskCoroutine:
             task.ends_alone = task.ends_alone_if_left = True
             return talk(task)
 
-        return self._conversations.hold(f"{group!r}", members, begin, ticket)
+        return self._conversations.hold(f"{group!r}", members, begin, ticket, timeout_s=timeout_s)
 
     async def _agree(
         self, task: Task, group: Group, number: int, pause_s: float

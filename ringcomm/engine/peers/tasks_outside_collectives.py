@@ -71,12 +71,18 @@ class Conversations:
         return task
 
     def hold(
-        self, label: str, members: tuple[int, ...], talk: Talk, ticket: Ticket | None = None
+        self,
+        label: str,
+        members: tuple[int, ...],
+        talk: Talk,
+        ticket: Ticket | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> Any:
         """Begin a conversation and return its result; blocks. See begin()."""
         task = None
         try:
-            task = self.begin(label, members, talk, ticket)
+            task = self.begin(label, members, talk, ticket, timeout_s=timeout_s)
             return self._completion.result_of(task)
         except BaseException as error:
             self._completion.break_unless_over(task, error)

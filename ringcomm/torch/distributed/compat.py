@@ -156,6 +156,61 @@ def on_destroy(close: Callable[[Any], None]) -> None:
     _wrap("_shutdown_backend", shutdown_backend)
 
 
+@_once
+def serve_groups(kind: type[Any]) -> None:
+    """Make dist.monitored_barrier and dist.split_group call groups of a Python class.
+
+    By itself torch lets only gloo have the first before 2.14, and groups on GPUs the second before
+    2.15. Up to 2.12 it has no function that tells it of a group; there split_group stays as it is.
+    """
+    internals = c10d.distributed_c10d
+
+    def monitored_barrier(plain: Any, group: Any = None, *more: Any, **named: Any) -> Any:
+        own = group or c10d.group.WORLD
+        if not isinstance(own, kind):
+            return plain(group, *more, **named)
+        return own.monitored_barrier(*more, **named)
+
+    def split_group(
+        plain: Any, parent_pg: Any = None, split_ranks: Any = None, *more: Any, **named: Any
+    ) -> Any:
+        parent = parent_pg or c10d.group.WORLD
+        if not isinstance(parent, kind):
+            return plain(parent_pg, split_ranks, *more, **named)
+        return _split(parent, split_ranks, *more, **named)
+
+    if VERSION < (2, 14):
+        _wrap("monitored_barrier", monitored_barrier)
+    if VERSION < (2, 15) and hasattr(internals, "_register_pg_in_world"):
+        _wrap("split_group", split_group)
+
+
+def _split(
+    parent: Any,
+    split_ranks: list[list[int]],
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> Any:
+    del pg_options
+    internals, here = c10d.distributed_c10d, parent.rank()
+    mine = next((ranks for ranks in split_ranks if here in ranks), None)
+    if mine is None:
+        return None
+    name = internals._process_group_name(mine, use_hashed_name=True)
+    group = parent.split_group(mine, timeout, None, name, group_desc)
+    of_job = {local: rank for rank, local in internals._world.pg_group_ranks[parent].items()}
+    internals._register_pg_in_world(
+        group,
+        backend_name=internals._world.pg_map[parent][0],
+        store=group.get_group_store(),
+        group_name=name,
+        backend_config=internals._world.pg_backend_config[parent],
+        rank_mapping={of_job[local]: index for index, local in enumerate(mine)},
+    )
+    return group
+
+
 def renumber_default_group(group: Any, size: int, store: Any) -> None:
     """Tell torch the number of ranks in the default group, and its store, after a change."""
     world = c10d.distributed_c10d._world
@@ -204,11 +259,16 @@ def wrap_callbacks(wrap: Callable[[Any, Any], tuple[Any, Callable[[Any], None] |
 
 
 # --- other devices --------------------------------------------------------------------------------
-def backend_of(group: Any, kind: str) -> str | None:
-    """Return the backend that the user chose for a type of device; None: no choice is known."""
+def backends_of(group: Any) -> dict[str, str]:
+    """Return the backend that the user chose for each type of device; {}: no choice is known."""
     config = c10d.distributed_c10d._world.pg_backend_config.get(group, "")
     pairs = (each.partition(":") for each in str(config).split(","))
-    return next((name for device, _, name in pairs if device == kind), None)
+    return {device: name for device, _, name in pairs if name}
+
+
+def error_types() -> Any:
+    """Return torch's enum of what get_error() of a process group says."""
+    return _internal._C._distributed_c10d.ErrorType
 
 
 def make_device_backend(

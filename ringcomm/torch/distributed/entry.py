@@ -17,6 +17,7 @@ from ringcomm.torch.distributed.compat import (
     c10d,
     on_destroy,
     reach_from_operators,
+    serve_groups,
     within_new_subgroups,
     wrap_rendezvous,
 )
@@ -74,20 +75,29 @@ def make(options: Any, own_options: Any = None) -> ProcessGroup:
     members = list(options.global_ranks_in_group)
     if not members:
         start_as_rank(options.group_rank, options.group_size)
-        members = list(range(size()))
     init()
-    if members[options.group_rank] != rank():
-        raise ConfigError(
-            f"this rank is rank {members[options.group_rank]} in the default process group, and "
-            f'rank {rank()} in MPI. Make the default group with init_method="mpi://"'
-        )
+    group = _group_of(members, options.group_rank)
     reach_from_operators()
     before_new_group(_require_alike)
     within_new_subgroups(_within)
     on_destroy(_close)
+    serve_groups(ProcessGroup)
     is_default = options.timeout == DEFAULT_TIMEOUT
     timeout_s = None if is_default else options.timeout.total_seconds()
-    return ProcessGroup(options.store, Group(members), timeout_s)
+    return ProcessGroup(options.store, group, timeout_s)
+
+
+def _group_of(members: list[int], index: int) -> Group:
+    """Return the group of ranks of the default process group; of all ranks if there are none."""
+    default = c10d.group.WORLD
+    if members and isinstance(default, ProcessGroup):  # reconfigure() may have numbered it anew
+        return Group.of_job([default.group.ranks[rank] for rank in members])
+    if members and members[index] != rank():
+        raise ConfigError(
+            f"this rank is rank {members[index]} in the default process group, and "
+            f'rank {rank()} in MPI. Make the default group with init_method="mpi://"'
+        )
+    return Group(members or range(size()))
 
 
 def _close(group: Any) -> None:

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, urlparse
 
 from ringcomm.engine.api.collectives import barrier, broadcast_object
 from ringcomm.engine.api.init_rank_size import begin_anew, engine, init, local_size, rank, size
+from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError
 from ringcomm.launched.child_marks import parent_rank_pid
 from ringcomm.launched.launcher import (
@@ -117,21 +118,23 @@ def start_as_rank(given_rank: int | None, given_size: int | None) -> None:
         raise _numbered_differently(said, said_size, rank(), size())
 
 
-def make_store(timeout: timedelta) -> Any:
-    """Return a TCPStore that rank 0 serves on a free port. Collective."""
-    own = _serve_store(timeout) if rank() == 0 else None
-    hosts, port = broadcast_object(None if own is None else (_addresses(), own.port))
-    return own or c10d.TCPStore(_reachable(hosts, port), port, size(), False, timeout)
+def make_store(timeout: timedelta, group: Group | None = None) -> Any:
+    """Return a TCPStore that rank 0 of a group serves on a free port. Collective."""
+    index, n_ranks = (rank(), size()) if group is None else (group.index, group.size)
+    own = _serve_store(n_ranks, timeout) if index == 0 else None
+    mine = None if own is None else (_addresses(), own.port)
+    hosts, port = broadcast_object(mine, group=group)
+    return own or c10d.TCPStore(_reachable(hosts, port), port, n_ranks, False, timeout)
 
 
-def _serve_store(timeout: timedelta) -> Any:
+def _serve_store(n_ranks: int, timeout: timedelta) -> Any:
     if local_size() < size():
-        return c10d.TCPStore(_addresses()[0], 0, size(), True, timeout, False)
+        return c10d.TCPStore(_addresses()[0], 0, n_ranks, True, timeout, False)
     # By itself torch listens on all addresses, and no other host need reach this store.
     with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as listener:
         host, port = listener.getsockname()
         return c10d.TCPStore(
-            host, port, size(), True, timeout, False, master_listen_fd=listener.detach()
+            host, port, n_ranks, True, timeout, False, master_listen_fd=listener.detach()
         )
 
 

@@ -7,7 +7,7 @@ import json
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -18,7 +18,6 @@ from ringcomm.arrays.torch import TORCH
 from ringcomm.elastic.views import begin_in_new_view
 from ringcomm.engine.api.begin_next_view import heal, require_all_live
 from ringcomm.engine.api.init_rank_size import engine
-from ringcomm.engine.api.init_rank_size import size as job_size
 from ringcomm.engine.api.world import World, current
 from ringcomm.engine.api.world import current as current_world
 from ringcomm.engine.core.agreement import gather_bytes
@@ -40,8 +39,10 @@ from ringcomm.torch.distributed.compat import (
     DEFAULT_TIMEOUT,
     VERSION,
     CppBackend,
+    backends_of,
     c10d,
     divide_by_present_size,
+    error_types,
     renumber_default_group,
 )
 from ringcomm.torch.distributed.group.arguments import CallOptions, call_options
@@ -57,7 +58,6 @@ from ringcomm.transport.channel import Channel
 
 # --- reconfiguration ------------------------------------------------------------------------------
 _PREFIX = "ringcomm process "
-_NAP_S = 1e-3
 
 
 def own_handle() -> str:
@@ -66,41 +66,54 @@ def own_handle() -> str:
     return f"{_PREFIX}{transport.view.members[transport.rank]}"
 
 
-def go_on_with(handles: Collection[str], timeout_s: float) -> None:
-    """Return once the view of this job has these processes, in this order. Collective among them.
+def group_of(handles: Collection[str], uuid: int, timeout_s: float) -> Group:
+    """Return a group of these processes, of this view or, if ranks are lost, of the next one.
+
+    Collective among them. All ranks that live make a new view, also those that no handle names.
 
     Args:
-        handles: those of own_handle(); a set stands for the order of the view.
-        timeout_s: how long to wait until the other processes of the view are lost.
+        handles: those of own_handle(); their order numbers the ranks, a set stands for the view's.
+        uuid: only calls with the same number meet.
+        timeout_s: how long to wait for the others, in seconds.
 
     Raises:
-        ValueError: a handle is none, or names no process of the view, or they are in another order.
-        ConfigError: this job does not go on without lost ranks.
-        CommTimeoutError: other processes of the view live.
-        PeerFailedError: another process was lost in the new view: call this again without it.
+        ValueError: a handle is none, or names no process of the view, or one is named twice.
+        MismatchError: the others pass the handles in another order.
+        ConfigError: a rank is lost, and this job does not go on without lost ranks.
+        CommTimeoutError: another process of the handles did not call this.
     """
     wanted = [_process_of(handle) for handle in handles]
-    deadline = time.monotonic() + timeout_s
-    _world().engine.extensions.require_view("reconfigure")
+    end = time.monotonic() + timeout_s
     while True:
         world = _world()
-        members = world.transport.view.members
-        unknown = sorted(set(wanted) - set(members))
-        if unknown:
-            raise ValueError(
-                f"reconfigure: the handles name processes {unknown}, and the job has {members} "
-                "now: take the handles of ranks that live"
-            )
-        others = [rank for rank, number in enumerate(members) if number not in wanted]
-        if not others:
-            break
-        heal(_wait_for_loss(world, others, deadline))
-        begin_in_new_view()
-    if not isinstance(handles, set | frozenset) and wanted != list(members):
-        raise ValueError(
-            f"reconfigure: the handles give the order {wanted}, but ranks keep theirs, which is "
-            f"{list(members)}: pass the handles in that order, or as a set"
-        )
+        try:
+            if world.heals:
+                world.presence.look(at_once=True)
+                require_all_live()
+            world.engine.state.require_unbroken()
+            members = world.transport.view.members
+            unknown = sorted(set(wanted) - set(members))
+            if unknown:
+                raise ValueError(
+                    f"reconfigure: the handles name processes {unknown}, and the job has {members} "
+                    "now: take the handles of ranks that live"
+                )
+            if isinstance(handles, set | frozenset):
+                wanted.sort(key=members.index)
+            if world.transport.view.members[world.transport.rank] not in wanted:
+                raise ValueError(
+                    f"reconfigure: no handle of this process ({own_handle()!r}) is among those "
+                    "that were passed: ranks that are left out do not call it"
+                )
+            left_s = max(0.0, end - time.monotonic())
+            ranks = [members.index(number) for number in wanted]
+            return Group.of_job(ranks, key=f"reconfigure {uuid}", timeout_s=left_s)
+        except PeerFailedError as error:
+            if not world.heals:
+                raise ConfigError(world.gap_text("reconfigure")) from error
+            world.engine.extensions.require_view("reconfigure")
+            heal(error)
+            begin_in_new_view()
 
 
 def _process_of(handle: str) -> int:
@@ -110,28 +123,6 @@ def _process_of(handle: str) -> int:
             f"reconfigure: {handle!r} is no handle of dist._get_reconfigure_handle() of ringcomm"
         )
     return int(number)
-
-
-def _wait_for_loss(world: World, others: Iterable[int], deadline: float) -> PeerFailedError:
-    """Return the loss of a rank of the view, once one of the others is lost."""
-    if not world.heals:
-        raise ConfigError(world.gap_text("reconfigure"))
-    while time.monotonic() < deadline:
-        try:
-            world.presence.look(at_once=True)
-            require_all_live()
-        except PeerFailedError as error:
-            return error
-        failure = world.engine.state.error
-        if isinstance(failure, PeerFailedError) and failure.rank in others:
-            return failure
-        world.presence.parking.sleep(_NAP_S)
-    ranks = list(others)
-    raise CommTimeoutError(
-        f"reconfigure: no handles of ranks {ranks} were passed, but they live. A process group of "
-        "ringcomm is reconfigured to all processes that live: let these end, or wait for them",
-        missing=ranks,
-    )
 
 
 def _world() -> World:
@@ -318,40 +309,66 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
             )
         if self._is_shut_down:
             raise NotInitializedError(
-                f"process group {self.group!r} was destroyed: make a new one with new_group()"
+                f"process group {self.group!r} was destroyed or aborted: make a new one with "
+                "new_group(), or call torch.distributed._reconfigure() of the default group"
             )
 
-    # --- after a loss: reconfigure, which torch has from 2.15 on ---------------------------------
-    supports_reconfigure = True
+    # --- with other ranks: reconfigure, which torch has from 2.14.1 on -----------------------
+    @property
+    def supports_reconfigure(self) -> bool:
+        """True; RingcommError if tensors of some devices go to another backend."""
+        backends = backends_of(self)
+        if len(set(backends.values())) > 1:
+            pairs = ",".join(f"{kind}:{name}" for kind, name in backends.items())
+            raise RingcommError(
+                f"reconfigure: this process group has multiple backends ({pairs}), and only one "
+                'whose tensors all go through ringcomm can be: init_process_group("ringcomm")'
+            )
+        return True
 
     def get_reconfigure_handle(self) -> str:
         """Return the text that names this process, in all views of the job."""
+        assert self.supports_reconfigure
         return own_handle()
 
     def reconfigure(self, opts: Any) -> Any:
-        """Go on with the processes that live; see go_on_with(). Collective among them.
+        """Go on with the processes of the handles; see group_of(). Collective among them.
 
-        It waits until they have met, also in a new view of the elastic job: rank() and size()
-        change. Only the default group can be reconfigured; make others anew.
+        rank() and size() change. Only the default group can be reconfigured; make others anew.
 
         Args:
-            opts: c10d's ReconfigureOptions. `uuid` is a number that no earlier call had, `hints`
-                are ignored.
+            opts: c10d's ReconfigureOptions. `uuid` is a number that no earlier call had that ended
+                well, `hints` are ignored.
         """
+        assert self.supports_reconfigure
         if self is not c10d.group.WORLD:
             raise ValueError("reconfigure: only the default group goes on; make this one anew")
         if opts.uuid in self._uuids:
-            raise ValueError(f"reconfigure: uuid {opts.uuid} was used before: pass another")
+            raise ConfigError(f"reconfigure: uuid {opts.uuid} is already used: pass another")
         limit_s = self._timeout_s or engine().settings.timeout_or_inf
-        go_on_with(opts.handles, opts.timeout.total_seconds() if opts.timeout else limit_s)
+        group = group_of(
+            opts.handles, opts.uuid, opts.timeout.total_seconds() if opts.timeout else limit_s
+        )
         self._uuids.add(opts.uuid)
-        if self._view != _view_number():
-            devices, group = self._devices, Group(range(job_size()))
-            self._set_up(make_store(DEFAULT_TIMEOUT), group)
-            devices.shutdown()
-            renumber_default_group(self, group.size, self._store)
-            divide_by_present_size(self)
+        devices = self._devices
+        self._set_up(make_store(DEFAULT_TIMEOUT, group), group)
+        self._is_shut_down = False
+        devices.shutdown()
+        add_backend_for_cpp(self)
+        renumber_default_group(self, group.size, self._store)
+        divide_by_present_size(self)
         return self.start(call_options(None), "barrier", [], plan_barrier, None)
+
+    def abort(self) -> None:
+        """Refuse further operations until reconfigure(); those under way go on."""
+        self.shutdown()
+
+    def get_error(self) -> Any:
+        """Return what has ended this rank's operations: an ErrorType of torch."""
+        kinds, error = error_types(), engine().state.error
+        if error is None:
+            return kinds.SUCCESS
+        return kinds.TIMEOUT if isinstance(error, CommTimeoutError) else kinds.COMM_ERROR
 
     # C++ calls getRank() and getSize().
     def rank(self) -> int:
@@ -414,7 +431,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         own = ["cpu", "cuda"] if has_gpus else ["cpu"]
         return [*map(torch.device, own), *self._devices.types]
 
-    supports_splitting = False  # c10d.split_group() needs NCCL; see ProcessGroup.split_group()
+    supports_splitting = True
     supports_coalescing = False  # callers need not batch messages between ranks
 
     def set_timeout(self, timeout: timedelta) -> None:

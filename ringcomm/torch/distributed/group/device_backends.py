@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.torch.distributed.compat import backend_of, make_device_backend
+from ringcomm.torch.distributed.compat import backends_of, make_device_backend
 
 
 class Devices:
@@ -63,7 +63,7 @@ def carries(group: Any, kind: str) -> bool:
 
     "cpu:ringcomm,cuda:nccl" leaves those on GPUs to NCCL.
     """
-    return kind == "cpu" or (kind == "cuda" and backend_of(group, kind) in (None, "ringcomm"))
+    return kind == "cpu" or (kind == "cuda" and backends_of(group).get(kind) in (None, "ringcomm"))
 
 
 def is_foreign(group: Any, *tensors: torch.Tensor) -> bool:

@@ -348,7 +348,6 @@ class ProcessGroup(BaseGroup):
     ) -> None:
         """Return when every rank has called it; the error names all ranks that have not.
 
-        dist.monitored_barrier() refuses every backend but gloo: call this method of the group.
         `wait_all_ranks` is ignored.
 
         Raises:
@@ -403,7 +402,7 @@ class ProcessGroup(BaseGroup):
     ) -> ProcessGroup | None:
         """Return a process group of some ranks of this group; None on a rank that is no member.
 
-        The members call it. dist.split_group() refuses every backend but NCCL: call this method.
+        The members call it. Unlike dist.split_group(), it does not tell torch of the group.
 
         Args:
             new_ranks: the members, as ranks of this group.
