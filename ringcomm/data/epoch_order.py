@@ -20,6 +20,7 @@ class EpochShare:
     n_dealt: int = 0  # batches that have been dealt out
     n_batches: int = 0  # of this rank
     is_over: bool = False
+    is_trained_on: bool = False  # at the end of a step, all that has been dealt out
     lengths_of: Callable[[int], list[int]] = lambda rank: []  # of the batches of any rank
 
     def take(self, lengths_of: Callable[[int], list[int]], rank: int) -> Iterator[list[int]]:

@@ -30,6 +30,8 @@ from ringcomm.errors import MismatchError
 Constant = Literal["global", "local"]
 _NO_BATCHES: Final = {"batch_size": 0, "drop_last": False, "constant": "global"}
 _SHOWN: Final = 60  # characters of an argument in an error
+_HERE: Final = {__name__, "torch.utils.data.sampler", "torch.utils.data.dataloader"}
+_READ_AHEAD: Final = {"accelerate", "lightning", "pytorch_lightning", "torchdata"}
 
 
 class ShardedSampler:
@@ -118,6 +120,7 @@ class ShardedSampler:
 
     def _samples(self, refused_batch_size: int | None) -> Iterator[int]:
         run = self.begin()  # at the first next(): DataLoader makes an iterator that it never uses
+        run.is_trained_on = _takes_when_asked(sys._getframe(1))
         if refused_batch_size is not None:  # ranks have compared their arguments: all raise this
             raise ValueError(
                 'ShardedSampler: with remainder="uneven", DataLoader(data, '
@@ -155,7 +158,8 @@ class ShardedSampler:
 
         Args:
             consumed: number of samples of this epoch that this rank has trained on. By default, all
-                that the sampler has dealt out, which are too many if a DataLoader has workers.
+                that the sampler has dealt out, which are too many if a DataLoader has workers, or
+                if the program itself reads ahead.
                 rc.data.Loader counts by itself: use its state_dict().
 
         Raises:
@@ -243,9 +247,10 @@ class ShardedSampler:
         return self._run is not None
 
     @property
-    def is_under_way(self) -> bool:
-        """True if some, but not all, samples of an epoch have been dealt out."""
-        return self._run is not None and self._run.taken > 0 and not self._run.is_over
+    def is_ahead(self) -> bool:
+        """True if some, but not all, samples of an epoch have been dealt out, maybe too early."""
+        run = self._run
+        return run is not None and run.taken > 0 and not (run.is_over or run.is_trained_on)
 
     def begin(self, batching: Mapping[str, Any] = _NO_BATCHES) -> EpochShare:
         """Begin the next epoch, and return this rank's share of it. Collective the first time.
@@ -264,6 +269,11 @@ class ShardedSampler:
         share = share_of(left, order, self.rank, self.size, self.remainder)
         self._run = EpochShare(self._epoch, share)
         return self._run
+
+    def note_reader(self, reader: FrameType) -> None:
+        """Note who takes the batches of the epoch under way."""
+        assert self._run is not None
+        self._run.is_trained_on = _takes_when_asked(reader)
 
     def longest(self) -> int:
         """Return the largest number of samples of any rank in the epoch under way, or the next."""
@@ -371,7 +381,9 @@ class Batches:
             )
 
     def __iter__(self) -> Iterator[list[int]]:
-        yield from self.begin()  # at the first next()
+        batches = self.begin()  # at the first next()
+        self.sampler.note_reader(sys._getframe(1))
+        yield from batches
 
     def __len__(self) -> int:
         """Return the number of batches of the epoch under way, or else of the next."""
@@ -416,6 +428,21 @@ def _batch_size_of_torch(caller: FrameType) -> int | None:
     if caller.f_globals.get("__name__") != "torch.utils.data.sampler":
         return None
     return getattr(caller.f_locals.get("self"), "batch_size", None)
+
+
+def _takes_when_asked(reader: FrameType | None) -> bool:
+    """Return True if a DataLoader without workers takes a batch when the program wants one.
+
+    Then what was taken at the end of a step has been trained on. Frameworks may read ahead of it.
+    """
+    is_torchs = False
+    while reader is not None and (name := reader.f_globals.get("__name__")) in _HERE:
+        if type(reader.f_locals.get("self")).__name__ == "_MultiProcessingDataLoaderIter":
+            return False
+        is_torchs |= name == "torch.utils.data.dataloader"
+        reader = reader.f_back
+    program = "" if reader is None else reader.f_globals.get("__name__", "")
+    return is_torchs and program.partition(".")[0] not in _READ_AHEAD
 
 
 def _require_nobody_in_join(by_rank: Sequence[object]) -> None:

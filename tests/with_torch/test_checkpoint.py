@@ -16,6 +16,7 @@ from harness import HANG_S, at_length, errors_of_ranks, run_job, run_ranks
 from planted_files import WITHOUT_END, damaged, in_time, plant
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 from training_models import SMALL, copies, network, weights, wrap
 
 import ringcomm as rc
@@ -707,6 +708,33 @@ def test_what_workers_took_ahead_is_seen_after_a_restore(size, tmp_path):
         return list(sampler)
 
     seen = itertools.chain(*run_ranks(size, save), *run_ranks(size, go_on))
+    assert sorted(seen) == list(range(n))
+
+
+@pytest.mark.parametrize("form", ["batch_sampler", "sampler"])
+def test_a_dataloader_without_workers_knows_its_place_in_mid_epoch(form, tmp_path):
+    n, data = 96, torch.arange(96)
+
+    def loader_of(sampler):
+        if form == "sampler":
+            return DataLoader(data, 8, sampler=sampler)
+        return DataLoader(data, batch_sampler=sampler.batches(8))
+
+    def save(rank):
+        sampler, seen = ShardedSampler(n, seed=3), []
+        for batch in loader_of(sampler):
+            seen += batch.tolist()
+            if len(seen) == 16 * (rank + 1):  # unequally far
+                break
+        hvd.Checkpoint(tmp_path).save(2, sampler=sampler, rng=False)
+        return seen
+
+    def go_on(rank):
+        sampler = ShardedSampler(n, seed=3)
+        hvd.Checkpoint(tmp_path).restore(sampler=sampler, rng=False)
+        return [x for batch in loader_of(sampler) for x in batch.tolist()]
+
+    seen = itertools.chain(*run_ranks(2, save), *run_ranks(3, go_on))
     assert sorted(seen) == list(range(n))
 
 

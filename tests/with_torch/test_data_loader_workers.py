@@ -73,6 +73,11 @@ if __name__ == "__main__":
                         persistent_workers=method == "spawn")
     for epoch in range(2):
         train(model, optimizer, loader)
+    sampler = rc.data.ShardedSampler(64)
+    for n_workers in (0, 1):
+        ahead = DataLoader(range(64), batch_sampler=sampler.batches(8), num_workers=n_workers)
+        next(iter(ahead))
+        assert sampler.is_ahead == bool(n_workers)
     alone, plain = new()
     for epoch in range(2):
         train(alone, plain, DataLoader(Squares(), 8 * hvd.size()))

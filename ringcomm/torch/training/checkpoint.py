@@ -404,13 +404,14 @@ def _position_of(sampler: Any, consumed: int | None) -> Any:
                 f"{'None' if sampler is None else f'a {type(sampler).__name__}'}: omit consumed"
             )
         return None if sampler is None else sampler.state_dict()
-    if consumed is None and sampler.is_under_way:
+    if consumed is None and sampler.is_ahead:
         n = sampler.state_dict()["taken"]
         raise ValueError(
             f"sampler is in the middle of epoch {sampler.epoch}: {n} of {len(sampler)} samples "
-            "have been handed out, but a DataLoader with workers takes them ahead, and those that "
-            "were not trained on would be lost. Pass consumed=, the samples that this rank has "
-            "trained on in this epoch (steps * batch size), or a rc.data.Loader, which counts them"
+            "have been handed out, but what takes them may do so ahead, as a DataLoader with "
+            "workers does, and those that were not trained on would be lost. Pass consumed=, the "
+            "samples that this rank has trained on in this epoch (steps * batch size), or a "
+            "rc.data.Loader, which counts them. A DataLoader with num_workers=0 needs neither"
         )
     return sampler.state_dict(consumed)
 
