@@ -234,6 +234,18 @@ def test_what_a_worker_has_pushed_before_the_values_counts_though_it_has_left():
     assert names(core.handle(event, 0.0)) == ["Write", "Retry"]
 
 
+def test_a_push_that_waits_for_the_values_is_carried_out_before_those_behind_it_after_a_thaw():
+    """Else it would count as one that came before, and be lost."""
+    core = core_of(SSP(1), is_ready=False)
+    assert arrive(core, push(1, 5)) == []
+    freeze(core)
+    assert arrive(core, push(2, 3)) == []  # the first values, let us say: kept, as is the next
+    assert arrive(core, push(1, 6)) == []
+    core.handle(on.Taken(KEY, 0, "no memory"), 0.0)
+    assert give(core, "thaw")[:2] == ["Retry", "Retry"]
+    assert names(core.handle(on.Initialized(KEY, push(2, 3), None), 0.0)) == ["Write", "Retry"]
+
+
 def test_a_drain_ends_rounds_as_far_as_it_says_and_keeps_what_is_further():
     core = core_of(Mode("sync"))
     core.handle(on.Stopped(push(9, 1), 9 << 32), 0.0)

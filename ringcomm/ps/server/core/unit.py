@@ -216,7 +216,8 @@ class Unit:
             return math.inf if self.rounds.is_over else self.rounds.current
         if self.mode.name != "ssp":
             return math.inf
-        return -1 if self.stands_still else clocks.slowest_with(self.fence)
+        # What waited for the values alone goes first, also before what came since it stands still.
+        return 0 if self.stands_still else clocks.slowest_with(self.fence)
 
     def read(self, request: CoreRequest, clocks: Clocks) -> list[Action]:
         """Serve a read once enough is in the values: rounds, or steps of the slowest worker."""
