@@ -198,6 +198,15 @@ PS_CORE = [
         ("unit/test_ps_simulated_servers.py",),
     ),
     Mutation(
+        "ps-what-waited-for-values-goes-last",
+        "ps",
+        "ps/server/core/unit.py",
+        "return 0 if self.stands_still else",
+        "return -1 if self.stands_still else",
+        "a push that came before the values is lost after a move that failed",
+        ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
         "ps-what-waits-stays-behind",
         "ps",
         "ps/server/core/migration.py",

@@ -94,6 +94,12 @@ class ShardedSampler:
             raise TypeError(f"ShardedSampler: pass both rank and size, or none; not {rank}, {size}")
         if isinstance(data, tuple | dict):
             raise TypeError("ShardedSampler: for several arrays, pass the number of rows: len(x)")
+        if not (isinstance(data, Sized) or hasattr(data, "__index__")):
+            raise TypeError(
+                f"ShardedSampler: a {type(data).__name__} has no len(), so no samples can be "
+                "dealt out by number. Let each rank take its own part of a stream, such as "
+                "itertools.islice(stream, rank, None, size)"
+            )
         self.n = len(data) if isinstance(data, Sized) else operator.index(data)
         self._is_for_job = rank is None
         self.rank = engine().rank if rank is None else operator.index(rank)

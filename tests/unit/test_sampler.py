@@ -433,6 +433,11 @@ def test_a_tuple_of_arrays_is_not_taken_for_its_samples(data):
         ShardedSampler(data, rank=0, size=1)
 
 
+def test_a_stream_has_no_samples_to_deal_out():
+    with pytest.raises(TypeError, match=r"a generator has no len\(\).*islice"):
+        ShardedSampler((x for x in range(3)), rank=0, size=1)
+
+
 def test_a_batch_of_none_is_refused():
     with pytest.raises(ValueError, match="at least 1, not 0"):
         samplers(3, 1)[0].batches(0)
