@@ -21,7 +21,7 @@ def test_a_store_for_one_host_listens_on_it_alone(monkeypatch):
     for each in ("size", "local_size"):
         monkeypatch.setattr(rendezvous, each, lambda: 2)
     timeout = timedelta(seconds=60)
-    store = rendezvous._serve_store(timeout)
+    store = rendezvous._serve_store(2, timeout)
     found = addresses_of(store.port)
     other = c10d.TCPStore("127.0.0.1", store.port, 2, False, timeout)
     store.set("key", "value")

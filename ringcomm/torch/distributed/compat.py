@@ -211,6 +211,15 @@ def _split(
     return group
 
 
+def groups_named() -> int:
+    """Return how many groups torch has numbered on this rank: their names are these numbers."""
+    return int(c10d.distributed_c10d._world.group_count)
+
+
+def name_groups_from(number: int) -> None:
+    c10d.distributed_c10d._world.group_count = number
+
+
 def renumber_default_group(group: Any, size: int, store: Any) -> None:
     """Tell torch the number of ranks in the default group, and its store, after a change."""
     world = c10d.distributed_c10d._world

@@ -17,6 +17,7 @@ import torch
 from ringcomm.arrays.torch import TORCH
 from ringcomm.elastic.views import begin_in_new_view
 from ringcomm.engine.api.begin_next_view import heal, require_all_live
+from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.world import World, current
 from ringcomm.engine.api.world import current as current_world
@@ -43,6 +44,8 @@ from ringcomm.torch.distributed.compat import (
     c10d,
     divide_by_present_size,
     error_types,
+    groups_named,
+    name_groups_from,
     renumber_default_group,
 )
 from ringcomm.torch.distributed.group.arguments import CallOptions, call_options
@@ -351,6 +354,10 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         )
         self._uuids.add(opts.uuid)
         devices = self._devices
+        # Members may have made unequally many groups; from now on they count, and name, alike.
+        counts = allgather_object((_n_made.get(engine(), 0), groups_named()), group=group)
+        _n_made[engine()] = max(n for n, _ in counts)
+        name_groups_from(max(n for _, n in counts))
         self._set_up(make_store(DEFAULT_TIMEOUT, group), group)
         self._is_shut_down = False
         devices.shutdown()
